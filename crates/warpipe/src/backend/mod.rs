@@ -1,0 +1,277 @@
+//! The seam to a device: one object-safe trait of narrow methods over plain handles.
+//!
+//! # Contract
+//!
+//! * The checks stand *above* this trait: sizes are positive and aligned to [`Backend::granularity`],
+//!   handles come from the same backend, layouts fit. A backend trusts its callers, which is why most
+//!   of its methods are `unsafe`; it does not trust the driver or a descriptor from a peer.
+//! * Every method may be called from any thread and leaves the caller's current context as it was.
+//! * A *word* is the first field of a [`TimelineWord`] in a segment that was passed to
+//!   [`Backend::register`]. Its values only grow.
+//! * `Signal` makes all work enqueued before it on its stream visible to every device and process that
+//!   sees the word's new value (`cuStreamWriteValue64` with its default barrier). `Wait` lets the stream
+//!   go on once the word is at or above the value (`CU_STREAM_WAIT_VALUE_GEQ`).
+//! * Nothing here blocks without a timeout, except that `allocate`, `import`, `register` and the
+//!   creation of a device take as long as the driver does.
+//!
+//! [`testing`] wraps any backend to delay, fail or count its calls.
+
+mod word;
+
+pub mod cuda;
+pub mod host;
+pub mod testing;
+
+pub use word::TimelineWord;
+
+use std::ffi::c_void;
+use std::fmt;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Result;
+use crate::kernel::Kernel;
+
+/// An address that the device's work can use: a `CUdeviceptr`, or on the host backend an address of this process.
+pub type DevicePtr = u64;
+
+/// Which backend a device belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum DeviceKind {
+    /// The host backend: memfd memory, threads as streams.
+    Host,
+    /// An NVIDIA GPU through the CUDA driver API.
+    Cuda,
+}
+
+/// A device's identity, the same in every process (a GPU's ordinal is not).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct DeviceId {
+    /// The backend.
+    pub kind: DeviceKind,
+    /// The GPU's UUID; zeros for the host.
+    pub uuid: [u8; 16],
+}
+
+impl fmt::Display for DeviceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.kind == DeviceKind::Host {
+            return f.write_str("host");
+        }
+        f.write_str("GPU-")?;
+        for (index, byte) in self.uuid.iter().enumerate() {
+            if matches!(index, 4 | 6 | 8 | 10) {
+                f.write_str("-")?;
+            }
+            write!(f, "{byte:02x}")?;
+        }
+        Ok(())
+    }
+}
+
+/// What is known of a device when it is opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// The identity to compare across processes.
+    pub id: DeviceId,
+    /// The device's ordinal in this process (0 for the host).
+    pub ordinal: u32,
+    /// For people: the GPU's product name, or `host`.
+    pub name: String,
+    /// Total memory in bytes.
+    pub memory_bytes: u64,
+}
+
+/// What an importer may do with a region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Access {
+    /// Loads only; a store faults in the importer, enforced by the MMU.
+    Read,
+    /// Loads and stores.
+    ReadWrite,
+}
+
+/// One allocation, mapped in this process. Plain data: who owns it releases it, once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RawRegion {
+    /// Where it is mapped.
+    pub ptr: DevicePtr,
+    /// Its length in bytes, a multiple of the granularity.
+    pub bytes: u64,
+    /// The backend's own handle (`CUmemGenericAllocationHandle`, or a descriptor number).
+    pub handle: u64,
+}
+
+/// A stream: a `CUstream`, or the host backend's own pointer. Null is the device's default stream on CUDA.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RawStream(pub *mut c_void);
+
+// SAFETY: a stream handle is an opaque token; both backends allow its use from any thread.
+unsafe impl Send for RawStream {}
+// SAFETY: as above, including concurrent use.
+unsafe impl Sync for RawStream {}
+
+/// An event: a `CUevent`, or the host backend's own pointer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RawEvent(pub *mut c_void);
+
+// SAFETY: an event handle is an opaque token; both backends allow its use from any thread.
+unsafe impl Send for RawEvent {}
+// SAFETY: as above, including concurrent use.
+unsafe impl Sync for RawEvent {}
+
+/// One memory operation of a [`Backend::batch`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StreamOp {
+    /// Store `value` into the word, behind all earlier work of the stream.
+    Signal {
+        /// The word's device address.
+        word: DevicePtr,
+        /// The value to store.
+        value: u64,
+    },
+    /// Hold the stream until the word is at or above `value`.
+    Wait {
+        /// The word's device address.
+        word: DevicePtr,
+        /// The value to reach.
+        value: u64,
+    },
+}
+
+/// The seam. See the [module](self) for the contract.
+pub trait Backend: Send + Sync + fmt::Debug {
+    /// The device that this backend drives.
+    fn info(&self) -> &DeviceInfo;
+
+    /// The unit, in bytes, of which every region's length is a multiple (CUDA: 2 MiB as a rule; host: the page).
+    fn granularity(&self) -> u64;
+
+    /// `cuMemCreate` + `cuMemAddressReserve` + `cuMemMap` + `cuMemSetAccess`, or `memfd_create` + `mmap`:
+    /// zeroed, exportable memory, mapped read and write. `bytes` is a positive multiple of the granularity.
+    fn allocate(&self, bytes: u64) -> Result<RawRegion>;
+
+    /// `cuMemExportToShareableHandle` (POSIX descriptor), or a duplicate of the memfd. The descriptor is
+    /// close-on-exec and is by itself the right to the memory, whatever happens to this process.
+    ///
+    /// # Safety
+    /// `region` came from `allocate` of this backend and has not been released.
+    unsafe fn export(&self, region: &RawRegion) -> Result<OwnedFd>;
+
+    /// `cuMemImportFromShareableHandle` + map, or `mmap` of a sealed memfd: maps a peer's region of exactly
+    /// `bytes` bytes, owned by device `owner`. The descriptor is not trusted: what is not such memory is
+    /// [`Error::NotDeviceMemory`](crate::Error::NotDeviceMemory), what this device cannot reach is
+    /// [`Error::PeerAccess`](crate::Error::PeerAccess).
+    fn import(&self, fd: BorrowedFd<'_>, bytes: u64, access: Access, owner: DeviceId) -> Result<RawRegion>;
+
+    /// Unmaps a region and gives up this process's hold on it.
+    ///
+    /// # Safety
+    /// `region` came from `allocate` or `import` of this backend, is released once, and no enqueued work uses it.
+    unsafe fn release(&self, region: RawRegion) -> Result<()>;
+
+    /// `cuMemHostRegister` (portable, mapped): makes host memory usable by streams, for words and copies.
+    /// Returns its device address.
+    ///
+    /// # Safety
+    /// `ptr..ptr+bytes` is page-aligned mapped memory that stays mapped until `unregister`.
+    unsafe fn register(&self, ptr: *mut u8, bytes: usize) -> Result<DevicePtr>;
+
+    /// `cuMemHostUnregister`.
+    ///
+    /// # Safety
+    /// `ptr` was passed to `register` of this backend, and no enqueued work uses the memory.
+    unsafe fn unregister(&self, ptr: *mut u8) -> Result<()>;
+
+    /// `cuStreamCreate` (non-blocking), or a new thread.
+    fn create_stream(&self) -> Result<RawStream>;
+
+    /// `cuStreamDestroy`: returns at once; work already enqueued still runs.
+    ///
+    /// # Safety
+    /// `stream` came from `create_stream` and is destroyed once.
+    unsafe fn destroy_stream(&self, stream: RawStream) -> Result<()>;
+
+    /// `cuStreamBatchMemOp`: enqueues the operations, in order, with as few driver calls as can be.
+    ///
+    /// # Safety
+    /// `stream` is live; every word lies in registered memory that outlives the operation.
+    unsafe fn batch(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()>;
+
+    /// `cuMemcpyAsync`: enqueues a copy between device addresses (regions or registered memory).
+    ///
+    /// # Safety
+    /// Both ranges stay mapped until the copy is done and do not overlap.
+    unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()>;
+
+    /// `cuMemcpyHtoDAsync` from any host memory; `src` may be reused as soon as this returns.
+    ///
+    /// # Safety
+    /// `dst` is writable for `src.len()` bytes until the copy is done; nothing enqueued elsewhere writes it.
+    unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()>;
+
+    /// `cuMemcpyDtoHAsync` and wait: the bytes are in `dst` when this returns.
+    ///
+    /// The caller has made sure that `stream` has nothing enqueued that could be stuck.
+    ///
+    /// # Safety
+    /// `src` is readable for `dst.len()` bytes.
+    unsafe fn download(&self, stream: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()>;
+
+    /// `cuLaunchKernel`: enqueues `kernel` over `grid` blocks of `block` threads; on the host its CPU twin.
+    ///
+    /// # Safety
+    /// `args` are what the kernel takes, and the memory they name outlives the launch.
+    unsafe fn launch(&self, stream: RawStream, kernel: &Kernel, grid: u32, block: u32, args: &[u64]) -> Result<()>;
+
+    /// Loads what `kernel` needs now, so that no later launch loads a module behind a waiting stream.
+    fn preload(&self, kernel: &Kernel) -> Result<()>;
+
+    /// `cuLaunchHostFunc`: enqueues a function on the CPU. It must not call the device.
+    ///
+    /// # Safety
+    /// `stream` is live.
+    unsafe fn call(&self, stream: RawStream, function: Box<dyn FnOnce() + Send>) -> Result<()>;
+
+    /// `cuStreamQuery`: whether everything enqueued is done. A fault of earlier work is returned here.
+    ///
+    /// # Safety
+    /// `stream` is live.
+    unsafe fn query(&self, stream: RawStream) -> Result<bool>;
+
+    /// `cuEventCreate` (no timing).
+    fn create_event(&self) -> Result<RawEvent>;
+
+    /// `cuEventDestroy`.
+    ///
+    /// # Safety
+    /// `event` came from `create_event` and is destroyed once.
+    unsafe fn destroy_event(&self, event: RawEvent) -> Result<()>;
+
+    /// `cuEventRecord`: the event is complete once the stream's work so far is.
+    ///
+    /// # Safety
+    /// Both handles are live.
+    unsafe fn record_event(&self, event: RawEvent, stream: RawStream) -> Result<()>;
+
+    /// `cuStreamWaitEvent`: the stream waits for the event's last record.
+    ///
+    /// # Safety
+    /// Both handles are live.
+    unsafe fn wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()>;
+
+    /// `cuEventQuery`: whether the last record is complete (true if never recorded).
+    ///
+    /// # Safety
+    /// `event` is live.
+    unsafe fn query_event(&self, event: RawEvent) -> Result<bool>;
+
+    /// Blocks the CPU until `word` is at or above `value`; false when `timeout` ran out first.
+    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool>;
+
+    /// Bytes of device memory in use by this process alone, as the backend counts what it gave out
+    /// (regions allocated and imported, not yet released). For leak checks and people.
+    fn bytes_held(&self) -> u64;
+}

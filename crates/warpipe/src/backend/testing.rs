@@ -1,0 +1,265 @@
+//! Wrappers over any backend for tests: they delay, fail or count its calls.
+//!
+//! All are one [`Wrapped`] backend with another [`Hook`].
+
+use std::collections::BTreeMap;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::{Access, Backend, DeviceId, DeviceInfo, DevicePtr, RawEvent, RawRegion, RawStream, StreamOp, TimelineWord};
+use crate::error::{Error, Result};
+use crate::kernel::Kernel;
+
+/// What a wrapper does before each call of the backend inside.
+pub trait Hook: Send + Sync + std::fmt::Debug {
+    /// Called with the method's name before it runs; an error is returned in its place.
+    fn before(&self, method: &'static str) -> Result<()>;
+
+    /// What a batch becomes: the operations to run, after whatever the hook enqueues itself.
+    fn batch(&self, _inner: &dyn Backend, _stream: RawStream, ops: &[StreamOp]) -> Result<Vec<StreamOp>> {
+        Ok(ops.to_vec())
+    }
+}
+
+/// Any backend with a [`Hook`] before each call.
+#[derive(Debug)]
+pub struct Wrapped<H> {
+    inner: Arc<dyn Backend>,
+    hook: H,
+}
+
+impl<H: Hook> Wrapped<H> {
+    /// Puts `hook` in front of `inner`.
+    pub fn new(inner: Arc<dyn Backend>, hook: H) -> Arc<Self> {
+        Arc::new(Wrapped { inner, hook })
+    }
+
+    /// The hook, to read its counts or change its aim.
+    pub fn hook(&self) -> &H {
+        &self.hook
+    }
+}
+
+/// Counts the calls of each method.
+#[derive(Debug, Default)]
+pub struct Counting {
+    calls: Mutex<BTreeMap<&'static str, u64>>,
+}
+
+impl Counting {
+    /// The calls so far, by method.
+    pub fn calls(&self) -> BTreeMap<&'static str, u64> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Hook for Counting {
+    fn before(&self, method: &'static str) -> Result<()> {
+        *self.calls.lock().unwrap_or_else(PoisonError::into_inner).entry(method).or_default() += 1;
+        Ok(())
+    }
+}
+
+/// Fails one call: the Nth of a method, once, with [`Error::Injected`].
+#[derive(Debug, Default)]
+pub struct Failing {
+    aim: Mutex<Option<(&'static str, u64)>>,
+    seen: AtomicU64,
+}
+
+impl Failing {
+    /// From now on, fail call `call` (from 1) of `method`.
+    pub fn aim(&self, method: &'static str, call: u64) {
+        let mut aim = self.aim.lock().unwrap_or_else(PoisonError::into_inner);
+        self.seen.store(0, Ordering::Relaxed);
+        *aim = Some((method, call));
+    }
+
+    /// Whether the aimed-at call has come.
+    pub fn has_struck(&self) -> bool {
+        self.aim.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+}
+
+impl Hook for Failing {
+    fn before(&self, method: &'static str) -> Result<()> {
+        let mut aim = self.aim.lock().unwrap_or_else(PoisonError::into_inner);
+        match *aim {
+            Some((target, call)) if target == method && self.seen.fetch_add(1, Ordering::Relaxed) + 1 == call => {
+                *aim = None;
+                Err(Error::Injected { method, call })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Makes every signal late, so that who does not wait for it reads too early. With `waits` off it also drops
+/// every wait: the negative control of a synchronisation test.
+#[derive(Debug)]
+pub struct Delaying {
+    /// How late a signal is.
+    pub signal_late: Duration,
+    /// Whether waits are enqueued at all.
+    pub waits: bool,
+}
+
+impl Hook for Delaying {
+    fn before(&self, _method: &'static str) -> Result<()> {
+        Ok(())
+    }
+
+    fn batch(&self, inner: &dyn Backend, stream: RawStream, ops: &[StreamOp]) -> Result<Vec<StreamOp>> {
+        if ops.iter().any(|op| matches!(op, StreamOp::Signal { .. })) && !self.signal_late.is_zero() {
+            let late = self.signal_late;
+            // SAFETY: the caller of `batch` promises that the stream is live.
+            unsafe { inner.call(stream, Box::new(move || std::thread::sleep(late)))? };
+        }
+        let kept = ops.iter().filter(|op| self.waits || matches!(op, StreamOp::Signal { .. }));
+        Ok(kept.copied().collect())
+    }
+}
+
+// SAFETY comments below: each method passes its caller's promise to the same method of the backend inside.
+impl<H: Hook> Backend for Wrapped<H> {
+    fn info(&self) -> &DeviceInfo {
+        self.inner.info()
+    }
+
+    fn granularity(&self) -> u64 {
+        self.inner.granularity()
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<RawRegion> {
+        self.hook.before("allocate")?;
+        self.inner.allocate(bytes)
+    }
+
+    unsafe fn export(&self, region: &RawRegion) -> Result<OwnedFd> {
+        self.hook.before("export")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.export(region) }
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>, bytes: u64, access: Access, owner: DeviceId) -> Result<RawRegion> {
+        self.hook.before("import")?;
+        self.inner.import(fd, bytes, access, owner)
+    }
+
+    unsafe fn release(&self, region: RawRegion) -> Result<()> {
+        self.hook.before("release")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.release(region) }
+    }
+
+    unsafe fn register(&self, ptr: *mut u8, bytes: usize) -> Result<DevicePtr> {
+        self.hook.before("register")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.register(ptr, bytes) }
+    }
+
+    unsafe fn unregister(&self, ptr: *mut u8) -> Result<()> {
+        self.hook.before("unregister")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.unregister(ptr) }
+    }
+
+    fn create_stream(&self) -> Result<RawStream> {
+        self.hook.before("create_stream")?;
+        self.inner.create_stream()
+    }
+
+    unsafe fn destroy_stream(&self, stream: RawStream) -> Result<()> {
+        self.hook.before("destroy_stream")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.destroy_stream(stream) }
+    }
+
+    unsafe fn batch(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()> {
+        self.hook.before("batch")?;
+        let ops = self.hook.batch(&*self.inner, stream, ops)?;
+        // SAFETY: the caller's promise, passed on; the hook adds no word of its own.
+        unsafe { self.inner.batch(stream, &ops) }
+    }
+
+    unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+        self.hook.before("copy")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.copy(stream, dst, src, bytes) }
+    }
+
+    unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        self.hook.before("upload")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.upload(stream, dst, src) }
+    }
+
+    unsafe fn download(&self, stream: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+        self.hook.before("download")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.download(stream, dst, src) }
+    }
+
+    unsafe fn launch(&self, stream: RawStream, kernel: &Kernel, grid: u32, block: u32, args: &[u64]) -> Result<()> {
+        self.hook.before("launch")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.launch(stream, kernel, grid, block, args) }
+    }
+
+    fn preload(&self, kernel: &Kernel) -> Result<()> {
+        self.hook.before("preload")?;
+        self.inner.preload(kernel)
+    }
+
+    unsafe fn call(&self, stream: RawStream, function: Box<dyn FnOnce() + Send>) -> Result<()> {
+        self.hook.before("call")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.call(stream, function) }
+    }
+
+    unsafe fn query(&self, stream: RawStream) -> Result<bool> {
+        self.hook.before("query")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.query(stream) }
+    }
+
+    fn create_event(&self) -> Result<RawEvent> {
+        self.hook.before("create_event")?;
+        self.inner.create_event()
+    }
+
+    unsafe fn destroy_event(&self, event: RawEvent) -> Result<()> {
+        self.hook.before("destroy_event")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.destroy_event(event) }
+    }
+
+    unsafe fn record_event(&self, event: RawEvent, stream: RawStream) -> Result<()> {
+        self.hook.before("record_event")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.record_event(event, stream) }
+    }
+
+    unsafe fn wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
+        self.hook.before("wait_event")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.wait_event(stream, event) }
+    }
+
+    unsafe fn query_event(&self, event: RawEvent) -> Result<bool> {
+        self.hook.before("query_event")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.query_event(event) }
+    }
+
+    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {
+        self.hook.before("wait_word")?;
+        self.inner.wait_word(word, value, timeout)
+    }
+
+    fn bytes_held(&self) -> u64 {
+        self.inner.bytes_held()
+    }
+}

@@ -1,0 +1,65 @@
+//! The 64-bit timeline word that devices and processes order themselves by.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+use rustix::thread::futex;
+
+/// A 64-bit value in shared memory that only grows, and beside it the count of CPU threads parked on it.
+///
+/// On CUDA the device reads and writes `value` through the registered mapping and `parked` stays 0; on the
+/// host backend a stream that waits is a thread, which parks on the word with a futex.
+/// 16 bytes, so that the layout of a link segment does not depend on the backend.
+#[repr(C, align(16))]
+#[derive(Debug, Default)]
+pub struct TimelineWord {
+    value: AtomicU64,
+    parked: AtomicU32,
+    _reserved: AtomicU32,
+}
+
+const _: () = assert!(size_of::<TimelineWord>() == 16);
+
+impl TimelineWord {
+    /// The value now.
+    #[inline]
+    pub fn load(&self) -> u64 {
+        self.value.load(Ordering::Acquire)
+    }
+
+    /// Whether `value` has been reached, compared as `cuStreamWaitValue64` does with `GEQ` (signed difference).
+    #[inline]
+    pub fn reached(&self, value: u64) -> bool {
+        self.load().wrapping_sub(value) as i64 >= 0
+    }
+
+    /// Stores `value` with the CPU and wakes threads parked here. Device streams see the store by themselves.
+    #[inline]
+    pub fn store(&self, value: u64) {
+        self.value.store(value, Ordering::Release);
+        // Pairs with the fence in `park`: either we see the parked thread, or it sees the value.
+        fence(Ordering::SeqCst);
+        if self.parked.load(Ordering::Relaxed) != 0 {
+            let _ = futex::wake(self.low_half(), futex::Flags::empty(), u32::MAX >> 1);
+        }
+    }
+
+    /// Parks this thread until the value may have changed or `limit` has passed. Wakes spuriously.
+    pub fn park(&self, value: u64, limit: std::time::Duration) {
+        self.parked.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let seen = self.value.load(Ordering::Acquire);
+        if (seen.wrapping_sub(value) as i64) < 0 {
+            let limit = rustix::thread::Timespec { tv_sec: limit.as_secs() as _, tv_nsec: limit.subsec_nanos() as _ };
+            let _ = futex::wait(self.low_half(), futex::Flags::empty(), seen as u32, Some(&limit));
+        }
+        self.parked.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// The futex word: the half of `value` that every step of a timeline changes.
+    fn low_half(&self) -> &AtomicU32 {
+        let base = std::ptr::from_ref(&self.value).cast::<AtomicU32>();
+        // SAFETY: `value` is 8 aligned bytes, so each half is a valid, aligned AtomicU32 that lives as long as
+        // self; the futex only compares it, and no Rust code writes it through this type.
+        unsafe { &*base.add(usize::from(cfg!(target_endian = "big"))) }
+    }
+}

@@ -1,0 +1,107 @@
+//! Choosing a device, and what one can do.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::backend::{Backend, DeviceId, DeviceInfo, DeviceKind, cuda, host};
+use crate::error::{Error, Result};
+
+/// A device and the backend that drives it. Cheap to clone.
+///
+/// ```
+/// let device = warpipe::Device::host();
+/// assert_eq!(device.info().name, "host");
+/// ```
+#[derive(Clone)]
+pub struct Device {
+    backend: Arc<dyn Backend>,
+}
+
+/// The device that [`Device::preferred`] took, and why.
+#[derive(Debug)]
+pub struct Preferred {
+    /// The device.
+    pub device: Device,
+    /// For people: `first GPU`, or why there is none.
+    pub why: String,
+}
+
+impl Device {
+    /// The first GPU if there is one, else the host; says why. `CUDA_VISIBLE_DEVICES` is honoured by the driver.
+    pub fn preferred() -> Preferred {
+        match Device::cuda(0) {
+            Ok(device) => {
+                let why = format!("first GPU: {}, {}", device.info().name, device.info().id);
+                Preferred { device, why }
+            }
+            Err(error) => Preferred { device: Device::host(), why: error.to_string() },
+        }
+    }
+
+    /// The host backend: memfd memory, threads as streams. Always there.
+    pub fn host() -> Device {
+        Device::from_backend(host::HostBackend::shared())
+    }
+
+    /// The GPU with this ordinal among those that `CUDA_VISIBLE_DEVICES` leaves (`cuDeviceGet`).
+    ///
+    /// # Errors
+    /// [`Error::NoDriver`], [`Error::DriverSymbol`], [`Error::DevicePermission`], [`Error::NoDevice`],
+    /// [`Error::NoSuchDevice`], [`Error::Driver`]; never a panic.
+    pub fn cuda(ordinal: u32) -> Result<Device> {
+        Ok(Device::from_backend(cuda::CudaBackend::open(ordinal)?))
+    }
+
+    /// The GPU with this UUID, whatever its ordinal here (`cuDeviceGetUuid`).
+    ///
+    /// # Errors
+    /// As for [`Device::cuda`].
+    pub fn by_uuid(uuid: [u8; 16]) -> Result<Device> {
+        let wanted = DeviceId { kind: DeviceKind::Cuda, uuid };
+        let count = cuda::device_count()?;
+        for ordinal in 0..count {
+            if cuda::device_uuid(ordinal)? == uuid {
+                return Device::cuda(ordinal);
+            }
+        }
+        Err(Error::NoSuchDevice {
+            wanted: wanted.to_string(),
+            available: format!("{count} visible GPUs, none of that UUID"),
+        })
+    }
+
+    /// Any backend, for example one wrapped by [`crate::backend::testing`].
+    pub fn from_backend(backend: Arc<dyn Backend>) -> Device {
+        Device { backend }
+    }
+
+    /// Name, identity, memory.
+    pub fn info(&self) -> &DeviceInfo {
+        self.backend.info()
+    }
+
+    /// The seam, for those who bring their own.
+    pub fn backend(&self) -> &Arc<dyn Backend> {
+        &self.backend
+    }
+
+    /// A new stream of this device (`cuStreamCreate`, non-blocking).
+    ///
+    /// # Errors
+    /// [`Error::Driver`] or [`Error::Os`].
+    pub fn stream(&self) -> Result<crate::Stream> {
+        crate::Stream::new(self)
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Device({}, {})", self.info().name, self.info().id)
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.info().name)
+    }
+}

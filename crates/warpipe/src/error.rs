@@ -1,0 +1,394 @@
+//! One error type for the whole library.
+//!
+//! Every variant carries what a person needs to act: the name, the peer, the bytes, the driver's own
+//! code, and its message ends with the next step. Match on the variant; print with `{}`.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// What every fallible call of this crate returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Everything that can go wrong, with the next step in its message.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// No CUDA driver library could be loaded.
+    #[error(
+        "no CUDA driver: {searched} could not be loaded ({reason}); install the NVIDIA driver, or use Device::host()"
+    )]
+    NoDriver {
+        /// The library names tried, in order.
+        searched: String,
+        /// What the loader said of the first.
+        reason: String,
+    },
+    /// The driver is there but lacks a function this library needs.
+    #[error("the CUDA driver lacks {symbol}; update the driver (R525 or newer), or use Device::host()")]
+    DriverSymbol {
+        /// The missing function, as the driver's headers name it.
+        symbol: &'static str,
+    },
+    /// The driver works and lists no GPU that this process may use.
+    #[error(
+        "the CUDA driver lists no GPU{hint}; check CUDA_VISIBLE_DEVICES and the container's device list, or use Device::host()"
+    )]
+    NoDevice {
+        /// What is known of the cause, or empty.
+        hint: String,
+    },
+    /// The driver is there but this user may not open its device files.
+    #[error("no permission on {path}; add this user to the group that owns it, or use Device::host()")]
+    DevicePermission {
+        /// The device file.
+        path: PathBuf,
+    },
+    /// No device answers to what was asked for.
+    #[error("no device {wanted}; there are {available}")]
+    NoSuchDevice {
+        /// The ordinal or UUID asked for.
+        wanted: String,
+        /// What is there.
+        available: String,
+    },
+    /// A driver call failed.
+    #[error("{call} failed with {name} ({code}): {message}{next}")]
+    Driver {
+        /// The driver function.
+        call: &'static str,
+        /// The `CUresult`.
+        code: i32,
+        /// Its name, for example `CUDA_ERROR_INVALID_VALUE`.
+        name: String,
+        /// What the driver says of it.
+        message: String,
+        /// The next step, starting with `"; "`, or empty.
+        next: &'static str,
+    },
+    /// The device has no room for an allocation.
+    #[error("{device} has no room for {bytes} bytes{detail}; free memory or lower the publisher's memory limit")]
+    DeviceMemory {
+        /// The device's name.
+        device: String,
+        /// What was asked for.
+        bytes: u64,
+        /// Free and total bytes as the device reports them, or empty.
+        detail: String,
+    },
+    /// A descriptor that should be shareable device memory is not.
+    #[error("the descriptor received is not {wanted}: {found}; the peer runs another backend or is broken")]
+    NotDeviceMemory {
+        /// What it should be.
+        wanted: &'static str,
+        /// What was found instead.
+        found: String,
+    },
+    /// Two devices that cannot reach each other's memory.
+    #[error(
+        "{reader} cannot read memory of {owner}: {reason}; put both ends on one GPU or on GPUs joined by NVLink or PCIe peer access"
+    )]
+    PeerAccess {
+        /// The device that wants to read.
+        reader: String,
+        /// The device that owns the memory.
+        owner: String,
+        /// What was tried and how it ended.
+        reason: String,
+    },
+    /// An operating system call failed.
+    #[error("{call} failed on {context}: {source}")]
+    Os {
+        /// The call.
+        call: &'static str,
+        /// What it was for.
+        context: String,
+        /// The kernel's word.
+        source: io::Error,
+    },
+    /// The process, or the system, has no descriptor left.
+    #[error("no file descriptor left for {context} (soft limit {soft}); raise it with `ulimit -n` or close something")]
+    DescriptorLimit {
+        /// What needed one.
+        context: String,
+        /// `RLIMIT_NOFILE`, soft.
+        soft: u64,
+    },
+    /// A name that no endpoint may have.
+    #[error(
+        "{name:?} is not an endpoint name: {reason}; use 1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by /, no part starting with a dot"
+    )]
+    Name {
+        /// The name, as given.
+        name: String,
+        /// The rule it breaks.
+        reason: &'static str,
+    },
+    /// A domain directory that cannot be trusted or used.
+    #[error("{} cannot be a domain: {reason}; use a directory that you own with mode 0700, or set WARPIPE_DOMAIN", path.display())]
+    Domain {
+        /// The directory.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// Something that is not ours stands where an endpoint's file should be.
+    #[error("{} is {found}, not an endpoint of this library; it is left alone: move it away or take another name", path.display())]
+    ForeignFile {
+        /// The file.
+        path: PathBuf,
+        /// What it is.
+        found: &'static str,
+    },
+    /// The name is held by a live endpoint.
+    #[error("{name:?} is held by {holder}; stop it or take another name")]
+    NameTaken {
+        /// The endpoint name.
+        name: String,
+        /// Its holder, for example `process 4711`.
+        holder: Holder,
+    },
+    /// Nobody publishes under this name.
+    #[error("nobody publishes {name:?}; start the publisher, or wait for it with `wait_for_publisher`")]
+    NoPublisher {
+        /// The endpoint name.
+        name: String,
+    },
+    /// The endpoint's owner does not let this user in.
+    #[error("{name:?} does not admit this user ({detail}); ask its owner to allow the uid or gid")]
+    AccessDenied {
+        /// The endpoint name.
+        name: String,
+        /// What the other side said.
+        detail: String,
+    },
+    /// The two sides could not agree on a link.
+    #[error("no link to {name:?}: {fault}")]
+    Handshake {
+        /// The endpoint name.
+        name: String,
+        /// What was wrong.
+        fault: HandshakeFault,
+    },
+    /// A peer wrote into a link what no correct peer writes. Its link is closed; nothing else is touched.
+    #[error(
+        "the peer of {name:?} broke the link's protocol: {field} is {found}, allowed is {allowed}; the link is closed: reconnect, and report the peer"
+    )]
+    Protocol {
+        /// The endpoint name.
+        name: String,
+        /// The field.
+        field: &'static str,
+        /// What was read.
+        found: String,
+        /// What would have been right.
+        allowed: String,
+    },
+    /// The publisher has gone, and everything it finished has been received.
+    #[error("the publisher of {name:?} (process {pid}) {}; subscribe again, or turn `reconnect` on", if *.graceful { "has closed" } else { "has died" })]
+    PublisherGone {
+        /// The endpoint name.
+        name: String,
+        /// Its process id, as this process sees it.
+        pid: i32,
+        /// Whether it said goodbye.
+        graceful: bool,
+    },
+    /// The sender died before this sample's data was complete: what the device read was not the sample.
+    #[error(
+        "sample {sequence} of {name:?} was lost: its sender (process {pid}) died before the data was complete; discard what was computed from it"
+    )]
+    SampleLost {
+        /// The endpoint name.
+        name: String,
+        /// The sample's sequence number.
+        sequence: u64,
+        /// The sender's process id.
+        pid: i32,
+    },
+    /// The publisher closed this subscriber's link because it stood still for too long.
+    #[error("the publisher of {name:?} evicted this subscriber: {reason}; subscribe again")]
+    Evicted {
+        /// The endpoint name.
+        name: String,
+        /// Why.
+        reason: String,
+    },
+    /// A wait ran out.
+    #[error("{what} did not come within {waited:?}; wait longer, or see `warpipe doctor` and the peer's state")]
+    Timeout {
+        /// What was waited for.
+        what: String,
+        /// How long.
+        waited: Duration,
+    },
+    /// A subscriber whose policy is to fail has no room.
+    #[error(
+        "subscriber {subscriber} of {name:?} has no room ({depth} samples in flight); receive faster, raise the depth, or choose another policy"
+    )]
+    Full {
+        /// The endpoint name.
+        name: String,
+        /// The subscriber, for example `process 4711`.
+        subscriber: String,
+        /// Its ring's depth.
+        depth: u32,
+    },
+    /// The publisher's memory limit leaves no room for a slot.
+    #[error(
+        "{name:?} has no slot of {bytes} bytes: {used} of {limit} bytes are in use by samples not yet released; release them, or raise the memory limit"
+    )]
+    MemoryLimit {
+        /// The endpoint name.
+        name: String,
+        /// The slot asked for.
+        bytes: u64,
+        /// Bytes of regions in use.
+        used: u64,
+        /// The stated limit.
+        limit: u64,
+    },
+    /// A tensor layout that cannot be, or does not fit.
+    #[error("not a usable tensor layout: {reason}")]
+    Layout {
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// An argument outside its stated range.
+    #[error("{argument} is {found}; allowed is {allowed}")]
+    Argument {
+        /// Its name.
+        argument: &'static str,
+        /// Its value.
+        found: String,
+        /// Its range.
+        allowed: String,
+    },
+    /// A handle that was made before a `fork` is used in the child.
+    #[error(
+        "this handle belongs to the process that forked; open a new one in the child (CUDA cannot follow a fork at all: use spawn or exec)"
+    )]
+    Forked,
+    /// A fault that a test asked for.
+    #[error("injected fault: call {call} of {method}")]
+    Injected {
+        /// The backend method.
+        method: &'static str,
+        /// Its count, from 1.
+        call: u64,
+    },
+}
+
+/// Who holds a name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Holder {
+    /// Its process id, if it could be learnt.
+    pub pid: Option<i32>,
+}
+
+impl std::fmt::Display for Holder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.pid {
+            Some(pid) => write!(f, "process {pid}"),
+            None => f.write_str("a live process of another PID namespace"),
+        }
+    }
+}
+
+/// What was wrong with a handshake.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum HandshakeFault {
+    /// The peer speaks another version of the protocol.
+    #[error("it speaks protocol version {theirs}, this is {ours}; run one version of warpipe on both sides")]
+    Version {
+        /// The peer's version.
+        theirs: u16,
+        /// Ours.
+        ours: u16,
+    },
+    /// The bytes are not a handshake of this library at all.
+    #[error("it is not a warpipe endpoint (the greeting does not begin with the magic bytes)")]
+    Magic,
+    /// A message shorter than its contents.
+    #[error("a message of {bytes} bytes is cut short or garbled")]
+    Garbled {
+        /// Its length.
+        bytes: usize,
+    },
+    /// A message longer than any may be.
+    #[error("a message is longer than {limit} bytes")]
+    Oversized {
+        /// The limit.
+        limit: usize,
+    },
+    /// A message that has no business at this point.
+    #[error("{found} came where {wanted} was due")]
+    Unexpected {
+        /// What came.
+        found: String,
+        /// What was due.
+        wanted: &'static str,
+    },
+    /// Too few or too many descriptors.
+    #[error("{found} descriptors came where {wanted} are due")]
+    Descriptors {
+        /// How many came.
+        found: usize,
+        /// How many are due.
+        wanted: usize,
+    },
+    /// The link segment is not a sealed memfd of the right size and content.
+    #[error("the link segment is unusable: {0}")]
+    Segment(String),
+    /// The wake channel is not a socket.
+    #[error("the wake channel is unusable: {0}")]
+    Wake(String),
+    /// The two ends run on devices that cannot share memory.
+    #[error(
+        "publisher on {publisher}, subscriber on {subscriber}: no memory in common; choose the same backend on both sides"
+    )]
+    Device {
+        /// The publisher's device.
+        publisher: String,
+        /// The subscriber's device.
+        subscriber: String,
+    },
+    /// The other side refused.
+    #[error("the peer refused: {0}")]
+    Refused(String),
+    /// The other side closed without a word.
+    #[error("the peer closed the connection; it may be shutting down: try again")]
+    Closed,
+    /// The other side did not answer in time.
+    #[error("the peer did not answer within {0:?}; it may be stopped: see its state")]
+    Silent(Duration),
+    /// The peer's death could not be seen from here.
+    #[error("no pidfd for the peer ({0}); both must live under one kernel, 5.4 or newer")]
+    Unwatchable(String),
+}
+
+impl Error {
+    /// An operating system error in its context; a full descriptor table gets a variant of its own.
+    pub(crate) fn os(call: &'static str, context: impl Into<String>, source: impl Into<io::Error>) -> Self {
+        let (context, source) = (context.into(), source.into());
+        match source.raw_os_error() {
+            Some(libc::EMFILE | libc::ENFILE) => {
+                Error::DescriptorLimit { context: format!("{context} ({call})"), soft: descriptor_limit() }
+            }
+            _ => Error::Os { call, context, source },
+        }
+    }
+
+    pub(crate) fn argument(argument: &'static str, found: impl ToString, allowed: impl ToString) -> Self {
+        Error::Argument { argument, found: found.to_string(), allowed: allowed.to_string() }
+    }
+
+    pub(crate) fn layout(reason: impl Into<String>) -> Self {
+        Error::Layout { reason: reason.into() }
+    }
+}
+
+fn descriptor_limit() -> u64 {
+    rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX)
+}

@@ -1,0 +1,65 @@
+//! A kernel: PTX for a GPU, and the same function for the CPU.
+
+use std::ffi::CStr;
+use std::fmt;
+
+/// What a kernel's CPU twin is given: the arguments of the whole launch, once.
+#[derive(Debug, Clone, Copy)]
+pub struct Launch<'a> {
+    /// Blocks.
+    pub grid: u32,
+    /// Threads a block.
+    pub block: u32,
+    /// The arguments, each in 64 bits (addresses, integers, bit patterns of floats).
+    pub args: &'a [u64],
+}
+
+/// The CPU twin of a kernel: does the work of the whole grid.
+///
+/// # Safety
+/// As for the kernel itself: the arguments name memory that is valid for what the kernel does with it.
+pub type HostTwin = unsafe fn(Launch<'_>);
+
+/// One kernel under both backends. All its parameters are 64 bits wide.
+///
+/// ```
+/// use warpipe::{Kernel, kernel::Launch};
+/// unsafe fn nothing(_: Launch<'_>) {}
+/// const PTX: &std::ffi::CStr = c".version 8.0\n.target sm_70\n.address_size 64\n.visible .entry nothing() { ret; }";
+/// static NOTHING: Kernel = Kernel::new(c"nothing", PTX, nothing);
+/// assert_eq!(NOTHING.name().to_str(), Ok("nothing"));
+/// ```
+#[derive(Clone, Copy)]
+pub struct Kernel {
+    name: &'static CStr,
+    ptx: &'static CStr,
+    twin: HostTwin,
+}
+
+impl Kernel {
+    /// A kernel called `name` in the module `ptx`, and its CPU twin.
+    pub const fn new(name: &'static CStr, ptx: &'static CStr, twin: HostTwin) -> Self {
+        Kernel { name, ptx, twin }
+    }
+
+    /// Its entry's name in the PTX.
+    pub fn name(&self) -> &'static CStr {
+        self.name
+    }
+
+    /// The module's text. Kernels of one module share one address, and are loaded together.
+    pub fn ptx(&self) -> &'static CStr {
+        self.ptx
+    }
+
+    /// The CPU twin.
+    pub fn twin(&self) -> HostTwin {
+        self.twin
+    }
+}
+
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Kernel").field(&self.name).finish()
+    }
+}

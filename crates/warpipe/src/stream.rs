@@ -1,0 +1,156 @@
+//! Streams: the order of a device's work.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::backend::{Backend, DevicePtr, RawStream, StreamOp};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::kernel::Kernel;
+
+/// A stream of one device: ours, or one that the user already has. Cheap to clone; an owned one is destroyed
+/// with its last clone (work already enqueued still runs).
+#[derive(Debug, Clone)]
+pub struct Stream {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    device: Device,
+    raw: RawStream,
+    owned: bool,
+}
+
+impl Stream {
+    pub(crate) fn new(device: &Device) -> Result<Stream> {
+        let raw = device.backend().create_stream()?;
+        Ok(Stream { inner: Arc::new(Inner { device: device.clone(), raw, owned: true }) })
+    }
+
+    /// A stream that somebody else owns: a `CUstream` of the device's primary context (null is the legacy default
+    /// stream), for example PyTorch's `torch.cuda.current_stream().cuda_stream`.
+    ///
+    /// # Safety
+    /// The stream outlives every clone of the result, and everything sent or received with it.
+    pub unsafe fn borrow_raw(device: &Device, stream: *mut c_void) -> Stream {
+        Stream { inner: Arc::new(Inner { device: device.clone(), raw: RawStream(stream), owned: false }) }
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Device {
+        &self.inner.device
+    }
+
+    /// The handle, a `CUstream` on CUDA.
+    pub fn raw(&self) -> RawStream {
+        self.inner.raw
+    }
+
+    pub(crate) fn backend(&self) -> &Arc<dyn Backend> {
+        self.inner.device.backend()
+    }
+
+    /// Enqueues a kernel, on the host backend its CPU twin (`cuLaunchKernel`).
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    ///
+    /// # Safety
+    /// `args` are what the kernel takes, and the memory they name stays valid until the kernel is done.
+    pub unsafe fn launch(&self, kernel: &Kernel, grid: u32, block: u32, args: &[u64]) -> Result<()> {
+        // SAFETY: the stream is live as long as self; the rest is the caller's promise.
+        unsafe { self.backend().launch(self.raw(), kernel, grid, block, args) }
+    }
+
+    /// Enqueues a function on the CPU behind the stream's work (`cuLaunchHostFunc`). It must not call the device.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn call(&self, function: impl FnOnce() + Send + 'static) -> Result<()> {
+        // SAFETY: the stream is live as long as self.
+        unsafe { self.backend().call(self.raw(), Box::new(function)) }
+    }
+
+    /// Enqueues a copy between device addresses (`cuMemcpyAsync`).
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    ///
+    /// # Safety
+    /// Both ranges stay mapped until the copy is done, and do not overlap.
+    pub unsafe fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+        // SAFETY: the stream is live as long as self; the ranges are the caller's promise.
+        unsafe { self.backend().copy(self.raw(), dst, src, bytes) }
+    }
+
+    /// Whether all work enqueued so far is done (`cuStreamQuery`).
+    ///
+    /// # Errors
+    /// [`Error::Driver`], also for a fault of earlier work.
+    pub fn is_idle(&self) -> Result<bool> {
+        // SAFETY: the stream is live as long as self.
+        unsafe { self.backend().query(self.raw()) }
+    }
+
+    /// Waits on the CPU until all work enqueued so far is done.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] when it is not within `timeout`; [`Error::Driver`].
+    pub fn synchronize(&self, timeout: Duration) -> Result<()> {
+        let start = Instant::now();
+        let mut backoff = Backoff::default();
+        while !self.is_idle()? {
+            if start.elapsed() >= timeout {
+                return Err(Error::Timeout { what: "the end of the stream's work".into(), waited: timeout });
+            }
+            backoff.pause();
+        }
+        Ok(())
+    }
+
+    /// Enqueues memory operations on words in registered memory.
+    ///
+    /// # Safety
+    /// Every word lies in registered memory that outlives the operation.
+    pub(crate) unsafe fn batch(&self, ops: &[StreamOp]) -> Result<()> {
+        // SAFETY: the stream is live as long as self; the words are the caller's promise.
+        unsafe { self.backend().batch(self.raw(), ops) }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.owned {
+            // SAFETY: created in `new`, destroyed here only; nobody holds a clone any more.
+            let _ = unsafe { self.device.backend().destroy_stream(self.raw) };
+        }
+    }
+}
+
+/// The pace of a CPU that polls something a device writes (which cannot wake it): spin first, then yield the
+/// core for ever longer, at most half a millisecond.
+#[derive(Debug, Default)]
+pub(crate) struct Backoff {
+    rounds: u32,
+}
+
+impl Backoff {
+    const SPINS: u32 = 2_000;
+
+    pub(crate) fn pause(&mut self) {
+        self.rounds = self.rounds.saturating_add(1);
+        if self.rounds < Self::SPINS {
+            std::hint::spin_loop();
+        } else {
+            std::thread::park_timeout(self.interval());
+        }
+    }
+
+    /// How long the next pause is, once spinning has not helped.
+    pub(crate) fn interval(&self) -> Duration {
+        let doublings = self.rounds.saturating_sub(Self::SPINS).min(4);
+        Duration::from_micros(31 << doublings)
+    }
+}

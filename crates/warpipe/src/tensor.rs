@@ -1,0 +1,292 @@
+//! What a slot holds: element type, shape, strides, offset, in DLPack's terms.
+//!
+//! Source: the DLPack specification (`DLDataType`, `DLTensor`). Plain, fixed-size values: no heap.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// The most dimensions that a tensor may have.
+pub const RANK_MAX: usize = 8;
+
+/// An element type: DLPack's type code and the width in bits. One lane; elements are whole bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct DType {
+    code: u8,
+    bits: u8,
+}
+
+macro_rules! dtypes {
+    ($($constant:ident $name:literal = $code:literal, $bits:literal;)*) => {
+        impl DType {
+            $(#[doc = concat!("`", $name, "`: DLPack code ", $code, ", ", $bits, " bits.")]
+            pub const $constant: DType = DType { code: $code, bits: $bits };)*
+
+            /// Every element type there is.
+            pub const ALL: &'static [DType] = &[$(DType::$constant),*];
+
+            /// Its name, as NumPy and `ml_dtypes` write it.
+            pub fn name(self) -> &'static str {
+                match (self.code, self.bits) {
+                    $(($code, $bits) => $name,)*
+                    _ => unreachable!("a DType is made of listed codes only"),
+                }
+            }
+        }
+    };
+}
+
+dtypes! {
+    I8 "int8" = 0, 8; I16 "int16" = 0, 16; I32 "int32" = 0, 32; I64 "int64" = 0, 64;
+    U8 "uint8" = 1, 8; U16 "uint16" = 1, 16; U32 "uint32" = 1, 32; U64 "uint64" = 1, 64;
+    F16 "float16" = 2, 16; F32 "float32" = 2, 32; F64 "float64" = 2, 64;
+    BF16 "bfloat16" = 4, 16;
+    C32 "complex32" = 5, 32; C64 "complex64" = 5, 64; C128 "complex128" = 5, 128;
+    BOOL "bool" = 6, 8;
+    F8_E3M4 "float8_e3m4" = 7, 8; F8_E4M3 "float8_e4m3" = 8, 8; F8_E4M3B11FNUZ "float8_e4m3b11fnuz" = 9, 8;
+    F8_E4M3FN "float8_e4m3fn" = 10, 8; F8_E4M3FNUZ "float8_e4m3fnuz" = 11, 8; F8_E5M2 "float8_e5m2" = 12, 8;
+    F8_E5M2FNUZ "float8_e5m2fnuz" = 13, 8; F8_E8M0FNU "float8_e8m0fnu" = 14, 8;
+}
+
+impl DType {
+    /// The type with this DLPack code and width, if it is one of [`DType::ALL`].
+    pub fn from_dlpack(code: u8, bits: u8) -> Option<DType> {
+        DType::ALL.iter().copied().find(|dtype| dtype.code == code && dtype.bits == bits)
+    }
+
+    /// The type of this [name](DType::name).
+    pub fn from_name(name: &str) -> Option<DType> {
+        DType::ALL.iter().copied().find(|dtype| dtype.name() == name)
+    }
+
+    /// DLPack's `DLDataTypeCode`.
+    pub fn code(self) -> u8 {
+        self.code
+    }
+
+    /// The width of one element in bits.
+    pub fn bits(self) -> u8 {
+        self.bits
+    }
+
+    /// The width of one element in bytes.
+    pub fn bytes(self) -> u64 {
+        u64::from(self.bits / 8)
+    }
+}
+
+impl fmt::Debug for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A tensor's layout inside its slot.
+///
+/// ```
+/// use warpipe::{DType, Layout};
+/// let image = Layout::contiguous(DType::U8, &[720, 1280, 3])?;
+/// assert_eq!(image.bytes(), 720 * 1280 * 3);
+/// let transposed = Layout::strided(DType::F32, &[3, 4], &[1, 3], 0)?;
+/// assert!(!transposed.is_contiguous());
+/// # Ok::<(), warpipe::Error>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Layout {
+    dtype: DType,
+    rank: u8,
+    shape: [u64; RANK_MAX],
+    strides: [i64; RANK_MAX],
+    offset: u64,
+    bytes: u64,
+}
+
+impl Layout {
+    /// Row-major, without gaps. An empty `shape` is one element (rank 0); a dimension of 0 is an empty tensor.
+    ///
+    /// # Errors
+    /// [`Error::Layout`]: more than [`RANK_MAX`] dimensions, or more than `i64::MAX` bytes.
+    pub fn contiguous(dtype: DType, shape: &[u64]) -> Result<Layout> {
+        check_rank(shape.len())?;
+        let mut strides = [0i64; RANK_MAX];
+        let mut step: i128 = 1;
+        for (index, &length) in shape.iter().enumerate().rev() {
+            strides[index] = i64::try_from(step).map_err(|_| too_large())?;
+            step = step
+                .checked_mul(i128::from(length.max(1)))
+                .filter(|&step| step <= i128::from(i64::MAX))
+                .ok_or_else(too_large)?;
+        }
+        Layout::strided(dtype, shape, &strides[..shape.len()], 0)
+    }
+
+    /// Any strides, in elements, the first element `offset` bytes into the slot. Negative and zero strides are
+    /// allowed as long as every element lies inside the slot.
+    ///
+    /// # Errors
+    /// [`Error::Layout`]: ranks differ or are too high, an element before the slot, or sizes past `i64::MAX`.
+    pub fn strided(dtype: DType, shape: &[u64], strides: &[i64], offset: u64) -> Result<Layout> {
+        check_rank(shape.len())?;
+        if shape.len() != strides.len() {
+            return Err(Error::layout(format!("{} dimensions but {} strides", shape.len(), strides.len())));
+        }
+        let (lowest, highest) = extent(dtype, shape, strides)?;
+        let first = i128::from(offset) + lowest;
+        if first < 0 {
+            return Err(Error::layout(format!("its first byte would lie {} bytes before the slot", -first)));
+        }
+        let bytes = if shape.contains(&0) { offset } else { to_bytes(i128::from(offset) + highest)? };
+        let mut layout =
+            Layout { dtype, rank: shape.len() as u8, shape: [0; RANK_MAX], strides: [0; RANK_MAX], offset, bytes };
+        layout.shape[..shape.len()].copy_from_slice(shape);
+        layout.strides[..shape.len()].copy_from_slice(strides);
+        Ok(layout)
+    }
+
+    /// `bytes` plain bytes: a one-dimensional `uint8` tensor.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] past `i64::MAX`.
+    pub fn bytes_only(bytes: u64) -> Result<Layout> {
+        Layout::contiguous(DType::U8, &[bytes])
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The dimensions, outermost first, in elements.
+    pub fn shape(&self) -> &[u64] {
+        &self.shape[..usize::from(self.rank)]
+    }
+
+    /// The strides, in elements.
+    pub fn strides(&self) -> &[i64] {
+        &self.strides[..usize::from(self.rank)]
+    }
+
+    /// Where the element with all indices 0 lies, in bytes from the slot's start.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// How long the slot must be, in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The number of elements.
+    pub fn elements(&self) -> u64 {
+        self.shape().iter().product()
+    }
+
+    /// Whether the elements lie in row-major order without gaps.
+    pub fn is_contiguous(&self) -> bool {
+        let mut step = 1i64;
+        for (&length, &stride) in self.shape().iter().zip(self.strides()).rev() {
+            if length == 0 {
+                return true;
+            }
+            if length > 1 && stride != step {
+                return false;
+            }
+            step = step.wrapping_mul(length as i64);
+        }
+        true
+    }
+}
+
+impl fmt::Debug for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{:?}", self.dtype, self.shape())?;
+        if !self.is_contiguous() {
+            write!(f, " strides {:?}", self.strides())?;
+        }
+        Ok(())
+    }
+}
+
+fn check_rank(rank: usize) -> Result<()> {
+    if rank > RANK_MAX { Err(Error::layout(format!("{rank} dimensions; at most {RANK_MAX}"))) } else { Ok(()) }
+}
+
+fn too_large() -> Error {
+    Error::layout("more than i64::MAX bytes")
+}
+
+fn to_bytes(value: i128) -> Result<u64> {
+    i64::try_from(value).map(|bytes| bytes as u64).map_err(|_| too_large())
+}
+
+/// The lowest and one past the highest byte that the elements touch, relative to the element with all indices 0.
+fn extent(dtype: DType, shape: &[u64], strides: &[i64]) -> Result<(i128, i128)> {
+    let width = i128::from(dtype.bytes());
+    let (mut lowest, mut highest) = (0i128, width);
+    if shape.contains(&0) {
+        return Ok((0, 0));
+    }
+    let mut elements: i128 = 1;
+    for (&length, &stride) in shape.iter().zip(strides) {
+        elements =
+            elements.checked_mul(i128::from(length)).filter(|&n| n <= i128::from(i64::MAX)).ok_or_else(too_large)?;
+        let reach = i128::from(length - 1) * i128::from(stride) * width;
+        if reach < 0 { lowest += reach } else { highest += reach }
+    }
+    Ok((lowest, highest))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scalar_has_rank_zero_and_one_element() {
+        let layout = Layout::contiguous(DType::F64, &[]).unwrap();
+        assert_eq!((layout.elements(), layout.bytes()), (1, 8));
+    }
+
+    #[test]
+    fn a_dimension_of_zero_needs_no_bytes() {
+        let layout = Layout::contiguous(DType::F32, &[4, 0, u64::MAX]).err();
+        assert!(layout.is_some(), "u64::MAX rows of nothing still overflow a stride");
+        assert_eq!(Layout::contiguous(DType::F32, &[4, 0, 7]).unwrap().bytes(), 0);
+    }
+
+    #[test]
+    fn negative_strides_must_stay_inside_the_slot() {
+        assert!(matches!(Layout::strided(DType::I16, &[4], &[-1], 0), Err(Error::Layout { .. })));
+        assert_eq!(Layout::strided(DType::I16, &[4], &[-1], 6).unwrap().bytes(), 8);
+    }
+
+    #[test]
+    fn sizes_that_overflow_are_refused() {
+        for shape in [&[u64::MAX][..], &[1 << 32, 1 << 32], &[1 << 62, 2]] {
+            assert!(matches!(Layout::contiguous(DType::C128, shape), Err(Error::Layout { .. })), "{shape:?}");
+        }
+        assert!(matches!(Layout::strided(DType::U8, &[u64::MAX, 2], &[0, 1], 0), Err(Error::Layout { .. })));
+    }
+
+    #[test]
+    fn nine_dimensions_are_refused() {
+        assert!(Layout::contiguous(DType::U8, &[1; 9]).is_err());
+        assert!(Layout::contiguous(DType::U8, &[1; 8]).is_ok());
+    }
+
+    #[test]
+    fn every_dtype_survives_its_name_and_its_code() {
+        for &dtype in DType::ALL {
+            assert_eq!(DType::from_name(dtype.name()), Some(dtype));
+            assert_eq!(DType::from_dlpack(dtype.code(), dtype.bits()), Some(dtype));
+        }
+        assert_eq!(DType::from_dlpack(2, 8), None);
+    }
+}
