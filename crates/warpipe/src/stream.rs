@@ -140,17 +140,18 @@ impl Backoff {
     const SPINS: u32 = 2_000;
 
     pub(crate) fn pause(&mut self) {
-        self.rounds = self.rounds.saturating_add(1);
-        if self.rounds < Self::SPINS {
-            std::hint::spin_loop();
-        } else {
-            std::thread::park_timeout(self.interval());
+        match self.step() {
+            Duration::ZERO => std::hint::spin_loop(),
+            pause => std::thread::park_timeout(pause),
         }
     }
 
-    /// How long the next pause is, once spinning has not helped.
-    pub(crate) fn interval(&self) -> Duration {
-        let doublings = self.rounds.saturating_sub(Self::SPINS).min(4);
-        Duration::from_micros(31 << doublings)
+    /// How long to sleep at most before the next look; zero while spinning still pays.
+    pub(crate) fn step(&mut self) -> Duration {
+        self.rounds = self.rounds.saturating_add(1);
+        match self.rounds.checked_sub(Self::SPINS) {
+            None => Duration::ZERO,
+            Some(sleeps) => Duration::from_micros(31 << sleeps.min(4)),
+        }
     }
 }
