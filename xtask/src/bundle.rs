@@ -54,9 +54,8 @@ fn build_programs(workspace: &Workspace) -> Outcome<Vec<(&'static str, PathBuf)>
     let packages = PROGRAMS.iter().flat_map(|(package, _)| ["-p", package]);
     let messages = build(workspace, packages.chain(["--bins"]))?;
     let find = |name: &'static str| {
-        let built = messages.iter().find(|message| !is_test(message) && message["target"]["name"] == name);
-        let path = built.and_then(executable).ok_or_else(|| format!("no package builds the program {name}"))?;
-        Ok((name, path))
+        let path = messages.iter().find_map(|message| program(message, name));
+        Ok((name, path.ok_or_else(|| format!("no package builds the program {name}"))?))
     };
     PROGRAMS.iter().map(|(_, name)| find(name)).collect()
 }
@@ -93,7 +92,12 @@ fn executable(message: &serde_json::Value) -> Option<PathBuf> {
     message["executable"].as_str().map(PathBuf::from)
 }
 
-/// The program's name in the bundle: the target's, and `-unit` behind it for the tests inside a library.
+/// Where the program `name` was built, if this message is of it; a library of the same name has no executable.
+fn program(message: &serde_json::Value, name: &str) -> Option<PathBuf> {
+    (!is_test(message) && message["target"]["name"] == name).then(|| executable(message))?
+}
+
+/// A test's name in the bundle: the target's, and `-unit` behind it for the tests inside a library.
 fn test_program(message: &serde_json::Value) -> Option<TestProgram> {
     let name = message["target"]["name"].as_str()?;
     let inside = message["target"]["kind"].as_array()?.iter().any(|kind| kind != "test");
@@ -158,5 +162,12 @@ mod tests {
     fn an_artifact_that_cannot_be_run_is_no_test_program() {
         assert!(test_program(&artifact("lib", true, None)).is_none());
         assert!(!is_test(&artifact("bin", false, Some("/p"))));
+    }
+
+    #[test]
+    fn a_program_is_found_beside_a_library_of_its_name() {
+        assert_eq!(program(&artifact("lib", false, None), "warpipe"), None);
+        assert_eq!(program(&artifact("bin", true, Some("/p")), "warpipe"), None);
+        assert_eq!(program(&artifact("bin", false, Some("/p")), "warpipe"), Some("/p".into()));
     }
 }
