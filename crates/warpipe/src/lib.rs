@@ -4,6 +4,8 @@
 pub mod backend;
 pub mod device;
 mod error;
+#[cfg(feature = "cudarc")]
+pub mod interop_cudarc;
 pub mod kernel;
 mod stream;
 pub mod tensor;
