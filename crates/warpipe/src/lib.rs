@@ -8,6 +8,8 @@ pub mod device;
 mod domain;
 mod error;
 mod fork;
+#[cfg(feature = "cudarc")]
+pub mod interop_cudarc;
 pub mod kernel;
 mod link;
 mod memory;

@@ -77,7 +77,7 @@ pub(super) struct State {
 
 /// A connection whose `Hello` is due.
 struct Greeting {
-    #[expect(dead_code, reason = "held: dropping it ends the watch")]
+    /// Declared first: it ends before the socket is closed.
     watch: Watch,
     since: Instant,
     peer: Peer,

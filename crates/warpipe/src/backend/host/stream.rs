@@ -154,7 +154,9 @@ impl HostStream {
     pub(super) unsafe fn download(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
         if !self.is_idle() {
             let (done, wait) = mpsc::channel();
-            self.push(Op::Call(Box::new(move || drop(done.send(())))))?;
+            self.push(Op::Call(Box::new(move || {
+                let _ = done.send(());
+            })))?;
             let stuck = |_| Error::Timeout { what: "the stream's earlier work".into(), waited: ROOM_TIMEOUT };
             wait.recv_timeout(ROOM_TIMEOUT).map_err(stuck)?;
         }
