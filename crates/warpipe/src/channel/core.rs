@@ -2,11 +2,12 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
 
 use super::HANDSHAKE_TIMEOUT;
 use super::outlet::{Outlet, Parts, Phase, share_memory};
@@ -32,6 +33,11 @@ const SLICE: Duration = Duration::from_millis(50);
 
 /// Connections that have not said who they are.
 const GREETINGS_MAX: usize = 64;
+
+const CROWDED: &str = "too many connect and say nothing; try again";
+
+/// Connections accepted before others have their turn.
+const ACCEPTED_AT_ONCE: usize = 32;
 
 /// Messages taken from one socket before the others have their turn.
 const MESSAGES_AT_ONCE: usize = 16;
@@ -61,6 +67,8 @@ pub(super) struct Core {
     /// Repeats `ready` for late joiners, behind the sample's own.
     history_stream: Option<Stream>,
     listener_watch: Mutex<Option<Watch>>,
+    /// The listener is not watched until the next tick.
+    is_deaf: AtomicBool,
     claim: Claim,
 }
 
@@ -117,13 +125,13 @@ impl Core {
             board,
             history_stream,
             listener_watch: Mutex::new(None),
+            is_deaf: AtomicBool::new(false),
             claim,
             options,
             name,
             device,
         });
-        let watch = watcher.watch(core.claim.listener.as_fd(), &core.me, LISTENER)?;
-        *core.listener_watch.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+        core.listen()?;
         watcher.tick(core.me.clone());
         Ok(core)
     }
@@ -143,6 +151,11 @@ impl Core {
             if let Some(slot) = state.arena.take(bytes) {
                 return Ok((slot, state.address(slot)));
             }
+            // Memory is taken only when nothing comes back, also not behind a sample that is held long.
+            self.reclaim(&mut state, true);
+            if let Some(slot) = state.arena.take(bytes) {
+                return Ok((slot, state.address(slot)));
+            }
             let exempt = state.quarantined();
             match state.arena.grow(bytes, exempt) {
                 Ok(region) => {
@@ -151,11 +164,7 @@ impl Core {
                 }
                 Err(NoSlot::Failed(error)) => return Err(error),
                 Err(NoSlot::Exhausted { used, limit }) => {
-                    self.reclaim(&mut state, true);
                     let left = self.options.loan_timeout.saturating_sub(start.elapsed());
-                    if let Some(slot) = state.arena.take(bytes) {
-                        return Ok((slot, state.address(slot)));
-                    }
                     if left.is_zero() || bytes > limit {
                         return Err(Error::MemoryLimit { name: self.name.clone(), bytes, used, limit });
                     }
@@ -280,6 +289,10 @@ impl Core {
     }
 
     pub(super) fn subscribers(&self) -> Vec<SubscriberInfo> {
+        if !self.home.is_here() {
+            // Another thread of the parent may have held the lock at the fork: it is not to be touched here.
+            return Vec::new();
+        }
         let now = now_ns();
         let mut state = self.lock();
         self.reclaim(&mut state, true);
@@ -305,6 +318,9 @@ impl Core {
     }
 
     pub(super) fn memory_in_use(&self) -> (u64, u64) {
+        if !self.home.is_here() {
+            return (0, self.options.memory_limit);
+        }
         let state = self.lock();
         (state.arena.total(), state.arena.limit())
     }
@@ -406,29 +422,61 @@ impl State {
 
 /// What the watcher's thread does for a publisher.
 impl Core {
-    fn accept(&self) {
+    /// Takes in those who connect, some at a time. Without descriptors left, connections wait in the backlog: the
+    /// listener stays readable, and only the next tick looks at it again.
+    fn accept(&self) -> Next {
         use rustix::net::{SocketFlags, accept_with};
-        while let Ok(socket) = accept_with(&self.claim.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-            let _ = self.greet(PrivateFd::new(socket));
+        for _ in 0..ACCEPTED_AT_ONCE {
+            match accept_with(&self.claim.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(socket) => self.greet(PrivateFd::new(socket)),
+                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
+                Err(_) => {
+                    self.is_deaf.store(true, Ordering::Relaxed);
+                    return Next::Stop;
+                }
+            }
+        }
+        Next::Keep
+    }
+
+    fn listen(&self) -> Result<()> {
+        let watch = self.watcher.watch(self.claim.listener.as_fd(), &self.me, LISTENER)?;
+        *self.listener_watch.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+        Ok(())
+    }
+
+    fn listen_again(&self) {
+        if self.is_deaf.swap(false, Ordering::Relaxed) && !self.lock().closed && self.listen().is_err() {
+            self.is_deaf.store(true, Ordering::Relaxed);
         }
     }
 
     /// Looks who is there, before a byte is read, and waits for its `Hello`.
-    fn greet(&self, socket: PrivateFd) -> Result<()> {
-        let peer = Peer::of(socket.as_fd(), &self.name)?;
+    fn greet(&self, socket: PrivateFd) {
+        let peer = match Peer::of(socket.as_fd(), &self.name) {
+            Ok(peer) => peer,
+            Err(error) => return refuse(&socket, false, error),
+        };
         if !self.options.admits(peer.uid, peer.gid) {
-            refuse(&socket, true, format!("uid {} is not on its list", peer.uid));
-            return Ok(());
+            return refuse(&socket, true, format!("uid {} is not on its list", peer.uid));
         }
         let mut greetings = self.greetings.lock().unwrap_or_else(PoisonError::into_inner);
-        if greetings.len() >= GREETINGS_MAX || self.lock().outlets.len() >= self.options.subscribers_max as usize {
-            refuse(&socket, false, format!("it has its {} subscribers", self.options.subscribers_max));
-            return Ok(());
+        if self.lock().outlets.len() >= self.options.subscribers_max as usize {
+            return refuse(&socket, false, format!("it has its {} subscribers", self.options.subscribers_max));
+        }
+        if greetings.len() >= GREETINGS_MAX {
+            // Who says nothing makes way for who may: a crowd of mutes keeps nobody out.
+            let oldest = greetings.keys().min().copied();
+            oldest
+                .and_then(|id| greetings.remove(&id))
+                .into_iter()
+                .for_each(|mute| refuse(&mute.socket, false, CROWDED));
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let watch = self.watcher.watch(socket.as_fd(), &self.me, tag(id, SOCKET))?;
-        greetings.insert(id, Greeting { watch, since: Instant::now(), peer, socket });
-        Ok(())
+        match self.watcher.watch(socket.as_fd(), &self.me, tag(id, SOCKET)) {
+            Ok(watch) => drop(greetings.insert(id, Greeting { watch, since: Instant::now(), peer, socket })),
+            Err(error) => refuse(&socket, false, error),
+        }
     }
 
     /// A greeting's socket speaks.
@@ -505,6 +553,7 @@ impl Core {
                 Ok(Received::Message(other, _)) => {
                     let fault = other.unexpected("Attached or Bye").to_string();
                     outlet.leave(Some(Farewell::Failed(message::text(fault))));
+                    return Next::Stop;
                 }
                 Err(error) => {
                     outlet.leave(Some(Farewell::Failed(message::text(error))));
@@ -550,8 +599,10 @@ impl Core {
     /// Lets a link's memory go once this process's streams have written their last word into it.
     fn drop_outlet(&self, mut outlet: Outlet) {
         outlet.watches.clear();
-        if !outlet.ring.is_quiet() {
-            self.watcher.retire(move || outlet.ring.is_quiet());
+        // The ring alone: a link that is never quiet must not keep descriptors.
+        let ring = outlet.ring;
+        if !ring.is_quiet() {
+            self.watcher.retire(move || ring.is_quiet());
         }
     }
 
@@ -597,8 +648,7 @@ impl Watched for Core {
         }
         let (id, kind) = (tag >> 1, tag & 1);
         if tag == LISTENER {
-            self.accept();
-            return Next::Keep;
+            return self.accept();
         }
         let mut state = self.lock();
         match kind {
@@ -612,6 +662,7 @@ impl Watched for Core {
     }
 
     fn on_tick(&self, now_ns: u64) {
+        self.listen_again();
         let late = |since: Instant| since.elapsed() > HANDSHAKE_TIMEOUT;
         self.greetings.lock().unwrap_or_else(PoisonError::into_inner).retain(|_, greeting| !late(greeting.since));
         let mut state = self.lock();

@@ -333,6 +333,7 @@ impl Inlet {
                 Ok(Received::Message(Message::Region { id, bytes }, fds)) => {
                     if let Err(error) = self.map_region(id, bytes, fds) {
                         self.fail(error);
+                        return Next::Stop;
                     }
                     self.bell.ring();
                 }
@@ -340,6 +341,7 @@ impl Inlet {
                 Ok(Received::Message(other, _)) => {
                     let fault = other.unexpected("Region or Bye");
                     self.fail(Error::Handshake { name: self.name.clone(), fault });
+                    return Next::Stop;
                 }
                 Ok(Received::End) => {
                     self.stand(Standing::Suspect);

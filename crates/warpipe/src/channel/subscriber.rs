@@ -243,7 +243,8 @@ impl Subscriber {
 
     /// Samples that it did not get because of the publisher's policy.
     pub fn dropped(&self) -> u64 {
-        self.dropped_before + self.attached.as_ref().map_or(0, |attached| attached.inlet.dropped())
+        // The peer's word: it may be any number.
+        self.dropped_before.saturating_add(self.attached.as_ref().map_or(0, |attached| attached.inlet.dropped()))
     }
 
     /// Waits for the next sample, as long as the builder's timeout says. `stream` will wait, on the device, until
@@ -375,7 +376,7 @@ impl Subscriber {
 
     fn detach(&mut self, end: &Error) {
         if let Some(old) = self.attached.take() {
-            self.dropped_before += old.inlet.dropped();
+            self.dropped_before = self.dropped_before.saturating_add(old.inlet.dropped());
             old.inlet.leave();
             let graceful = matches!(end, Error::PublisherGone { graceful: true, .. });
             self.discontinuity.get_or_insert(Discontinuity { previous_pid: old.inlet.peer.pid, graceful });
@@ -445,7 +446,7 @@ impl Attached {
         let description = copy.check(region.bytes())?;
         let follows = match self.last_sequence {
             0 => description.sequence > 0,
-            last if self.inlet.lossless => description.sequence == last + 1,
+            last if self.inlet.lossless => last.checked_add(1) == Some(description.sequence),
             last => description.sequence > last,
         };
         if !follows {

@@ -31,7 +31,8 @@ impl Wake {
     pub(crate) fn adopt(fd: OwnedFd) -> Result<Wake, HandshakeFault> {
         let stat = rustix::fs::fstat(&fd).map_err(|e| HandshakeFault::Wake(e.to_string()))?;
         match FileType::from_raw_mode(stat.st_mode) {
-            FileType::Socket => Ok(Wake { socket: PrivateFd::new(fd) }),
+            FileType::Socket if is_unix_seqpacket(&fd) => Ok(Wake { socket: PrivateFd::new(fd) }),
+            FileType::Socket => Err(HandshakeFault::Wake("a socket of another kind".into())),
             other => Err(HandshakeFault::Wake(format!("a {other:?} instead of a socket"))),
         }
     }
@@ -50,6 +51,12 @@ impl Wake {
             }
         }
     }
+}
+
+/// Of this kind alone it is known that no call of ours can block: closing a TCP socket, for one, can linger.
+fn is_unix_seqpacket(fd: &OwnedFd) -> bool {
+    use rustix::net::sockopt::{socket_domain, socket_type};
+    socket_domain(fd) == Ok(AddressFamily::UNIX) && socket_type(fd) == Ok(SocketType::SEQPACKET)
 }
 
 impl AsFd for Wake {

@@ -194,7 +194,7 @@ impl Watcher {
         }
         let found = self.lock().watches.get(&id).map(|entry| (entry.target.upgrade(), entry.tag));
         let next = match found {
-            Some((Some(target), tag)) => target.on_ready(tag),
+            Some((Some(target), tag)) => survive(|| target.on_ready(tag)).unwrap_or(Next::Stop),
             Some((None, _)) => Next::Stop,
             None => return,
         };
@@ -237,7 +237,9 @@ impl Watcher {
             tables.ticked.clone()
         };
         let now = now_ns();
-        targets.iter().filter_map(Weak::upgrade).for_each(|target| target.on_tick(now));
+        for target in targets.iter().filter_map(Weak::upgrade) {
+            let _panicked = survive(|| target.on_tick(now));
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Tables> {
@@ -249,6 +251,12 @@ impl Drop for Watch {
     fn drop(&mut self) {
         self.watcher.forget(self.id);
     }
+}
+
+/// Runs what is not the watcher's own (a policy is chosen by the user's code): its panic must not end the one thread
+/// that sees deaths. The panic hook has shown it.
+fn survive<T>(work: impl FnOnce() -> T) -> Option<T> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).ok()
 }
 
 fn remove_from(epoll: &impl AsFd, fd: RawFd) {

@@ -127,7 +127,8 @@ impl Arena {
         let Some(least) = needed(bytes).and_then(|bytes| bytes.checked_next_multiple_of(self.granularity())) else {
             return Err(exhausted);
         };
-        if least > room || self.chunks.len() >= REGIONS_MAX {
+        let is_out_of_numbers = self.unused.is_empty() && self.slots.len() >= SLOTS_MAX;
+        if least > room || self.chunks.len() >= REGIONS_MAX || is_out_of_numbers {
             return Err(exhausted);
         }
         let generous = self.total.next_multiple_of(self.granularity()).clamp(least, room - room % self.granularity());
