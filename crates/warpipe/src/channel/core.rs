@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
-use super::HANDSHAKE_TIMEOUT;
 use super::outlet::{Outlet, Parts, Phase, share_memory};
 use super::publisher::{Policy, PublisherBuilder, SubscriberInfo};
 use crate::backend::{Access, StreamOp};
@@ -271,7 +270,8 @@ impl Core {
             let slice = if device_owes { backoff.step() } else { SLICE }.min(left);
             let wakes: Vec<Arc<Wake>> = state.outlets.iter().map(|outlet| outlet.wake.clone()).collect();
             drop(state);
-            let mut polls: Vec<_> = wakes.iter().map(|wake| PollFd::new(&**wake, PollFlags::IN)).collect();
+            let open = wakes.iter().filter(|wake| !wake.is_closed());
+            let mut polls: Vec<_> = open.map(|wake| PollFd::new(&**wake, PollFlags::IN)).collect();
             polls.push(PollFd::new(&self.bell, PollFlags::IN));
             let _ = rustix::event::poll(&mut polls, Some(&message::timespec(slice)));
             state = self.lock();
@@ -663,7 +663,7 @@ impl Watched for Core {
 
     fn on_tick(&self, now_ns: u64) {
         self.listen_again();
-        let late = |since: Instant| since.elapsed() > HANDSHAKE_TIMEOUT;
+        let late = |since: Instant| since.elapsed() > self.options.handshake_timeout;
         self.greetings.lock().unwrap_or_else(PoisonError::into_inner).retain(|_, greeting| !late(greeting.since));
         let mut state = self.lock();
         state.outlets.retain(|outlet| outlet.phase != Phase::Attaching || !late(outlet.since));

@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::HANDSHAKE_TIMEOUT;
 use crate::backend::{Access, DeviceId, StreamOp};
 use crate::clock::now_ns;
 use crate::device::Device;
@@ -114,15 +113,16 @@ impl Inlet {
         name: &EndpointName,
         device: &Device,
         bell: &Arc<Bell>,
+        timeout: Duration,
     ) -> Result<Arc<Inlet>> {
         let watcher = Watcher::of_process()?;
-        let socket = PrivateFd::new(domain.connect(name, HANDSHAKE_TIMEOUT)?);
+        let socket = PrivateFd::new(domain.connect(name, timeout)?);
         let peer = Peer::of(socket.as_fd(), name.as_str())?;
         if peer.uid != domain.owner() {
             let detail = format!("uid {} listens in a domain of uid {}", peer.uid, domain.owner());
             return Err(Error::AccessDenied { name: name.to_string(), detail });
         }
-        let greeter = Greeter { socket: &socket, name: name.as_str(), deadline: Instant::now() + HANDSHAKE_TIMEOUT };
+        let greeter = Greeter { socket: &socket, name: name.as_str(), start: Instant::now(), timeout };
         let generation = crate::link::watcher::new_generation();
         greeter.say(&Message::Hello { generation, device: device.info().id })?;
         let welcome = greeter.welcome(device)?;
@@ -248,14 +248,33 @@ impl Inlet {
             memory.signalled[index].store(before, Release);
             return Err(error);
         }
-        let header = memory.segment.header();
+        self.tell_release();
+        Ok(())
+    }
+
+    /// Releases a sample that no stream was told of, once its data is complete.
+    pub(super) fn give_back(self: &Arc<Self>, position: u64) {
+        let me = self.clone();
+        self.watcher.retire(move || {
+            let entry = me.segment().entry(position);
+            let complete = entry.ready.reached(position);
+            if complete {
+                entry.released.store(position);
+                me.tell_release();
+            }
+            complete
+        });
+    }
+
+    /// Counts a release and wakes the publisher if it waits for one.
+    fn tell_release(&self) {
+        let header = self.segment().header();
         header.receiver.released.fetch_add(1, Release);
         // Pairs with the fence in `Outlet::set_asleep`: either we see the sleeper, or it sees the release.
         fence(SeqCst);
         if header.sender.asleep.load(Acquire) != 0 {
             self.wake.ring();
         }
-        Ok(())
     }
 
     /// Whether the sample's data is complete; an error if it never will be.
@@ -417,7 +436,8 @@ struct Welcome {
 struct Greeter<'a> {
     socket: &'a PrivateFd,
     name: &'a str,
-    deadline: Instant,
+    start: Instant,
+    timeout: Duration,
 }
 
 impl Greeter<'_> {
@@ -445,9 +465,9 @@ impl Greeter<'_> {
                 Received::Message(Message::Bye(_), _) | Received::End => return Err(self.fault(HandshakeFault::Closed)),
                 Received::Message(message, fds) => return Ok((message, fds)),
                 Received::Nothing => {
-                    let left = self.deadline.saturating_duration_since(Instant::now());
+                    let left = self.timeout.saturating_sub(self.start.elapsed());
                     if left.is_zero() {
-                        return Err(self.fault(HandshakeFault::Silent(HANDSHAKE_TIMEOUT)));
+                        return Err(self.fault(HandshakeFault::Silent(self.timeout)));
                     }
                     message::wait_readable(self.socket.as_fd(), left);
                 }
