@@ -64,6 +64,16 @@ impl Stream {
         self.inner.raw
     }
 
+    /// Whether both are clones of one.
+    pub(crate) fn is_same(&self, other: &Stream) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
+    /// Whether there are other clones of it.
+    pub(crate) fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.inner) > 1
+    }
+
     pub(crate) fn backend(&self) -> &Arc<dyn Backend> {
         self.inner.device.backend()
     }

@@ -20,6 +20,7 @@ use crate::fork::{Home, PrivateFd};
 use crate::link::entry::{Description, Metadata};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
+use crate::link::proof::{Proof, Streams};
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
 use crate::memory::arena::{Arena, NoSlot, SLOTS_MAX, SlotId};
@@ -80,6 +81,8 @@ pub(super) struct State {
     closed: bool,
     ops: Vec<StreamOp>,
     places: Vec<(usize, u64)>,
+    /// All that have worked on the links or the board.
+    streams: Streams,
 }
 
 /// A connection whose `Hello` is due.
@@ -103,6 +106,8 @@ impl Core {
         let board = Board::new(&device, SLOTS_MAX)?;
         let bell = Bell::new()?;
         let history_stream = if options.history > 0 { Some(device.stream()?) } else { None };
+        let mut streams = Streams::default();
+        history_stream.iter().for_each(|stream| streams.note(stream));
         let core = Arc::new_cyclic(|me: &Weak<Core>| Core {
             home: Home::here(),
             generation: new_generation(),
@@ -117,6 +122,7 @@ impl Core {
                 closed: false,
                 ops: Vec::new(),
                 places: Vec::new(),
+                streams,
             }),
             greetings: Mutex::default(),
             next_id: AtomicU64::new(1),
@@ -178,6 +184,7 @@ impl Core {
         let mut state = self.lock();
         let result = match stream {
             Some(stream) => {
+                state.streams.note(stream);
                 let value = state.next_fence();
                 let op = StreamOp::Signal { word: self.board.device_word(slot as usize), value };
                 // SAFETY: the board outlives its signals (`close` retires the core until they are done).
@@ -197,6 +204,7 @@ impl Core {
         let state = &mut *state;
         let sequence = state.next_sequence;
         state.place_all();
+        state.streams.note(stream);
         let keep = self.options.history > 0;
         // Without a reader's word that says when the slot is done, its own word on the board does.
         let fence = (keep || state.places.is_empty()).then(|| state.next_fence());
@@ -340,17 +348,13 @@ impl Core {
         self.bell.ring();
         // Two owners here: the publisher that is being dropped, and this call. A third is a loan still out.
         let core = self.clone();
-        if Arc::strong_count(&core) > 2 || !core.is_quiet() {
-            self.watcher.retire(move || Arc::strong_count(&core) == 1 && core.is_quiet());
+        if Arc::strong_count(&core) > 2 || !self.lock().streams.mark().is_passed() {
+            let mut proof = None;
+            self.watcher.retire(move || {
+                let is_last = Arc::strong_count(&core) == 1;
+                is_last && proof.get_or_insert_with(|| core.lock().streams.mark()).is_passed()
+            });
         }
-    }
-
-    fn is_quiet(&self) -> bool {
-        let mut state = self.lock();
-        self.reclaim(&mut state, false);
-        state.arena.is_quiet()
-            && state.outlets.iter().all(|outlet| outlet.ring.is_quiet())
-            && state.history.iter().all(|&(slot, _)| self.board.word(slot as usize).reached(state.arena.fence_of(slot)))
     }
 }
 
@@ -579,9 +583,9 @@ impl Core {
     /// Proven dead: nothing of that process can touch memory any more, so all that it held is free as soon as
     /// this process's own streams are done with it.
     fn on_death(&self, state: &mut State, id: u64) -> Next {
+        let proof = state.streams.mark();
         if let Some(outlet) = state.find(id) {
-            outlet.ring.receiver_is_dead();
-            outlet.leave(None);
+            outlet.die(proof);
             self.bury(state);
             self.bell.ring();
         }
@@ -593,16 +597,19 @@ impl Core {
         self.reclaim(state, true);
         let is_done = |o: &mut Outlet| matches!(o.phase, Phase::Leaving | Phase::Suspect) && o.holds_nothing();
         let done: Vec<Outlet> = state.outlets.extract_if(.., is_done).collect();
-        done.into_iter().for_each(|outlet| self.drop_outlet(outlet));
+        done.into_iter().for_each(|outlet| self.drop_outlet(outlet, state.streams.mark()));
     }
 
     /// Lets a link's memory go once this process's streams have written their last word into it.
-    fn drop_outlet(&self, mut outlet: Outlet) {
+    fn drop_outlet(&self, mut outlet: Outlet, mut proof: Proof) {
         outlet.watches.clear();
-        // The ring alone: a link that is never quiet must not keep descriptors.
+        // The segment alone: what waits for a stream must not keep descriptors.
         let ring = outlet.ring;
-        if !ring.is_quiet() {
-            self.watcher.retire(move || ring.is_quiet());
+        if !proof.is_passed() {
+            self.watcher.retire(move || {
+                let _kept_until_then = &ring;
+                proof.is_passed()
+            });
         }
     }
 

@@ -16,6 +16,7 @@ use crate::link::PeerState;
 use crate::link::entry::Violation;
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
+use crate::link::proof::Streams;
 use crate::link::segment::{OpenError, Segment};
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, STALLED_AFTER, Watch, Watched, Watcher};
@@ -61,21 +62,11 @@ impl Standing {
 struct Memory {
     segment: Arc<Segment>,
     regions: Mutex<Vec<Arc<Region>>>,
-    /// For each entry, the last position whose release was enqueued.
-    signalled: Vec<AtomicU64>,
+    /// All that have waited for or released a sample, or read one in between.
+    streams: Mutex<Streams>,
     /// Held until then, so that the publisher sees the end of the socket only after the last release.
     #[expect(dead_code, reason = "held, not used")]
     socket: Arc<PrivateFd>,
-}
-
-impl Memory {
-    /// Whether every release enqueued has been executed.
-    fn is_quiet(&self) -> bool {
-        self.signalled
-            .iter()
-            .map(|word| word.load(Acquire))
-            .all(|position| position == 0 || self.segment.entry(position).released.reached(position))
-    }
 }
 
 /// One link, as its subscriber and all its samples share it.
@@ -149,7 +140,7 @@ impl Inlet {
         let memory = Memory {
             segment: Arc::new(welcome.segment),
             regions: Mutex::new(regions),
-            signalled: words(),
+            streams: Mutex::default(),
             socket: socket.clone(),
         };
         let inlet = Arc::new(Inlet {
@@ -231,23 +222,25 @@ impl Inlet {
             return Ok(entry.ready.reached(position) && self.lost[index].load(SeqCst) != position);
         }
         let wait = StreamOp::Wait { word: self.segment().ready_word(position), value: position };
-        // SAFETY: the word lies in the link segment, which is let go only when the release behind this wait, on
-        // the same stream, has been executed (`Memory::is_quiet`).
+        self.note(stream);
+        // SAFETY: the word lies in the link segment, which is let go only when this stream, noted above, is proven
+        // to be past it (see `Drop`).
         unsafe { stream.batch(&[wait])? };
         Ok(true)
+    }
+
+    fn note(&self, stream: &Stream) {
+        self.memory().streams.lock().unwrap_or_else(PoisonError::into_inner).note(stream);
     }
 
     /// Enqueues the release of `position` behind the stream's work.
     pub(super) fn release(&self, position: u64, stream: &Stream) -> Result<()> {
         let memory = self.memory();
         let op = StreamOp::Signal { word: memory.segment.released_word(position), value: position };
-        let index = memory.segment.index(position) as usize;
-        let before = memory.signalled[index].swap(position, Release);
-        // SAFETY: the word lies in the link segment, which is let go only when it has been reached (`is_quiet`).
-        if let Err(error) = unsafe { stream.batch(&[op]) } {
-            memory.signalled[index].store(before, Release);
-            return Err(error);
-        }
+        self.note(stream);
+        // SAFETY: the word lies in the link segment, which is let go only when this stream, noted above, is proven
+        // to be past it (see `Drop`).
+        unsafe { stream.batch(&[op])? };
         self.tell_release();
         Ok(())
     }
@@ -415,9 +408,14 @@ impl Drop for Inlet {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
         if !self.home.is_here() {
-            std::mem::forget(memory);
-        } else if !memory.is_quiet() {
-            self.watcher.retire(move || memory.is_quiet());
+            return std::mem::forget(memory);
+        }
+        let mut proof = memory.streams.lock().unwrap_or_else(PoisonError::into_inner).mark();
+        if !proof.is_passed() {
+            self.watcher.retire(move || {
+                let _kept_until_then = &memory;
+                proof.is_passed()
+            });
         }
     }
 }
