@@ -171,7 +171,7 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     Ok(Received::Message(message, fds))
 }
 
-fn decode(packet: &[u8]) -> Result<Message, HandshakeFault> {
+pub(crate) fn decode(packet: &[u8]) -> Result<Message, HandshakeFault> {
     let garbled = HandshakeFault::Garbled { bytes: packet.len() };
     let Some((frame, body)) = packet.split_at_checked(FRAME_BYTES) else { return Err(garbled) };
     if frame[..4] != MAGIC {
