@@ -20,9 +20,10 @@ use crate::fork::{Home, PrivateFd};
 use crate::link::entry::{Description, Metadata};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
+use crate::link::segment::Segment;
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
-use crate::memory::arena::{Arena, NoSlot, SLOTS_MAX, SlotId};
+use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
 use crate::memory::board::Board;
 use crate::stream::{Backoff, Stream};
 use crate::tensor::Layout;
@@ -51,6 +52,7 @@ pub(super) struct Core {
     pub(super) name: String,
     pub(super) device: Device,
     generation: [u8; 16],
+    this: Weak<Core>,
     me: Weak<dyn Watched>,
     watcher: Arc<Watcher>,
     state: Mutex<State>,
@@ -73,6 +75,23 @@ pub(super) struct State {
     closed: bool,
     ops: Vec<StreamOp>,
     places: Vec<(usize, u64)>,
+}
+
+/// A sample that was announced and is not complete yet.
+#[derive(Debug)]
+pub(super) struct Pending {
+    pub(super) sequence: u64,
+    /// Held so that the words outlive the signals, however the links end meanwhile.
+    words: Box<[(Arc<Segment>, u64)]>,
+    ops: Box<[StreamOp]>,
+}
+
+/// Why a sample did not go out, and whether anybody had heard of it by then.
+pub(super) enum Unsent {
+    /// Nobody: the loan is as it was.
+    Untold(Error),
+    /// The subscribers, who are told that it is lost; the slot is theirs to release.
+    Told(Error),
 }
 
 /// A connection whose `Hello` is due.
@@ -99,6 +118,7 @@ impl Core {
         let core = Arc::new_cyclic(|me: &Weak<Core>| Core {
             home: Home::here(),
             generation: new_generation(),
+            this: me.clone(),
             me: me.clone(),
             watcher: watcher.clone(),
             state: Mutex::new(State {
@@ -144,24 +164,25 @@ impl Core {
                 return Ok((slot, state.address(slot)));
             }
             let exempt = state.quarantined();
-            match state.arena.grow(bytes, exempt) {
-                Ok(region) => {
-                    state.announce(region);
-                    continue;
-                }
-                Err(NoSlot::Failed(error)) => return Err(error),
-                Err(NoSlot::Exhausted { used, limit }) => {
-                    self.reclaim(&mut state, true);
-                    let left = self.options.loan_timeout.saturating_sub(start.elapsed());
-                    if let Some(slot) = state.arena.take(bytes) {
-                        return Ok((slot, state.address(slot)));
-                    }
-                    if left.is_zero() || bytes > limit {
-                        return Err(Error::MemoryLimit { name: self.name.clone(), bytes, used, limit });
-                    }
-                    state = self.wait_for_release(state, left, &mut backoff);
-                }
+            if let Some(growth) = state.arena.plan(bytes, exempt) {
+                // Without the lock: a driver may take its time, and the watcher must not wait for it.
+                drop(state);
+                let made = growth.make(&self.device);
+                state = self.lock();
+                let region = state.arena.adopt(growth, made)?;
+                state.announce(region);
+                continue;
             }
+            self.reclaim(&mut state, true);
+            if let Some(slot) = state.arena.take(bytes) {
+                return Ok((slot, state.address(slot)));
+            }
+            let (used, limit) = (state.arena.total(), state.arena.limit());
+            let left = self.options.loan_timeout.saturating_sub(start.elapsed());
+            if left.is_zero() || bytes > limit {
+                return Err(Error::MemoryLimit { name: self.name.clone(), bytes, used, limit });
+            }
+            state = self.wait_for_release(state, left, &mut backoff);
         }
     }
 
@@ -181,48 +202,102 @@ impl Core {
         result
     }
 
-    /// Sends what lies in `slot` to every subscriber, behind the work enqueued on `stream`. On an error nobody
-    /// has got it, and the slot is still the caller's.
-    pub(super) fn send(&self, slot: SlotId, layout: Layout, metadata: &Metadata, stream: &Stream) -> Result<u64> {
-        self.home.check()?;
-        let mut state = self.make_room()?;
-        let state = &mut *state;
-        let sequence = state.next_sequence;
-        state.place_all();
-        let keep = self.options.history > 0;
-        // Without a reader's word that says when the slot is done, its own word on the board does.
-        let fence = (keep || state.places.is_empty()).then(|| state.next_fence());
-        state.ops.clear();
-        state.ops.extend(state.places.iter().map(|&(index, position)| state.outlets[index].ready_op(position)));
-        if let Some(value) = fence {
-            state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
-        }
+    /// Sends what lies in `slot` to every subscriber, behind the work enqueued on `stream`.
+    pub(super) fn send(
+        &self,
+        slot: SlotId,
+        layout: Layout,
+        metadata: &Metadata,
+        stream: &Stream,
+    ) -> Result<u64, Unsent> {
+        let mut state = self.make_room().map_err(Unsent::Untold)?;
+        let sequence = self.tell(&mut state, slot, layout, metadata);
+        // The entries are out before the driver is asked: a subscriber on another core enqueues its wait and its
+        // kernels meanwhile. It is `ready` that orders the devices.
+        //
         // SAFETY: the words lie in link segments and the board, which outlive their signals (`close` retires the
         // core until all are done; `drop_outlet` likewise a link).
-        if let Err(error) = unsafe { stream.batch(&state.ops) } {
-            state.places.iter().for_each(|&(index, position)| state.outlets[index].ring.burn(position));
-            return Err(error);
-        }
-        if let Some(value) = fence {
-            state.arena.fence(slot, value);
-        }
-        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
-        let description =
-            Description { sequence, sent_ns: now_ns(), region, slot: offset, layout, metadata: *metadata };
-        for &(index, position) in &state.places {
-            state.arena.hold(slot);
-            state.outlets[index].publish(position, slot, &description);
-        }
-        state.next_sequence += 1;
-        if keep {
-            state.remember(slot, description, self.options.history as usize);
+        let enqueued = unsafe { stream.batch(&state.ops) };
+        if let Err(error) = enqueued {
+            self.abort(&mut state, slot, &[]);
+            return Err(Unsent::Told(error));
         }
         state.arena.let_go(slot);
         Ok(sequence)
     }
 
+    /// Tells every subscriber of what will lie in `slot`, before the work that fills it is enqueued.
+    pub(super) fn announce(&self, slot: SlotId, layout: Layout, metadata: &Metadata) -> Result<Pending, Unsent> {
+        let mut state = self.make_room().map_err(Unsent::Untold)?;
+        let sequence = self.tell(&mut state, slot, layout, metadata);
+        let words =
+            state.places.iter().map(|&(index, position)| (state.outlets[index].ring.segment().clone(), position));
+        Ok(Pending { sequence, words: words.collect(), ops: state.ops.as_slice().into() })
+    }
+
+    /// Completes what was announced, behind the work enqueued on `stream`.
+    pub(super) fn complete(&self, slot: SlotId, pending: &Pending, stream: &Stream) -> Result<()> {
+        self.home.check()?;
+        // SAFETY: `pending` holds the segments; the board and what `Segment` says of quietness as in `send`.
+        unsafe { stream.batch(&pending.ops)? };
+        self.lock().arena.let_go(slot);
+        Ok(())
+    }
+
+    /// Ends what was announced and will not be completed.
+    pub(super) fn give_up(&self, slot: SlotId, pending: &Pending) {
+        self.abort(&mut self.lock(), slot, &pending.words);
+    }
+
+    /// Writes the entries of one sample and leaves the signals that complete it in `state.ops`.
+    fn tell(&self, state: &mut State, slot: SlotId, layout: Layout, metadata: &Metadata) -> u64 {
+        let sequence = state.next_sequence;
+        state.next_sequence += 1;
+        state.place_all();
+        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
+        let description =
+            Description { sequence, sent_ns: now_ns(), region, slot: offset, layout, metadata: *metadata };
+        let State { arena, outlets, places, ops, .. } = state;
+        ops.clear();
+        for &(index, position) in places.iter() {
+            arena.hold(slot);
+            outlets[index].publish(position, slot, &description);
+            ops.push(outlets[index].ready_op(position));
+        }
+        let keep = self.options.history as usize;
+        // Without a reader's word that says when the slot is done, its own word on the board does.
+        if keep > 0 || state.places.is_empty() {
+            let value = state.next_fence();
+            state.arena.fence(slot, value);
+            state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
+        }
+        if keep > 0 {
+            state.remember(slot, description, keep);
+        }
+        sequence
+    }
+
+    /// Ends a sample whose data will never be complete, for all who were told of it: `words` on links that may be
+    /// gone by now, and whoever got it from the history.
+    fn abort(&self, state: &mut State, slot: SlotId, words: &[(Arc<Segment>, u64)]) {
+        words.iter().for_each(|(segment, position)| crate::link::ring::abort(segment, *position));
+        state.outlets.iter_mut().for_each(|outlet| outlet.abort(slot));
+        let State { arena, history, .. } = state;
+        history.retain(|&(kept, _)| {
+            if kept == slot {
+                arena.let_go(slot);
+            }
+            kept != slot
+        });
+        if arena.fence_of(slot) != 0 {
+            self.board.word(slot as usize).store(arena.fence_of(slot));
+        }
+        arena.let_go(slot);
+    }
+
     /// Waits until every subscriber that may not miss a sample has room for one.
     fn make_room(&self) -> Result<MutexGuard<'_, State>> {
+        self.home.check()?;
         let start = Instant::now();
         let mut backoff = Backoff::default();
         let mut state = self.lock();
@@ -442,13 +517,25 @@ impl Core {
         let Some(greeting) = greetings.remove(&id) else { return Next::Stop };
         drop(greetings);
         match received {
-            Ok(Received::Message(Message::Hello { device, .. }, _)) => self.attach(id, greeting, device),
+            Ok(Received::Message(Message::Hello { device, .. }, _)) => self.attach_soon(id, greeting, device),
             Ok(Received::Message(other, _)) => refuse(&greeting.socket, false, other.unexpected("Hello")),
             Ok(_) => {}
             Err(Error::Handshake { fault, .. }) => refuse(&greeting.socket, false, fault),
             Err(error) => refuse(&greeting.socket, false, error),
         }
         Next::Stop
+    }
+
+    /// Leaves the making of a link to the attendant: registering memory is the driver's and may take its time.
+    fn attach_soon(&self, id: u64, greeting: Greeting, device: crate::backend::DeviceId) {
+        let core = self.this.clone();
+        let attach = move || {
+            if let Some(core) = core.upgrade() {
+                core.attach(id, greeting, device);
+            }
+        };
+        // A full queue drops the connection, and the subscriber sees it closed.
+        let _ = self.watcher.attend(Box::new(attach));
     }
 
     /// Makes the link and sends it.
@@ -570,7 +657,7 @@ impl Core {
                 let wait = StreamOp::Wait { word: self.board.device_word(index), value: fence };
                 // SAFETY: the board and the link's segment outlive their operations (see `send`).
                 if unsafe { stream.batch(&[wait, outlet.ready_op(position)]) }.is_err() {
-                    return outlet.ring.burn(position);
+                    return;
                 }
             }
             arena.hold(*slot);

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, fence};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -84,6 +84,9 @@ impl Memory {
 pub(crate) struct Inlet {
     /// Declared first: watches end before their descriptors are closed.
     watches: Mutex<Vec<Watch>>,
+    me: Weak<Inlet>,
+    /// Announcements of regions that the attendant has not dealt with.
+    mapping: AtomicU32,
     pub(super) home: Home,
     pub(super) name: String,
     pub(super) peer: Peer,
@@ -152,8 +155,10 @@ impl Inlet {
             signalled: words(),
             socket: socket.clone(),
         };
-        let inlet = Arc::new(Inlet {
+        let inlet = Arc::new_cyclic(|me: &Weak<Inlet>| Inlet {
             watches: Mutex::default(),
+            me: me.clone(),
+            mapping: AtomicU32::new(0),
             home: Home::here(),
             name: name.to_string(),
             peer,
@@ -228,6 +233,7 @@ impl Inlet {
         // the two sees the other, and no stream is left waiting.
         self.held[index].store(position, SeqCst);
         if self.dead.load(SeqCst) {
+            // A death between announcing and sending leaves `ready` unreached, so this asks for both.
             return Ok(entry.ready.reached(position) && self.lost[index].load(SeqCst) != position);
         }
         let wait = StreamOp::Wait { word: self.segment().ready_word(position), value: position };
@@ -261,9 +267,10 @@ impl Inlet {
     /// Whether the sample's data is complete; an error if it never will be.
     pub(super) fn completion(&self, position: u64, sequence: u64) -> Result<bool> {
         let index = self.segment().index(position) as usize;
-        // `ready` first: a rescue marks the loss before it stores the word.
-        let reached = self.segment().entry(position).ready.reached(position);
-        if self.lost[index].load(SeqCst) == position {
+        let entry = self.segment().entry(position);
+        // `ready` first: a rescue, and a sender that gives up, mark the loss before the word is stored.
+        let reached = entry.ready.reached(position);
+        if self.lost[index].load(SeqCst) == position || entry.aborted.load(Acquire) == position {
             return Err(Error::SampleLost { name: self.name.clone(), sequence, pid: self.peer.pid });
         }
         Ok(reached)
@@ -330,12 +337,7 @@ impl Inlet {
         for _ in 0..MESSAGES_AT_ONCE {
             match message::receive(self.socket.as_fd().as_fd(), &self.name) {
                 Ok(Received::Nothing) => return Next::Keep,
-                Ok(Received::Message(Message::Region { id, bytes }, fds)) => {
-                    if let Err(error) = self.map_region(id, bytes, fds) {
-                        self.fail(error);
-                    }
-                    self.bell.ring();
-                }
+                Ok(Received::Message(Message::Region { id, bytes }, fds)) => self.map_soon(id, bytes, fds),
                 Ok(Received::Message(Message::Bye(farewell), _)) => self.on_farewell(farewell),
                 Ok(Received::Message(other, _)) => {
                     let fault = other.unexpected("Region or Bye");
@@ -352,6 +354,30 @@ impl Inlet {
             }
         }
         Next::Keep
+    }
+
+    /// Leaves the mapping of a region to the attendant, who takes them in order.
+    fn map_soon(&self, id: u32, bytes: u64, fds: Vec<OwnedFd>) {
+        self.mapping.fetch_add(1, SeqCst);
+        let inlet = self.me.clone();
+        let map = move || {
+            let Some(inlet) = inlet.upgrade() else { return };
+            if let Err(error) = inlet.map_region(id, bytes, fds) {
+                inlet.fail(error);
+            }
+            inlet.mapping.fetch_sub(1, SeqCst);
+            inlet.bell.ring();
+        };
+        if self.watcher.attend(Box::new(map)).is_err() {
+            let found = "more announcements than can be queued".to_string();
+            let violation = Violation { field: "regions", found, allowed: format!("at most {REGIONS_MAX}") };
+            self.fail(self.violation(violation));
+        }
+    }
+
+    /// Whether regions have been announced that are not mapped yet.
+    pub(super) fn is_mapping(&self) -> bool {
+        self.mapping.load(SeqCst) > 0
     }
 
     fn map_region(&self, id: u32, bytes: u64, fds: Vec<OwnedFd>) -> Result<()> {

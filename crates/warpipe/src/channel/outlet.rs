@@ -171,6 +171,12 @@ impl Outlet {
         }
     }
 
+    /// Ends what this subscriber was told of `slot`, whose data will never be complete.
+    pub(super) fn abort(&mut self, slot: SlotId) {
+        let (ring, in_flight) = (&mut self.ring, &self.in_flight);
+        in_flight.iter().filter(|&&(_, other)| other == slot).for_each(|&(position, _)| ring.abort(position));
+    }
+
     /// The slots that this subscriber is done with. `thorough` looks behind a sample that is held long, too.
     pub(super) fn reclaim(&mut self, thorough: bool, mut free: impl FnMut(SlotId)) {
         while let Some(&(position, slot)) = self.in_flight.front() {
