@@ -5,6 +5,8 @@ use std::str::FromStr;
 
 use warpipe::Device;
 
+use crate::exit::split_next;
+
 /// What was asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceChoice {
@@ -30,7 +32,9 @@ impl DeviceChoice {
         match self {
             DeviceChoice::Auto => {
                 let preferred = Device::preferred();
-                Ok(Chosen { device: preferred.device, why: preferred.why })
+                // How to get a GPU is for `doctor` to say.
+                let why = split_next(&preferred.why).0.to_owned();
+                Ok(Chosen { device: preferred.device, why })
             }
             DeviceChoice::Host => Ok(Chosen { device: Device::host(), why: asked }),
             DeviceChoice::Cuda(ordinal) => Ok(Chosen { device: Device::cuda(ordinal)?, why: asked }),

@@ -83,6 +83,11 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(closed)
 }
 
+/// Errors of the library end in `; the next step`: what happened, and that step.
+pub fn split_next(message: &str) -> (&str, Option<&str>) {
+    message.rsplit_once("; ").map_or((message, None), |(happened, next)| (happened, Some(next)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -101,5 +106,14 @@ mod tests {
         for exit in [Done, Failed, Usage, Nobody, PeerGone, Input, Device, System, Interrupted] {
             assert!(HELP.contains(&format!("\n  {:<5}", exit as u8)), "{exit:?}");
         }
+    }
+
+    #[test]
+    fn an_errors_own_next_step_is_told_apart_from_what_happened() {
+        let error = Error::DriverSymbol { symbol: "cuMemCreate" }.to_string();
+        let (happened, next) = split_next(&error);
+        assert!(happened.ends_with("cuMemCreate"), "{happened}");
+        assert!(next.is_some_and(|next| next.starts_with("update the driver")), "{next:?}");
+        assert_eq!(split_next("broken"), ("broken", None));
     }
 }

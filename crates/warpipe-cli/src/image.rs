@@ -166,7 +166,7 @@ mod tests {
     fn dimensions_that_the_file_cannot_hold_are_refused_before_memory_is_taken() {
         let mut file = Vec::new();
         {
-            let mut encoder = png::Encoder::new(&mut file, 1 << 30, 1 << 20);
+            let mut encoder = png::Encoder::new(&mut file, 1 << 20, 1 << 30);
             encoder.set_color(ColorType::Grayscale);
             encoder.write_header().unwrap().write_chunk(png::chunk::IDAT, b"\x78\x9c\x03\0\0\0\0\x01").unwrap();
         }

@@ -17,11 +17,6 @@ impl Output {
         Output { json }
     }
 
-    /// Whether programs read it.
-    pub fn is_json(self) -> bool {
-        self.json
-    }
-
     /// One thing to say, in whichever form was asked for.
     pub fn say(self, human: impl FnOnce() -> String, json: &impl Serialize) -> io::Result<()> {
         if self.json { self.json_line(json) } else { self.line(&human()) }

@@ -4,7 +4,7 @@ use warpipe::backend::{Access, cuda};
 use warpipe::{Device, Error};
 
 use super::memory::Scratch;
-use super::report::{Check, Report, split_next};
+use super::report::{Check, Report};
 
 /// More than any host has; keeps the pairs few.
 const GPUS_MAX: u32 = 16;
@@ -15,7 +15,7 @@ pub fn find(report: &mut Report) -> anyhow::Result<Vec<(String, Device)>> {
     let count = match cuda::device_count() {
         Ok(count) => count,
         Err(error) => {
-            report.add(absent(&error))?;
+            report.add(absent(error))?;
             return Ok(Vec::new());
         }
     };
@@ -31,8 +31,7 @@ pub fn find(report: &mut Report) -> anyhow::Result<Vec<(String, Device)>> {
                 gpus.push((name, gpu));
             }
             Err(error) => {
-                let (detail, next) = split_next(&error.to_string(), "see nvidia-smi");
-                report.add(Check::failed("open", detail, next).of(&name))?;
+                report.add(Check::from_result("open", Err(error.into()), "see nvidia-smi").of(&name))?;
             }
         }
     }
@@ -40,12 +39,10 @@ pub fn find(report: &mut Report) -> anyhow::Result<Vec<(String, Device)>> {
 }
 
 /// No driver and no GPU are no fault; a driver that does not work is.
-fn absent(error: &Error) -> Check {
-    let (detail, next) = split_next(&error.to_string(), "see nvidia-smi");
-    match error {
-        Error::NoDriver { .. } | Error::NoDevice { .. } => Check::no("driver", detail, next),
-        _ => Check::failed("driver", detail, next),
-    }
+fn absent(error: Error) -> Check {
+    let nothing_broken = matches!(error, Error::NoDriver { .. } | Error::NoDevice { .. });
+    let check = Check::from_result("driver", Err(error.into()), "see nvidia-smi");
+    if nothing_broken { check.but_no_fault() } else { check }
 }
 
 /// Maps memory of each GPU on each other one and reads it there.
@@ -53,30 +50,29 @@ pub fn peers(report: &mut Report, gpus: &[(String, Device)]) -> anyhow::Result<(
     if gpus.len() < 2 {
         return report.add(Check::no("peer access", "there is one GPU", "nothing to do"));
     }
-    for (owner_name, owner) in gpus {
-        for (reader_name, reader) in gpus.iter().filter(|(name, _)| name != owner_name) {
-            report.add(peer(owner, reader).of(&format!("{owner_name} -> {reader_name}")))?;
+    for owner in gpus {
+        for reader in gpus.iter().filter(|reader| reader.0 != owner.0) {
+            report.add(peer(owner, reader))?;
         }
     }
     Ok(())
 }
 
-fn peer(owner: &Device, reader: &Device) -> Check {
+fn peer((owner_name, owner): &(String, Device), (reader_name, reader): &(String, Device)) -> Check {
     let tried = || -> anyhow::Result<u64> {
         let owned = Scratch::allocate(owner)?;
         owned.fill(&owner.stream()?)?;
         let imported = owned.import(reader, Access::Read)?;
         imported.wrong_words(&reader.stream()?)
     };
+    let between = format!("{owner_name} -> {reader_name}");
     match tried() {
-        Ok(0) => Check::ok("peer access", "memory of the one, mapped and read on the other"),
-        Ok(wrong) => Check::failed("peer access", format!("{wrong} words read wrong"), "report the machine: see nvidia-smi -q"),
+        Ok(0) => Check::ok("peer access", format!("{between}: mapped, and read right")),
+        Ok(wrong) => Check::failed("peer access", format!("{between}: {wrong} words read wrong"), "see nvidia-smi -q"),
         Err(error) => {
-            let (detail, next) = split_next(&format!("{error:#}"), "put both ends on one GPU");
-            match error.downcast_ref::<Error>() {
-                Some(Error::PeerAccess { .. }) => Check::no("peer access", detail, next),
-                _ => Check::failed("peer access", detail, next),
-            }
+            let apart = matches!(error.downcast_ref::<Error>(), Some(Error::PeerAccess { .. }));
+            let check = Check::from_result("peer access", Err(error.context(between)), "put both ends on one GPU");
+            if apart { check.but_no_fault() } else { check }
         }
     }
 }

@@ -188,7 +188,9 @@ fn hold_and_release(device: &Device, page: &RegisteredPage, held: &Stream, free:
 
 fn next(device: &Device) -> &'static str {
     match device.info().id.kind {
-        DeviceKind::Host => "check the sandbox or container: it must allow memfd_create, mmap and exec of /proc/self/exe",
+        DeviceKind::Host => {
+            "check the sandbox or container: it must allow memfd_create, mmap and exec of /proc/self/exe"
+        }
         DeviceKind::Cuda => "update the NVIDIA driver (R525 or newer), or use --device host",
     }
 }

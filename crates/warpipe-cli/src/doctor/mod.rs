@@ -1,5 +1,6 @@
 //! `warpipe doctor`: what works here, found by doing it.
 
+mod channel;
 mod child;
 mod gpu;
 mod memory;
@@ -13,7 +14,7 @@ use crate::exit::Exit;
 use crate::output::Output;
 
 pub use child::{ChildArgs, run as run_child};
-use report::{Check, Report};
+use report::Report;
 
 /// Runs every check, printing each as it is done.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<Exit> {
@@ -43,7 +44,7 @@ fn examine(report: &mut Report, name: &str, device: &Device, domain: Option<&Dom
         memory::shared(device).of(name),
         memory::read_only(device).of(name),
         memory::stream_order(device).of(name),
-        channel(device, domain).of(name),
+        channel::channel(device, domain).of(name),
     ];
     checks.into_iter().try_for_each(|check| report.add(check))?;
     report.judge(name);

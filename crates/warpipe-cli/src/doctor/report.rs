@@ -4,7 +4,7 @@ use std::io;
 
 use serde::Serialize;
 
-use crate::exit::Exit;
+use crate::exit::{Exit, split_next};
 use crate::output::{Output, Style, styled};
 
 /// How a check ended.
@@ -50,23 +50,21 @@ impl Check {
         match result {
             Ok(detail) => Check::ok(check, detail),
             Err(error) => {
-                let (detail, next) = split_next(&format!("{error:#}"), next);
-                Check::failed(check, detail, next)
+                let message = format!("{error:#}");
+                let (detail, own) = split_next(&message);
+                Check::failed(check, detail, own.unwrap_or(next))
             }
         }
+    }
+
+    /// The same, where nothing is broken.
+    pub fn but_no_fault(self) -> Check {
+        Check { verdict: Verdict::No, ..self }
     }
 
     /// The same, of a device.
     pub fn of(self, device: &str) -> Check {
         Check { device: Some(device.to_owned()), ..self }
-    }
-}
-
-/// Errors of the library end in `; the next step`.
-pub fn split_next(message: &str, otherwise: &str) -> (String, String) {
-    match message.rsplit_once("; ") {
-        Some((detail, next)) => (detail.to_owned(), next.to_owned()),
-        None => (message.to_owned(), otherwise.to_owned()),
     }
 }
 
@@ -146,14 +144,6 @@ fn line(check: &Check) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn an_errors_own_next_step_is_told_apart_from_what_happened() {
-        let error = warpipe::Error::DriverSymbol { symbol: "cuMemCreate" };
-        let (detail, next) = split_next(&error.to_string(), "see the manual");
-        assert!(detail.ends_with("cuMemCreate") && next.starts_with("update the driver"), "{detail} / {next}");
-        assert_eq!(split_next("broken", "mend it"), ("broken".into(), "mend it".into()));
-    }
 
     #[test]
     fn a_device_works_only_if_all_its_checks_do() {

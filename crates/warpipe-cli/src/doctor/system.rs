@@ -12,7 +12,7 @@ use rustix::process::{Resource, getrlimit};
 use warpipe::Domain;
 
 use super::child::{Task, command};
-use super::report::{Check, split_next};
+use super::report::Check;
 use crate::output;
 use crate::process;
 
@@ -50,7 +50,9 @@ pub fn death() -> Check {
         let mut child = command(Task::Nothing).stdin(Stdio::null()).spawn()?;
         let started = Instant::now();
         match process::wait(&mut child, Duration::from_secs(10)) {
-            Ok(Some(_)) => Ok(format!("a child's end was seen through its pidfd after {}", output::duration(started.elapsed()))),
+            Ok(Some(_)) => {
+                Ok(format!("a child's end was seen through its pidfd after {}", output::duration(started.elapsed())))
+            }
             Ok(None) => {
                 process::end(&mut child, Duration::ZERO)?;
                 anyhow::bail!("a child's end was not seen within 10 s")
@@ -67,12 +69,13 @@ pub fn death() -> Check {
 /// Opens the domain; making its directory if need be, and checking who owns it.
 pub fn domain() -> (Check, Option<Domain>) {
     match Domain::from_environment() {
-        Ok(domain) => {
-            (Check::ok("domain directory", format!("{} is private to this user", domain.path().display())), Some(domain))
-        }
+        Ok(domain) => (
+            Check::ok("domain directory", format!("{} is private to this user", domain.path().display())),
+            Some(domain),
+        ),
         Err(error) => {
-            let (detail, next) = split_next(&error.to_string(), "set WARPIPE_DOMAIN to a directory of your own");
-            (Check::failed("domain directory", detail, next), None)
+            let next = "set WARPIPE_DOMAIN to a directory of your own";
+            (Check::from_result("domain directory", Err(error.into()), next), None)
         }
     }
 }

@@ -84,7 +84,7 @@ fn what_is_written_is_what_numpy_writes() {
 #[test]
 fn fortran_order_becomes_strides() {
     let text = "{'descr': '|u1', 'fortran_order': True, 'shape': (2, 3), }";
-    let (layout, data) = read(&file(text, b"abcdef"), None).unwrap();
+    let (layout, data) = read(file(text, b"abcdef"), None).unwrap();
     assert_eq!((layout.shape(), layout.strides()), (&[2u64, 3][..], &[1i64, 2][..]));
     assert_eq!(data, b"abcdef");
 }
@@ -92,11 +92,11 @@ fn fortran_order_becomes_strides() {
 #[test]
 fn gaps_and_reversed_rows_are_gathered_into_row_major_order() {
     let gaps = Layout::strided(DType::U8, &[2, 2], &[3, 1], 1).unwrap();
-    assert_eq!(read(&written(&gaps, b".ab.cd"), None).unwrap().1, b"abcd");
+    assert_eq!(read(written(&gaps, b".ab.cd"), None).unwrap().1, b"abcd");
     let reversed = Layout::strided(DType::U16, &[3], &[-1], 4).unwrap();
-    assert_eq!(read(&written(&reversed, b"aabbcc"), None).unwrap().1, b"ccbbaa");
+    assert_eq!(read(written(&reversed, b"aabbcc"), None).unwrap().1, b"ccbbaa");
     let lone = Layout::strided(DType::F64, &[2, 1], &[2, i64::MAX], 0).unwrap();
-    assert_eq!(read(&written(&lone, b"11111111........22222222"), None).unwrap().1, b"1111111122222222");
+    assert_eq!(read(written(&lone, b"11111111........22222222"), None).unwrap().1, b"1111111122222222");
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn a_broadcast_from_a_peer_cannot_fill_the_disk() {
     let broadcast = Layout::strided(DType::U8, &[1 << 40], &[0], 0).unwrap();
     assert!(write(&mut std::io::sink(), &broadcast, &[1]).is_err());
     let small = Layout::strided(DType::U8, &[2, 2], &[0, 1], 0).unwrap();
-    assert_eq!(read(&written(&small, b"xy"), None).unwrap().1, b"xyxy");
+    assert_eq!(read(written(&small, b"xy"), None).unwrap().1, b"xyxy");
 }
 
 #[test]
@@ -115,11 +115,11 @@ fn a_layout_longer_than_its_slot_is_not_written() {
 
 #[test]
 fn big_endian_files_are_turned_around_number_by_number() {
-    let (layout, data) = read(&file(&header_text("'>f4'", "(2,)"), b"abcdefgh"), None).unwrap();
+    let (layout, data) = read(file(&header_text("'>f4'", "(2,)"), b"abcdefgh"), None).unwrap();
     assert_eq!((layout.dtype(), &data[..]), (DType::F32, &b"dcbahgfe"[..]));
-    let (_, data) = read(&file(&header_text("'>c8'", "(1,)"), b"abcdefgh"), None).unwrap();
+    let (_, data) = read(file(&header_text("'>c8'", "(1,)"), b"abcdefgh"), None).unwrap();
     assert_eq!(&data, b"dcbahgfe", "the real part stays in front");
-    let (_, data) = read(&file(&header_text("'>u1'", "(2,)"), b"ab"), None).unwrap();
+    let (_, data) = read(file(&header_text("'>u1'", "(2,)"), b"ab"), None).unwrap();
     assert_eq!(&data, b"ab");
 }
 
@@ -143,7 +143,7 @@ fn keys_may_come_in_any_order_and_quoting_as_python_allows() {
         "  { 'fortran_order' : False , 'shape' : ( 2 , ) , 'descr' : 'u2' , } \n",
         "{'shape': (1, 2), 'descr': '=u2', 'fortran_order': False}",
     ] {
-        assert_eq!(read(&file(text, b"wxyz"), None).unwrap().1, b"wxyz", "{text}");
+        assert_eq!(read(file(text, b"wxyz"), None).unwrap().1, b"wxyz", "{text}");
     }
 }
 
@@ -151,7 +151,7 @@ macro_rules! refused {
     ($($name:ident: $file:expr => $fault:pat,)*) => {$(
         #[test]
         fn $name() {
-            let fault = read(&$file, None).unwrap_err();
+            let fault = read($file, None).unwrap_err();
             assert!(matches!(fault, $fault), "{fault:?}");
             assert!(!fault.to_string().is_empty());
         }
@@ -201,7 +201,7 @@ refused! {
 
 #[test]
 fn a_void_of_another_width_than_the_named_type_is_refused() {
-    let fault = read(&file(&header_text("'<V2'", "(1,)"), b"ab"), Some(DType::F8_E4M3)).unwrap_err();
+    let fault = read(file(&header_text("'<V2'", "(1,)"), b"ab"), Some(DType::F8_E4M3)).unwrap_err();
     assert!(matches!(fault, Fault::VoidWidth { found: 2, .. }), "{fault:?}");
 }
 
