@@ -1,1 +1,43 @@
-fn main() {}
+//! What the maintainers run: `cargo xtask test`, `cargo xtask ptx`, `cargo xtask gpu-bundle`.
+
+mod bundle;
+mod counts;
+mod process;
+mod ptx;
+mod suite;
+mod workspace;
+
+use std::process::ExitCode;
+
+use workspace::Workspace;
+
+const USAGE: &str = "usage: cargo xtask COMMAND
+  test [--long]   every check there is without a GPU; the last line sums them up
+  ptx             compile every CUDA source under crates/ and rewrite the committed PTX
+  gpu-bundle      assemble target/gpu-bundle, which tests a machine that has a GPU and no Rust";
+
+/// A failure, as told to a person: what failed, and the next step.
+type Outcome<T> = Result<T, String>;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let outcome = match words.as_slice() {
+        ["test"] => Workspace::find().map(|workspace| suite::run(&workspace, false)),
+        ["test", "--long"] => Workspace::find().map(|workspace| suite::run(&workspace, true)),
+        ["ptx"] => Workspace::find().and_then(|workspace| ptx::rewrite(&workspace)).map(|()| true),
+        ["gpu-bundle"] => Workspace::find().and_then(|workspace| bundle::assemble(&workspace)).map(|()| true),
+        _ => {
+            eprintln!("{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match outcome {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(message) => {
+            eprintln!("error: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,4 +1,4 @@
-"""Compiles CUDA sources to PTX with NVRTC. Arguments: the folder of the NVRTC wheel, then pairs of source and output."""
+"""Compiles CUDA sources to PTX with NVRTC. Arguments: a folder that holds NVRTC, then pairs of source and output."""
 
 import ctypes
 import pathlib
@@ -8,7 +8,7 @@ OPTIONS = [b"--gpu-architecture=compute_70"]
 
 
 def load(folder):
-    found = sorted(pathlib.Path(folder).glob("nvidia/cuda_nvrtc/lib/libnvrtc.so.12"))
+    found = sorted(pathlib.Path(folder).rglob("libnvrtc.so.12"))
     if not found:
         sys.exit(f"no libnvrtc.so.12 under {folder}")
     # Opens the library that libnvrtc loads by its bare name, so that no search path has to name the folder.

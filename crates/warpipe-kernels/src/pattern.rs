@@ -78,6 +78,14 @@ mod tests {
     }
 
     #[test]
+    fn the_cuda_source_mixes_with_the_same_constants() {
+        let source = include_str!("kernels.cu");
+        for constant in [SEED_SALT, WORD_SALT, GOLDEN, 0xbf58_476d_1ce4_e5b9, 0x94d0_49bb_1331_11eb] {
+            assert!(source.contains(&format!("0x{constant:x}ull")), "{constant:#x} is not in kernels.cu");
+        }
+    }
+
+    #[test]
     fn no_word_of_a_pattern_stands_at_another_index_or_seed() {
         let mut words: Vec<u64> = (0..64).flat_map(|seed| words_of(seed, 256)).collect();
         words.sort_unstable();

@@ -1,5 +1,6 @@
 //! Streams: the order of a device's work.
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,12 +22,14 @@ struct Inner {
     device: Device,
     raw: RawStream,
     owned: bool,
+    /// Keeps somebody else's stream alive for as long as ours refers to it.
+    _keep: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Stream {
     pub(crate) fn new(device: &Device) -> Result<Stream> {
         let raw = device.backend().create_stream()?;
-        Ok(Stream { inner: Arc::new(Inner { device: device.clone(), raw, owned: true }) })
+        Ok(Stream { inner: Arc::new(Inner { device: device.clone(), raw, owned: true, _keep: None }) })
     }
 
     /// A stream that somebody else owns: a `CUstream` of the device's primary context (null is the legacy default
@@ -35,7 +38,14 @@ impl Stream {
     /// # Safety
     /// The stream outlives every clone of the result, and everything sent or received with it.
     pub unsafe fn borrow_raw(device: &Device, stream: *mut c_void) -> Stream {
-        Stream { inner: Arc::new(Inner { device: device.clone(), raw: RawStream(stream), owned: false }) }
+        let raw = RawStream(stream);
+        Stream { inner: Arc::new(Inner { device: device.clone(), raw, owned: false, _keep: None }) }
+    }
+
+    /// A stream that lives as long as `keep` does.
+    #[cfg(feature = "cudarc")]
+    pub(crate) fn borrow_kept(device: &Device, raw: RawStream, keep: Arc<dyn Any + Send + Sync>) -> Stream {
+        Stream { inner: Arc::new(Inner { device: device.clone(), raw, owned: false, _keep: Some(keep) }) }
     }
 
     /// Its device.
@@ -140,17 +150,18 @@ impl Backoff {
     const SPINS: u32 = 2_000;
 
     pub(crate) fn pause(&mut self) {
-        self.rounds = self.rounds.saturating_add(1);
-        if self.rounds < Self::SPINS {
-            std::hint::spin_loop();
-        } else {
-            std::thread::park_timeout(self.interval());
+        match self.step() {
+            Duration::ZERO => std::hint::spin_loop(),
+            pause => std::thread::park_timeout(pause),
         }
     }
 
-    /// How long the next pause is, once spinning has not helped.
-    pub(crate) fn interval(&self) -> Duration {
-        let doublings = self.rounds.saturating_sub(Self::SPINS).min(4);
-        Duration::from_micros(31 << doublings)
+    /// How long to sleep at most before the next look; zero while spinning still pays.
+    pub(crate) fn step(&mut self) -> Duration {
+        self.rounds = self.rounds.saturating_add(1);
+        match self.rounds.checked_sub(Self::SPINS) {
+            None => Duration::ZERO,
+            Some(sleeps) => Duration::from_micros(31 << sleeps.min(4)),
+        }
     }
 }

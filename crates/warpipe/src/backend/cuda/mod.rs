@@ -1,21 +1,22 @@
-//! The CUDA driver API.
-use crate::backend::Backend;
-use crate::error::{Error, Result};
-use std::sync::Arc;
-#[derive(Debug)]
-/// stub
-pub struct CudaBackend;
-impl CudaBackend {
-    /// stub
-    pub fn open(_ordinal: u32) -> Result<Arc<dyn Backend>> {
-        Err(Error::NoDriver { searched: "libcuda.so.1".into(), reason: "not built yet".into() })
-    }
-}
-/// stub
-pub fn device_count() -> Result<u32> {
-    Err(Error::NoDriver { searched: "libcuda.so.1".into(), reason: "not built yet".into() })
-}
-/// stub
-pub fn device_uuid(_ordinal: u32) -> Result<[u8; 16]> {
-    Err(Error::NoDriver { searched: "libcuda.so.1".into(), reason: "not built yet".into() })
-}
+//! The CUDA driver API: `libcuda.so.1`, loaded at run time.
+//!
+//! Three layers: `sys` is the driver's header as Rust types and a table of function pointers; `result` has one
+//! function for each call, with `fault` to turn a status into a typed error; [`CudaBackend`] is the seam, in
+//! parts: `memory` (regions), `stream` (order and copies), `kernels` (modules), `broadcast` (many signals at once).
+//!
+//! One primary context for each device is retained for the life of the process, the same that the CUDA runtime and
+//! PyTorch use, so their streams and pointers may be used here. Every method makes it current and puts the
+//! caller's back. A forked child cannot use CUDA at all and gets [`Error::Forked`](crate::Error::Forked).
+
+mod backend;
+mod broadcast;
+mod fault;
+mod kernels;
+mod memory;
+mod result;
+mod stream;
+mod sys;
+#[cfg(test)]
+mod tests;
+
+pub use backend::{CudaBackend, device_count, device_uuid};

@@ -1,12 +1,239 @@
-//! The host backend.
-use crate::backend::Backend;
-use std::sync::Arc;
-/// stub
+//! The host backend: memfds as device memory, threads as streams, futexes as timeline words.
+//!
+//! It is not a mock. Memory crosses processes by descriptor and read-only imports are enforced by the MMU;
+//! streams finish *late*, on threads of their own, so that a missing wait is a wrong result here too.
+//! Kernels run as their CPU twins.
+
+mod memory;
+pub(crate) use memory::check_sealed_memfd;
+mod stream;
+
+use std::ffi::c_void;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use self::stream::{HostEvent, HostStream, Op};
+use super::{
+    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawRegion, RawStream, StreamOp,
+    TimelineWord,
+};
+use crate::error::{Error, Result};
+use crate::kernel::{Kernel, Launch};
+
+/// The backend of [`Device::host`](crate::Device::host).
 #[derive(Debug)]
-pub struct HostBackend;
+pub struct HostBackend {
+    info: DeviceInfo,
+    allocated: AtomicU64,
+    imported: AtomicU64,
+}
+
 impl HostBackend {
-    /// stub
+    /// The process's one host backend.
     pub fn shared() -> Arc<dyn Backend> {
-        unimplemented!()
+        static SHARED: OnceLock<Arc<HostBackend>> = OnceLock::new();
+        SHARED.get_or_init(|| Arc::new(HostBackend::new())).clone()
+    }
+
+    fn new() -> HostBackend {
+        let system = rustix::system::sysinfo();
+        let id = DeviceId { kind: DeviceKind::Host, uuid: [0; 16] };
+        let memory_bytes = system.totalram.saturating_mul(u64::from(system.mem_unit.max(1)));
+        HostBackend {
+            info: DeviceInfo { id, ordinal: 0, name: "host".into(), memory_bytes },
+            allocated: AtomicU64::new(0),
+            imported: AtomicU64::new(0),
+        }
+    }
+
+    /// Counts `bytes` as allocated, unless the machine has no such memory.
+    fn reserve(&self, bytes: u64) -> Result<()> {
+        let limit = self.info.memory_bytes;
+        let fits = |held: u64| held.checked_add(bytes).filter(|&total| total <= limit);
+        match self.allocated.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits) {
+            Ok(_) => Ok(()),
+            Err(held) => {
+                let detail = format!(" ({held} of {limit} in use)");
+                Err(Error::DeviceMemory { device: "host".into(), bytes, detail })
+            }
+        }
+    }
+}
+
+/// The stream behind a raw handle.
+///
+/// # Safety
+/// `raw` came from `create_stream` of this backend and has not been destroyed.
+unsafe fn stream<'a>(raw: RawStream) -> Result<&'a HostStream> {
+    if raw.0.is_null() {
+        return Err(Error::argument("stream", "null", "a stream of the host device (it has no default stream)"));
+    }
+    // SAFETY: the caller promises a live handle, which is a pointer from `Arc::into_raw` (see `create_stream`).
+    Ok(unsafe { &*raw.0.cast::<HostStream>() })
+}
+
+/// The event behind a raw handle.
+///
+/// # Safety
+/// `raw` came from `create_event` of this backend and has not been destroyed.
+unsafe fn event(raw: RawEvent) -> Arc<HostEvent> {
+    let pointer = raw.0.cast::<HostEvent>().cast_const();
+    // SAFETY: a live handle is a pointer from `Arc::into_raw`; its count is raised before we take ours.
+    unsafe {
+        Arc::increment_strong_count(pointer);
+        Arc::from_raw(pointer)
+    }
+}
+
+impl Backend for HostBackend {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn granularity(&self) -> u64 {
+        rustix::param::page_size() as u64
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<RawRegion> {
+        self.reserve(bytes)?;
+        memory::allocate(bytes).inspect_err(|_| {
+            self.allocated.fetch_sub(bytes, Ordering::Relaxed);
+        })
+    }
+
+    unsafe fn export(&self, region: &RawRegion) -> Result<OwnedFd> {
+        // SAFETY: the region is live and its own allocation, so its handle is an open descriptor of ours.
+        unsafe { memory::export(region) }
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>, bytes: u64, access: Access, _owner: DeviceId) -> Result<RawRegion> {
+        let region = memory::import(fd, bytes, access)?;
+        self.imported.fetch_add(bytes, Ordering::Relaxed);
+        Ok(region)
+    }
+
+    unsafe fn release(&self, region: RawRegion) -> Result<()> {
+        let counter = if memory::is_import(&region) { &self.imported } else { &self.allocated };
+        // SAFETY: the caller's promise: the region is ours, live, and no longer used.
+        unsafe { memory::release(region)? };
+        counter.fetch_sub(region.bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    unsafe fn register(&self, ptr: *mut u8, _bytes: usize) -> Result<DevicePtr> {
+        Ok(ptr as DevicePtr)
+    }
+
+    unsafe fn unregister(&self, _ptr: *mut u8) -> Result<()> {
+        Ok(())
+    }
+
+    fn create_stream(&self) -> Result<RawStream> {
+        Ok(RawStream(Arc::into_raw(HostStream::start()?).cast_mut().cast::<c_void>()))
+    }
+
+    unsafe fn destroy_stream(&self, raw: RawStream) -> Result<()> {
+        // SAFETY: the caller gives up a live handle, which is a pointer from `Arc::into_raw`.
+        let stream = unsafe { Arc::from_raw(raw.0.cast::<HostStream>().cast_const()) };
+        stream.close();
+        Ok(())
+    }
+
+    unsafe fn batch(&self, raw: RawStream, ops: &[StreamOp]) -> Result<()> {
+        // SAFETY: the caller promises a live stream and words that outlive the operations.
+        unsafe { stream(raw)?.batch(ops) }
+    }
+
+    unsafe fn copy(&self, raw: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+        // SAFETY: the caller promises a live stream.
+        unsafe { stream(raw)? }.push(Op::Copy { dst, src, bytes })
+    }
+
+    unsafe fn upload(&self, raw: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        // SAFETY: the caller promises a live stream, and that `dst` is writable for `src.len()` bytes.
+        unsafe { stream(raw)?.upload(dst, src) }
+    }
+
+    unsafe fn download(&self, raw: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+        // SAFETY: the caller promises a live stream, and that `src` is readable for `dst.len()` bytes.
+        unsafe { stream(raw)?.download(dst, src) }
+    }
+
+    unsafe fn launch(&self, raw: RawStream, kernel: &Kernel, grid: u32, block: u32, args: &[u64]) -> Result<()> {
+        let (twin, args): (_, Box<[u64]>) = (kernel.twin(), args.into());
+        let work = move || {
+            // SAFETY: whoever launched promised arguments that fit the kernel and memory that outlives it.
+            unsafe { twin(Launch { grid, block, args: &args }) }
+        };
+        // SAFETY: the caller promises a live stream.
+        unsafe { stream(raw)? }.push(Op::Call(Box::new(work)))
+    }
+
+    fn preload(&self, _kernel: &Kernel) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn call(&self, raw: RawStream, function: Box<dyn FnOnce() + Send>) -> Result<()> {
+        // SAFETY: the caller promises a live stream.
+        unsafe { stream(raw)? }.push(Op::Call(function))
+    }
+
+    unsafe fn query(&self, raw: RawStream) -> Result<bool> {
+        // SAFETY: the caller promises a live stream.
+        Ok(unsafe { stream(raw)? }.is_idle())
+    }
+
+    fn create_event(&self) -> Result<RawEvent> {
+        Ok(RawEvent(Arc::into_raw(Arc::new(HostEvent::default())).cast_mut().cast::<c_void>()))
+    }
+
+    unsafe fn destroy_event(&self, raw: RawEvent) -> Result<()> {
+        // SAFETY: the caller gives up a live handle, which is a pointer from `Arc::into_raw`.
+        drop(unsafe { Arc::from_raw(raw.0.cast::<HostEvent>().cast_const()) });
+        Ok(())
+    }
+
+    unsafe fn record_event(&self, raw: RawEvent, on: RawStream) -> Result<()> {
+        // SAFETY: the caller promises live handles.
+        let (event, stream) = unsafe { (event(raw), stream(on)?) };
+        let turn = event.next_turn();
+        stream.push(Op::Record(event, turn))
+    }
+
+    unsafe fn wait_event(&self, on: RawStream, raw: RawEvent) -> Result<()> {
+        // SAFETY: the caller promises live handles.
+        let (event, stream) = unsafe { (event(raw), stream(on)?) };
+        let turn = event.last_turn();
+        stream.push(Op::Await(event, turn))
+    }
+
+    unsafe fn query_event(&self, raw: RawEvent) -> Result<bool> {
+        // SAFETY: the caller promises a live handle.
+        let event = unsafe { event(raw) };
+        Ok(event.is_done(event.last_turn()))
+    }
+
+    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {
+        let start = Instant::now();
+        let mut spins = 0u32;
+        while !word.reached(value) {
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            spins += 1;
+            if spins < 1_000 {
+                std::hint::spin_loop();
+            } else {
+                word.park(value, left.min(Duration::from_millis(100)));
+            }
+        }
+        Ok(true)
+    }
+
+    fn bytes_held(&self) -> u64 {
+        self.allocated.load(Ordering::Relaxed) + self.imported.load(Ordering::Relaxed)
     }
 }

@@ -1,0 +1,315 @@
+//! The seam's implementation: what a device is, how its context is entered, and which part does what.
+
+use std::collections::BTreeMap;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::broadcast::Broadcast;
+use super::fault;
+use super::kernels::Kernels;
+use super::memory::allocation;
+use super::sys::{self, CUcontext, CUdevice, CUresult, Driver};
+use crate::backend::{
+    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawRegion, RawStream, StreamOp,
+    TimelineWord,
+};
+use crate::error::{Error, Result};
+use crate::kernel::Kernel;
+use crate::stream::Backoff;
+
+/// One GPU, through its primary context. See the [module](super).
+#[derive(Debug)]
+pub struct CudaBackend {
+    pub(super) driver: &'static Driver,
+    pub(super) device: CUdevice,
+    context: CUcontext,
+    pub(super) info: DeviceInfo,
+    pub(super) granularity: u64,
+    pub(super) kernels: Kernels,
+    pub(super) broadcast: Broadcast,
+    /// Bytes of regions given out and not yet released.
+    pub(super) held: AtomicU64,
+}
+
+/// The devices opened so far, by ordinal: one context, one set of modules, for the life of the process.
+static OPENED: Mutex<BTreeMap<u32, Arc<CudaBackend>>> = Mutex::new(BTreeMap::new());
+
+/// Loads and initialises the driver: `cuInit`, which returns at once when it has been called before.
+fn driver() -> Result<&'static Driver> {
+    let driver = sys::driver()
+        .map_err(|reason| Error::NoDriver { searched: sys::LIBRARY_NAMES.join(", "), reason: reason.to_owned() })?;
+    if fault::forked() {
+        return Err(Error::Forked);
+    }
+    driver.init().map_err(fault::init_error)?;
+    fault::remember_process();
+    Ok(driver)
+}
+
+/// `cuDeviceGetCount`: how many GPUs this process may use (`CUDA_VISIBLE_DEVICES` is honoured by the driver).
+///
+/// # Errors
+/// [`Error::NoDriver`], [`Error::DevicePermission`], [`Error::NoDevice`], [`Error::Driver`].
+pub fn device_count() -> Result<u32> {
+    Ok(driver()?.device_count()?)
+}
+
+/// `cuDeviceGetUuid`: the identity of the GPU with this ordinal.
+///
+/// # Errors
+/// As for [`device_count`], and [`Error::NoSuchDevice`].
+pub fn device_uuid(ordinal: u32) -> Result<[u8; 16]> {
+    let driver = driver()?;
+    Ok(driver.device_uuid(find(driver, ordinal)?)?)
+}
+
+/// `cuDeviceGet`, with an error that says how many there are.
+fn find(driver: &Driver, ordinal: u32) -> Result<CUdevice> {
+    let count = driver.device_count()?;
+    if count == 0 {
+        return Err(fault::no_device());
+    }
+    if ordinal >= count {
+        return Err(Error::NoSuchDevice {
+            wanted: format!("with ordinal {ordinal}"),
+            available: format!("{count} visible GPUs, ordinals from 0"),
+        });
+    }
+    Ok(driver.device(ordinal)?)
+}
+
+impl CudaBackend {
+    /// `cuDevicePrimaryCtxRetain`: the GPU with this ordinal. Opening it again gives the same backend.
+    ///
+    /// # Errors
+    /// [`Error::NoDriver`], [`Error::DriverSymbol`], [`Error::DevicePermission`], [`Error::NoDevice`],
+    /// [`Error::NoSuchDevice`], [`Error::Driver`], and [`Error::Forked`] in a child of a process that used CUDA.
+    pub fn open(ordinal: u32) -> Result<Arc<dyn Backend>> {
+        let driver = driver()?;
+        let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(backend) = opened.get(&ordinal) {
+            return Ok(backend.clone());
+        }
+        let device = find(driver, ordinal)?;
+        let info = describe(driver, device, ordinal)?;
+        check_abilities(driver, device)?;
+        let context = driver.primary_context_retain(device)?;
+        let backend = Self::with_context(driver, device, context, info).inspect_err(|_| {
+            let _ = driver.primary_context_release(device);
+        })?;
+        let backend = Arc::new(backend);
+        opened.insert(ordinal, backend.clone());
+        Ok(backend)
+    }
+
+    fn with_context(
+        driver: &'static Driver,
+        device: CUdevice,
+        context: CUcontext,
+        info: DeviceInfo,
+    ) -> Result<CudaBackend> {
+        let _current = enter(driver, context)?;
+        let granularity = driver.allocation_granularity(&allocation(device))?.max(1);
+        let broadcast = Broadcast::load(driver)?;
+        let (kernels, held) = (Kernels::default(), AtomicU64::new(0));
+        Ok(CudaBackend { driver, device, context, info, granularity, kernels, broadcast, held })
+    }
+
+    /// Makes the device's context current on this thread until the result is dropped.
+    #[inline]
+    pub(super) fn enter(&self) -> Result<Current> {
+        enter(self.driver, self.context)
+    }
+}
+
+/// While it lives, a context is current on this thread; then the caller's is again.
+#[derive(Debug)]
+pub(super) struct Current {
+    driver: &'static Driver,
+    pushed: bool,
+}
+
+#[inline]
+fn enter(driver: &'static Driver, context: CUcontext) -> Result<Current> {
+    // Mostly it is the current one already, and asking is far cheaper than a push and a pop.
+    let pushed = driver.context_current()? != context;
+    if pushed {
+        // SAFETY: the context is retained for the life of the process.
+        unsafe { driver.context_push(context) }?;
+    }
+    Ok(Current { driver, pushed })
+}
+
+impl Drop for Current {
+    #[inline]
+    fn drop(&mut self) {
+        if self.pushed {
+            let _ = self.driver.context_pop();
+        }
+    }
+}
+
+fn describe(driver: &Driver, device: CUdevice, ordinal: u32) -> Result<DeviceInfo> {
+    let id = DeviceId { kind: DeviceKind::Cuda, uuid: driver.device_uuid(device)? };
+    Ok(DeviceInfo { id, ordinal, name: driver.device_name(device)?, memory_bytes: driver.device_memory(device)? })
+}
+
+/// Everything here rests on these three; a GPU without one is refused by name when it is opened.
+fn check_abilities(driver: &Driver, device: CUdevice) -> Result<()> {
+    let needed = [
+        (sys::DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, "virtual memory management"),
+        (sys::DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, "memory shared as file descriptors"),
+        (sys::DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, "64-bit stream memory operations"),
+    ];
+    for (attribute, ability) in needed {
+        if driver.device_attribute(device, attribute)? == 0 {
+            return Err(Error::Driver {
+                call: "cuDeviceGetAttribute",
+                code: CUresult::NOT_SUPPORTED.0,
+                name: "CUDA_ERROR_NOT_SUPPORTED".into(),
+                message: format!("this GPU or its driver has no {ability}"),
+                next: "; use another GPU, a newer driver, or Device::host()",
+            });
+        }
+    }
+    Ok(())
+}
+
+impl Backend for CudaBackend {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn granularity(&self) -> u64 {
+        self.granularity
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<RawRegion> {
+        self.allocate_region(bytes)
+    }
+
+    unsafe fn export(&self, region: &RawRegion) -> Result<OwnedFd> {
+        // SAFETY: the caller's promise.
+        unsafe { self.export_region(region) }
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>, bytes: u64, access: Access, owner: DeviceId) -> Result<RawRegion> {
+        self.import_region(fd, bytes, access, owner)
+    }
+
+    unsafe fn release(&self, region: RawRegion) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.release_region(region) }
+    }
+
+    unsafe fn register(&self, ptr: *mut u8, bytes: usize) -> Result<DevicePtr> {
+        // SAFETY: the caller's promise.
+        unsafe { self.register_host(ptr, bytes) }
+    }
+
+    unsafe fn unregister(&self, ptr: *mut u8) -> Result<()> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.host_unregister(ptr.cast()) }?)
+    }
+
+    fn create_stream(&self) -> Result<RawStream> {
+        let _current = self.enter()?;
+        Ok(RawStream(self.driver.stream_create()?))
+    }
+
+    unsafe fn destroy_stream(&self, stream: RawStream) -> Result<()> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.stream_destroy(stream.0) }?)
+    }
+
+    unsafe fn batch(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.enqueue(stream.0, ops) }
+    }
+
+    unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+        let _current = self.enter()?;
+        let bytes = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.copy_async(dst, src, bytes, stream.0) }?)
+    }
+
+    unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.upload_bytes(stream.0, dst, src) }
+    }
+
+    unsafe fn download(&self, stream: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.download_bytes(stream.0, dst, src) }
+    }
+
+    unsafe fn launch(&self, stream: RawStream, kernel: &Kernel, grid: u32, block: u32, args: &[u64]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_kernel(stream.0, kernel, grid, block, args) }
+    }
+
+    fn preload(&self, kernel: &Kernel) -> Result<()> {
+        self.preload_kernel(kernel)
+    }
+
+    unsafe fn call(&self, stream: RawStream, function: Box<dyn FnOnce() + Send>) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.call_on_cpu(stream.0, function) }
+    }
+
+    unsafe fn query(&self, stream: RawStream) -> Result<bool> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.stream_query(stream.0) }?)
+    }
+
+    fn create_event(&self) -> Result<RawEvent> {
+        let _current = self.enter()?;
+        Ok(RawEvent(self.driver.event_create()?))
+    }
+
+    unsafe fn destroy_event(&self, event: RawEvent) -> Result<()> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.event_destroy(event.0) }?)
+    }
+
+    unsafe fn record_event(&self, event: RawEvent, stream: RawStream) -> Result<()> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.event_record(event.0, stream.0) }?)
+    }
+
+    unsafe fn wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.stream_wait_event(stream.0, event.0) }?)
+    }
+
+    unsafe fn query_event(&self, event: RawEvent) -> Result<bool> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.event_query(event.0) }?)
+    }
+
+    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {
+        let start = Instant::now();
+        let mut backoff = Backoff::default();
+        while !word.reached(value) {
+            if start.elapsed() >= timeout {
+                return Ok(false);
+            }
+            backoff.pause();
+        }
+        Ok(true)
+    }
+
+    fn bytes_held(&self) -> u64 {
+        self.held.load(Ordering::Relaxed)
+    }
+}

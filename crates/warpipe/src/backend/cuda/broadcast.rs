@@ -1,0 +1,75 @@
+//! Many signals in one launch: a kernel that stores up to 64 words at once.
+//!
+//! A stream's memory operations run one after another, about 1.5 us each on the GPU, so the last of 64 subscribers
+//! would hear of a sample 100 us late. The kernel's threads store side by side, each behind a fence at system scope.
+
+use std::ffi::{CStr, c_void};
+use std::ptr;
+
+use super::fault::Fault;
+use super::kernels::{load_function, load_module};
+use super::sys::{CUdeviceptr, CUfunction, CUstream, Driver};
+use crate::backend::StreamOp;
+use crate::error::Result;
+
+const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("broadcast.ptx"), "\0").as_bytes()) {
+    Ok(text) => text,
+    Err(_) => panic!("broadcast.ptx has a NUL inside"),
+};
+
+/// The words that one launch can store.
+pub(super) const WORDS_MAX: usize = 64;
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Signal {
+    word: CUdeviceptr,
+    value: u64,
+}
+
+/// The kernel's one parameter, by value, as in `broadcast.cu`.
+#[repr(C)]
+#[derive(Debug)]
+struct Signals {
+    count: u64,
+    signals: [Signal; WORDS_MAX],
+}
+
+const _: () = assert!(size_of::<Signals>() == 8 + 16 * WORDS_MAX);
+
+/// The kernel, resident in one context.
+#[derive(Debug)]
+pub(super) struct Broadcast {
+    function: CUfunction,
+}
+
+impl Broadcast {
+    /// Loads the kernel and launches it once without words, on the default stream, so that no
+    /// later launch has anything to load. The context is current.
+    pub fn load(driver: &Driver) -> Result<Broadcast> {
+        let module = load_module(driver, PTX)?;
+        let function = load_function(driver, module, c"warpipe_broadcast")?;
+        let broadcast = Broadcast { function };
+        // SAFETY: no words, and null is the default stream.
+        unsafe { broadcast.launch(driver, ptr::null_mut(), &[]) }?;
+        Ok(broadcast)
+    }
+
+    /// Stores the words of up to [`WORDS_MAX`] signals, behind the stream's earlier work.
+    ///
+    /// # Safety
+    /// As for [`crate::backend::Backend::batch`]; `ops` are signals.
+    pub unsafe fn launch(&self, driver: &Driver, stream: CUstream, ops: &[StreamOp]) -> Result<(), Fault> {
+        let mut list = Signals { count: 0, signals: [Signal { word: 0, value: 0 }; WORDS_MAX] };
+        for (signal, op) in list.signals.iter_mut().zip(ops) {
+            if let StreamOp::Signal { word, value } = *op {
+                *signal = Signal { word, value };
+                list.count += 1;
+            }
+        }
+        let mut parameters = [ptr::from_mut(&mut list).cast::<c_void>()];
+        // SAFETY: the kernel takes this one structure by value and looks at `count` of its pairs, whose words
+        // the caller vouches for.
+        unsafe { driver.launch(self.function, 1, WORDS_MAX as u32, stream, &mut parameters) }
+    }
+}

@@ -1,0 +1,100 @@
+//! Modules and functions, loaded once: the PTX of a [`Kernel`] is compiled by the driver when it is first needed.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, c_void};
+use std::ptr;
+use std::sync::{Mutex, PoisonError, RwLock};
+
+use super::backend::CudaBackend;
+use super::sys::{CUfunction, CUmodule, CUstream, Driver};
+use crate::error::{Error, Result};
+use crate::kernel::Kernel;
+
+/// The most arguments a kernel may take: their addresses stand in an array on the launching thread's stack.
+const ARGUMENTS_MAX: usize = 32;
+
+/// What has been loaded into a context. Texts and names are `'static`, so their addresses are their identity
+/// and no launch compares a string.
+#[derive(Debug, Default)]
+pub(super) struct Kernels {
+    functions: RwLock<HashMap<(usize, usize), CUfunction>>,
+    /// Held while a module is compiled, so that two threads do not compile one text twice.
+    modules: Mutex<HashMap<usize, CUmodule>>,
+}
+
+impl Kernels {
+    /// The function, loaded if it is not yet. The context is current.
+    pub fn function(&self, driver: &Driver, kernel: &Kernel) -> Result<CUfunction> {
+        let key = (address(kernel.ptx()), address(kernel.name()));
+        let known = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key).copied();
+        if let Some(function) = known {
+            return Ok(function);
+        }
+        let module = self.module(driver, kernel.ptx())?;
+        let function = load_function(driver, module, kernel.name())?;
+        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function);
+        Ok(function)
+    }
+
+    fn module(&self, driver: &Driver, ptx: &'static CStr) -> Result<CUmodule> {
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = modules.get(&address(ptx)) {
+            return Ok(*module);
+        }
+        let module = load_module(driver, ptx)?;
+        modules.insert(address(ptx), module);
+        Ok(module)
+    }
+}
+
+fn address(text: &'static CStr) -> usize {
+    text.as_ptr().addr()
+}
+
+pub(super) fn load_module(driver: &Driver, ptx: &CStr) -> Result<CUmodule> {
+    driver.module_load(ptx).map_err(|(fault, log)| fault.with_detail(&log))
+}
+
+/// Looks a function up and makes it resident: under lazy loading its first launch would otherwise load it, and
+/// loading can wait for a stream that itself waits.
+pub(super) fn load_function(driver: &Driver, module: CUmodule, name: &CStr) -> Result<CUfunction> {
+    // SAFETY: the module is loaded, and modules are never unloaded.
+    let function = unsafe { driver.module_function(module, name) }
+        .map_err(|fault| fault.with_detail(&format!("kernel {}", name.to_string_lossy())))?;
+    // SAFETY: as above.
+    unsafe { driver.function_load(function) }?;
+    Ok(function)
+}
+
+impl CudaBackend {
+    pub(super) fn preload_kernel(&self, kernel: &Kernel) -> Result<()> {
+        let _current = self.enter()?;
+        self.kernels.function(self.driver, kernel)?;
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for [`crate::backend::Backend::launch`].
+    pub(super) unsafe fn launch_kernel(
+        &self,
+        stream: CUstream,
+        kernel: &Kernel,
+        grid: u32,
+        block: u32,
+        args: &[u64],
+    ) -> Result<()> {
+        if args.len() > ARGUMENTS_MAX {
+            return Err(Error::argument("kernel arguments", args.len(), format!("at most {ARGUMENTS_MAX}")));
+        }
+        let _current = self.enter()?;
+        let function = self.kernels.function(self.driver, kernel)?;
+        let mut parameters = [ptr::null_mut::<c_void>(); ARGUMENTS_MAX];
+        for (parameter, argument) in parameters.iter_mut().zip(args) {
+            *parameter = ptr::from_ref(argument).cast_mut().cast();
+        }
+        // SAFETY: all parameters of a kernel are 64 bits wide, each pointer leads to such a value, and the
+        // driver only reads them; that they are the ones the kernel takes is the caller's promise.
+        unsafe { self.driver.launch(function, grid, block, stream, &mut parameters) }?;
+        Ok(())
+    }
+}

@@ -1,0 +1,438 @@
+//! One function for each driver call that the backend uses, with Rust's types and a [`Fault`] for a failure.
+//!
+//! Functions are `unsafe` where the driver would follow a handle or pointer that the caller must vouch for.
+
+use std::ffi::{CStr, c_int, c_uint, c_void};
+use std::ptr;
+
+use super::fault::Fault;
+use super::sys::*;
+
+type Answer<T = ()> = Result<T, Fault>;
+
+/// Calls a function of the table if the driver has it, and makes a `Fault` of a failure. The call is
+/// unsafe: every use stands in an unsafe block that says why it is sound.
+macro_rules! call {
+    ($driver:expr, $name:ident($($argument:expr),* $(,)?)) => {
+        match $driver.$name {
+            None => Err(Fault::Symbol(stringify!($name))),
+            Some(function) => match function($($argument),*) {
+                CUresult::SUCCESS => Ok(()),
+                code => Err(Fault::Call { call: stringify!($name), code }),
+            },
+        }
+    };
+}
+
+/// A status in which "not ready" is an answer, not a failure.
+fn ready(answer: Answer) -> Answer<bool> {
+    match answer {
+        Ok(()) => Ok(true),
+        Err(fault) if fault.is(&[CUresult::NOT_READY]) => Ok(false),
+        Err(fault) => Err(fault),
+    }
+}
+
+impl Driver {
+    pub fn init(&self) -> Answer {
+        // SAFETY: plain values.
+        unsafe { call!(self, cuInit(0)) }
+    }
+
+    pub fn device_count(&self) -> Answer<u32> {
+        let mut count = 0;
+        // SAFETY: the out pointer is a live local.
+        unsafe { call!(self, cuDeviceGetCount(&mut count)) }?;
+        Ok(u32::try_from(count).unwrap_or(0))
+    }
+
+    pub fn device(&self, ordinal: u32) -> Answer<CUdevice> {
+        let mut device = 0;
+        let ordinal = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
+        // SAFETY: the out pointer is a live local; the driver checks the ordinal.
+        unsafe { call!(self, cuDeviceGet(&mut device, ordinal)) }?;
+        Ok(device)
+    }
+
+    pub fn device_name(&self, device: CUdevice) -> Answer<String> {
+        let mut name = [0u8; 128];
+        // SAFETY: the buffer has the length given, less one that keeps it terminated whatever is written.
+        unsafe { call!(self, cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as c_int - 1, device)) }?;
+        let end = name.iter().position(|&byte| byte == 0).unwrap_or(name.len());
+        Ok(String::from_utf8_lossy(&name[..end]).into_owned())
+    }
+
+    pub fn device_uuid(&self, device: CUdevice) -> Answer<[u8; 16]> {
+        let mut uuid = CUuuid::default();
+        // `_v2` tells the parts of a partitioned GPU (MIG) apart, the older one does not.
+        if self.cuDeviceGetUuid_v2.is_some() {
+            // SAFETY: the out pointer is a live local.
+            unsafe { call!(self, cuDeviceGetUuid_v2(&mut uuid, device)) }?;
+        } else {
+            // SAFETY: as above.
+            unsafe { call!(self, cuDeviceGetUuid(&mut uuid, device)) }?;
+        }
+        Ok(uuid.bytes)
+    }
+
+    pub fn device_memory(&self, device: CUdevice) -> Answer<u64> {
+        let mut bytes = 0;
+        // SAFETY: the out pointer is a live local.
+        unsafe { call!(self, cuDeviceTotalMem_v2(&mut bytes, device)) }?;
+        Ok(bytes as u64)
+    }
+
+    pub fn device_attribute(&self, device: CUdevice, attribute: c_uint) -> Answer<i32> {
+        let mut value = 0;
+        // SAFETY: the out pointer is a live local.
+        unsafe { call!(self, cuDeviceGetAttribute(&mut value, attribute, device)) }?;
+        Ok(value)
+    }
+
+    pub fn can_access_peer(&self, device: CUdevice, peer: CUdevice) -> Answer<bool> {
+        let mut can = 0;
+        // SAFETY: the out pointer is a live local.
+        unsafe { call!(self, cuDeviceCanAccessPeer(&mut can, device, peer)) }?;
+        Ok(can != 0)
+    }
+
+    pub fn primary_context_retain(&self, device: CUdevice) -> Answer<CUcontext> {
+        let mut context = CUcontext(ptr::null_mut());
+        // SAFETY: the out pointer is a live local.
+        unsafe { call!(self, cuDevicePrimaryCtxRetain(&mut context, device)) }?;
+        Ok(context)
+    }
+
+    pub fn primary_context_release(&self, device: CUdevice) -> Answer {
+        // SAFETY: plain values; the driver counts the holds.
+        unsafe { call!(self, cuDevicePrimaryCtxRelease_v2(device)) }
+    }
+
+    #[inline]
+    pub fn context_current(&self) -> Answer<CUcontext> {
+        let mut context = CUcontext(ptr::null_mut());
+        // SAFETY: the out pointer is a live local.
+        unsafe { call!(self, cuCtxGetCurrent(&mut context)) }?;
+        Ok(context)
+    }
+
+    /// # Safety
+    /// The context is live.
+    pub unsafe fn context_push(&self, context: CUcontext) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuCtxPushCurrent_v2(context)) }
+    }
+
+    pub fn context_pop(&self) -> Answer {
+        let mut context = CUcontext(ptr::null_mut());
+        // SAFETY: the out pointer is a live local; an empty stack is an error, not a fault.
+        unsafe { call!(self, cuCtxPopCurrent_v2(&mut context)) }
+    }
+
+    /// Free and total bytes of the current context's device.
+    pub fn memory_info(&self) -> Answer<(u64, u64)> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the out pointers are live locals.
+        unsafe { call!(self, cuMemGetInfo_v2(&mut free, &mut total)) }?;
+        Ok((free as u64, total as u64))
+    }
+
+    pub fn allocation_granularity(&self, prop: &CUmemAllocationProp) -> Answer<u64> {
+        let mut granularity = 0;
+        // SAFETY: both pointers are live for the call.
+        unsafe { call!(self, cuMemGetAllocationGranularity(&mut granularity, prop, MEM_ALLOC_GRANULARITY_MINIMUM)) }?;
+        Ok(granularity as u64)
+    }
+
+    pub fn memory_create(&self, bytes: usize, prop: &CUmemAllocationProp) -> Answer<CUmemGenericAllocationHandle> {
+        let mut handle = 0;
+        // SAFETY: both pointers are live for the call.
+        unsafe { call!(self, cuMemCreate(&mut handle, bytes, prop, 0)) }?;
+        Ok(handle)
+    }
+
+    /// # Safety
+    /// The handle is held, and given up once.
+    pub unsafe fn memory_release(&self, handle: CUmemGenericAllocationHandle) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuMemRelease(handle)) }
+    }
+
+    pub fn address_reserve(&self, bytes: usize) -> Answer<CUdeviceptr> {
+        let mut address = 0;
+        // SAFETY: the out pointer is a live local; zeros leave alignment and place to the driver.
+        unsafe { call!(self, cuMemAddressReserve(&mut address, bytes, 0, 0, 0)) }?;
+        Ok(address)
+    }
+
+    /// # Safety
+    /// The range was reserved, has nothing mapped, and is freed once.
+    pub unsafe fn address_free(&self, address: CUdeviceptr, bytes: usize) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuMemAddressFree(address, bytes)) }
+    }
+
+    /// # Safety
+    /// The range is reserved and empty, the handle is held.
+    pub unsafe fn memory_map(
+        &self,
+        address: CUdeviceptr,
+        bytes: usize,
+        handle: CUmemGenericAllocationHandle,
+    ) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuMemMap(address, bytes, 0, handle, 0)) }
+    }
+
+    /// # Safety
+    /// The range is mapped and no enqueued work uses it.
+    pub unsafe fn memory_unmap(&self, address: CUdeviceptr, bytes: usize) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuMemUnmap(address, bytes)) }
+    }
+
+    /// # Safety
+    /// The range is mapped.
+    pub unsafe fn memory_set_access(&self, address: CUdeviceptr, bytes: usize, access: &CUmemAccessDesc) -> Answer {
+        // SAFETY: the caller's promise; the descriptor is one live value.
+        unsafe { call!(self, cuMemSetAccess(address, bytes, access, 1)) }
+    }
+
+    /// The descriptor is new and open in this process.
+    ///
+    /// # Safety
+    /// The handle is held and was created exportable.
+    pub unsafe fn memory_export(&self, handle: CUmemGenericAllocationHandle) -> Answer<c_int> {
+        let mut fd: c_int = -1;
+        let shareable = ptr::from_mut(&mut fd).cast::<c_void>();
+        // SAFETY: for this handle type the driver stores an int; the handle is the caller's promise.
+        unsafe {
+            call!(self, cuMemExportToShareableHandle(shareable, handle, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0))
+        }?;
+        Ok(fd)
+    }
+
+    /// Works on any open descriptor: one that is no device memory is a failure.
+    pub fn memory_import(&self, fd: c_int) -> Answer<CUmemGenericAllocationHandle> {
+        let mut handle = 0;
+        let shareable = ptr::without_provenance_mut::<c_void>(fd as usize);
+        // SAFETY: for this handle type the "pointer" is the descriptor's number, which the driver checks.
+        unsafe {
+            call!(self, cuMemImportFromShareableHandle(&mut handle, shareable, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
+        }?;
+        Ok(handle)
+    }
+
+    /// # Safety
+    /// The range is mapped host memory and stays so until it is unregistered.
+    pub unsafe fn host_register(&self, pointer: *mut c_void, bytes: usize) -> Answer {
+        let flags = MEMHOSTREGISTER_PORTABLE | MEMHOSTREGISTER_DEVICEMAP;
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuMemHostRegister_v2(pointer, bytes, flags)) }
+    }
+
+    /// # Safety
+    /// No enqueued work uses the memory.
+    pub unsafe fn host_unregister(&self, pointer: *mut c_void) -> Answer {
+        // SAFETY: the caller's promise; a pointer that is not registered is a failure.
+        unsafe { call!(self, cuMemHostUnregister(pointer)) }
+    }
+
+    pub fn host_device_pointer(&self, pointer: *mut c_void) -> Answer<CUdeviceptr> {
+        let mut address = 0;
+        // SAFETY: the out pointer is a live local; a pointer that is not registered is a failure.
+        unsafe { call!(self, cuMemHostGetDevicePointer_v2(&mut address, pointer, 0)) }?;
+        Ok(address)
+    }
+
+    /// Whether the driver knows `pointer` as page-locked host memory.
+    pub fn is_registered_host(&self, pointer: *const u8) -> Answer<bool> {
+        let mut kind: c_uint = 0;
+        let data = ptr::from_mut(&mut kind).cast::<c_void>();
+        // SAFETY: this attribute is an unsigned int; the address is only looked up.
+        let known = unsafe { call!(self, cuPointerGetAttribute(data, POINTER_ATTRIBUTE_MEMORY_TYPE, pointer as u64)) };
+        match known {
+            Ok(()) => Ok(kind == MEMORYTYPE_HOST),
+            Err(fault) if fault.is(&[CUresult::INVALID_VALUE]) => Ok(false),
+            Err(fault) => Err(fault),
+        }
+    }
+
+    /// # Safety
+    /// Both ranges are mapped until the copy is done; the stream is live.
+    pub unsafe fn copy_async(&self, dst: CUdeviceptr, src: CUdeviceptr, bytes: usize, stream: CUstream) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuMemcpyAsync(dst, src, bytes, stream)) }
+    }
+
+    /// # Safety
+    /// `dst` is writable for the bytes until the copy is done, and so is `src` readable; the stream is live.
+    pub unsafe fn upload_async(&self, dst: CUdeviceptr, src: *const u8, bytes: usize, stream: CUstream) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuMemcpyHtoDAsync_v2(dst, src.cast(), bytes, stream)) }
+    }
+
+    /// # Safety
+    /// `dst` is writable for the bytes until the copy is done, and so is `src` readable; the stream is live.
+    pub unsafe fn download_async(&self, dst: *mut u8, src: CUdeviceptr, bytes: usize, stream: CUstream) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuMemcpyDtoHAsync_v2(dst.cast(), src, bytes, stream)) }
+    }
+
+    pub fn stream_create(&self) -> Answer<CUstream> {
+        let mut stream = ptr::null_mut();
+        // SAFETY: the out pointer is a live local.
+        unsafe { call!(self, cuStreamCreate(&mut stream, STREAM_NON_BLOCKING)) }?;
+        Ok(stream)
+    }
+
+    /// # Safety
+    /// The stream is live and destroyed once.
+    pub unsafe fn stream_destroy(&self, stream: CUstream) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuStreamDestroy_v2(stream)) }
+    }
+
+    /// # Safety
+    /// The stream is live.
+    pub unsafe fn stream_query(&self, stream: CUstream) -> Answer<bool> {
+        // SAFETY: the caller's promise.
+        ready(unsafe { call!(self, cuStreamQuery(stream)) })
+    }
+
+    /// # Safety
+    /// Both handles are live.
+    pub unsafe fn stream_wait_event(&self, stream: CUstream, event: CUevent) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuStreamWaitEvent(stream, event, 0)) }
+    }
+
+    /// # Safety
+    /// The stream is live; the word is device-accessible until the operation is done.
+    #[inline]
+    pub unsafe fn stream_wait_value(&self, stream: CUstream, word: CUdeviceptr, value: u64) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuStreamWaitValue64_v2(stream, word, value, STREAM_WAIT_VALUE_GEQ)) }
+    }
+
+    /// # Safety
+    /// The stream is live; the word is device-accessible until the operation is done.
+    #[inline]
+    pub unsafe fn stream_write_value(&self, stream: CUstream, word: CUdeviceptr, value: u64) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuStreamWriteValue64_v2(stream, word, value, STREAM_WRITE_VALUE_DEFAULT)) }
+    }
+
+    /// At most 256 operations.
+    ///
+    /// # Safety
+    /// The stream is live; every word is device-accessible until its operation is done.
+    #[inline]
+    pub unsafe fn stream_batch(&self, stream: CUstream, operations: &mut [CUstreamBatchMemOpParams]) -> Answer {
+        let count = operations.len() as c_uint;
+        // SAFETY: the pointer and count are those of one slice; the rest is the caller's promise.
+        unsafe { call!(self, cuStreamBatchMemOp_v2(stream, count, operations.as_mut_ptr(), 0)) }
+    }
+
+    /// # Safety
+    /// The stream is live; `function` may be called once with `argument` from any thread.
+    pub unsafe fn launch_host(&self, stream: CUstream, function: CUhostFn, argument: *mut c_void) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuLaunchHostFunc(stream, function, argument)) }
+    }
+
+    pub fn event_create(&self) -> Answer<CUevent> {
+        let mut event = ptr::null_mut();
+        // SAFETY: the out pointer is a live local.
+        unsafe { call!(self, cuEventCreate(&mut event, EVENT_DISABLE_TIMING)) }?;
+        Ok(event)
+    }
+
+    /// # Safety
+    /// The event is live and destroyed once.
+    pub unsafe fn event_destroy(&self, event: CUevent) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuEventDestroy_v2(event)) }
+    }
+
+    /// # Safety
+    /// Both handles are live.
+    pub unsafe fn event_record(&self, event: CUevent, stream: CUstream) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuEventRecord(event, stream)) }
+    }
+
+    /// # Safety
+    /// The event is live.
+    pub unsafe fn event_query(&self, event: CUevent) -> Answer<bool> {
+        // SAFETY: the caller's promise.
+        ready(unsafe { call!(self, cuEventQuery(event)) })
+    }
+
+    /// Compiles and loads PTX; with a failure come the compiler's words.
+    pub fn module_load(&self, ptx: &CStr) -> Result<CUmodule, (Fault, String)> {
+        let mut module = CUmodule(ptr::null_mut());
+        let mut log = [0u8; 4096];
+        let mut options = [JIT_ERROR_LOG_BUFFER, JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+        let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
+        // SAFETY: the image is NUL-terminated text; options and values are of one length, and the log has the
+        // size stated, less one that keeps it terminated.
+        let loaded = unsafe {
+            call!(
+                self,
+                cuModuleLoadDataEx(
+                    &mut module,
+                    ptx.as_ptr().cast(),
+                    options.len() as c_uint,
+                    options.as_mut_ptr(),
+                    values.as_mut_ptr(),
+                )
+            )
+        };
+        loaded.map(|()| module).map_err(|fault| {
+            let end = log.iter().position(|&byte| byte == 0).unwrap_or(log.len());
+            (fault, String::from_utf8_lossy(&log[..end]).trim().to_owned())
+        })
+    }
+
+    /// # Safety
+    /// The module is loaded.
+    pub unsafe fn module_function(&self, module: CUmodule, name: &CStr) -> Answer<CUfunction> {
+        let mut function = CUfunction(ptr::null_mut());
+        // SAFETY: the name is NUL-terminated; the module is the caller's promise.
+        unsafe { call!(self, cuModuleGetFunction(&mut function, module, name.as_ptr())) }?;
+        Ok(function)
+    }
+
+    /// Makes a lazily loaded function resident: `cuFuncLoad` (CUDA 12.4), before that by asking for an attribute.
+    ///
+    /// # Safety
+    /// The function's module is loaded.
+    pub unsafe fn function_load(&self, function: CUfunction) -> Answer {
+        if self.cuFuncLoad.is_some() {
+            // SAFETY: the caller's promise.
+            return unsafe { call!(self, cuFuncLoad(function)) };
+        }
+        let mut registers = 0;
+        // SAFETY: the out pointer is a live local; the function is the caller's promise.
+        unsafe { call!(self, cuFuncGetAttribute(&mut registers, FUNC_ATTRIBUTE_NUM_REGS, function)) }
+    }
+
+    /// # Safety
+    /// `parameters` has a pointer for every parameter of the function, each to a value of the parameter's size;
+    /// the memory that the values name is valid until the kernel is done; the stream is live.
+    pub unsafe fn launch(
+        &self,
+        function: CUfunction,
+        grid: u32,
+        block: u32,
+        stream: CUstream,
+        parameters: &mut [*mut c_void],
+    ) -> Answer {
+        let parameters = parameters.as_mut_ptr();
+        // SAFETY: the driver copies the parameters before it returns; the rest is the caller's promise.
+        unsafe {
+            call!(self, cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, parameters, ptr::null_mut()))
+        }
+    }
+}

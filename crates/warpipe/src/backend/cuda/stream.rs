@@ -1,0 +1,215 @@
+//! Order and copies: memory operations on words, uploads, downloads, functions on the CPU.
+
+use std::ffi::c_void;
+use std::mem::MaybeUninit;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::backend::CudaBackend;
+use super::broadcast::WORDS_MAX;
+use super::sys::*;
+use crate::backend::StreamOp;
+use crate::error::Result;
+use crate::stream::Backoff;
+
+/// The most operations that the driver takes in one call.
+const BATCH_MAX: usize = 256;
+
+/// Runs of more signals than this go through the broadcast kernel: a launch costs about as much as
+/// this many memory operations one after another.
+const BROADCAST_ABOVE: usize = 6;
+
+type HostFunction = Box<dyn FnOnce() + Send>;
+
+impl CudaBackend {
+    /// # Safety
+    /// As for [`crate::backend::Backend::batch`].
+    #[inline]
+    pub(super) unsafe fn enqueue(&self, stream: CUstream, ops: &[StreamOp]) -> Result<()> {
+        let _current = self.enter()?;
+        let mut rest = ops;
+        while !rest.is_empty() {
+            let signals = leading_signals(rest);
+            let done = if signals > BROADCAST_ABOVE {
+                let count = signals.min(WORDS_MAX);
+                // SAFETY: the caller's promise; these are signals.
+                unsafe { self.broadcast.launch(self.driver, stream, &rest[..count]) }?;
+                count
+            } else {
+                let count = before_long_run(rest);
+                // SAFETY: the caller's promise; at most BATCH_MAX.
+                unsafe { self.enqueue_batch(stream, &rest[..count]) }?;
+                count
+            };
+            rest = &rest[done..];
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for `enqueue`; at most [`BATCH_MAX`] operations.
+    unsafe fn enqueue_batch(&self, stream: CUstream, ops: &[StreamOp]) -> Result<()> {
+        match *ops {
+            // SAFETY: the caller's promise on stream and word.
+            [StreamOp::Signal { word, value }] => unsafe { self.driver.stream_write_value(stream, word, value) }?,
+            // SAFETY: as above.
+            [StreamOp::Wait { word, value }] => unsafe { self.driver.stream_wait_value(stream, word, value) }?,
+            _ => {
+                let mut parameters = [const { MaybeUninit::uninit() }; BATCH_MAX];
+                let filled = fill(&mut parameters, ops);
+                // SAFETY: as above.
+                unsafe { self.driver.stream_batch(stream, filled) }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for [`crate::backend::Backend::upload`].
+    pub(super) unsafe fn upload_bytes(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8]) -> Result<()> {
+        if src.is_empty() {
+            return Ok(());
+        }
+        let _current = self.enter()?;
+        // The driver stages pageable memory before it returns, but reads page-locked memory when the stream gets there.
+        let late = self.driver.is_registered_host(src.as_ptr())?;
+        // SAFETY: the caller's promise on `dst`; `src` is read before this function returns, see below.
+        unsafe { self.driver.upload_async(dst, src.as_ptr(), src.len(), stream) }?;
+        if late {
+            // SAFETY: the stream is the caller's.
+            unsafe { self.wait_for_copy(stream) }?;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for [`crate::backend::Backend::download`].
+    pub(super) unsafe fn download_bytes(&self, stream: CUstream, dst: &mut [u8], src: CUdeviceptr) -> Result<()> {
+        if dst.is_empty() {
+            return Ok(());
+        }
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise on `src`; `dst` is not left before the copy is done.
+        unsafe { self.driver.download_async(dst.as_mut_ptr(), src, dst.len(), stream) }?;
+        // SAFETY: the stream is the caller's.
+        unsafe { self.wait_for_copy(stream) }
+    }
+
+    /// Waits until what the stream has now is done. By an event and not by the stream's own state: another
+    /// thread may keep the stream busy.
+    ///
+    /// # Safety
+    /// The stream is live, the context current.
+    unsafe fn wait_for_copy(&self, stream: CUstream) -> Result<()> {
+        let event = self.driver.event_create()?;
+        // SAFETY: both are live.
+        let recorded = unsafe { self.driver.event_record(event, stream) };
+        let waited = recorded.and_then(|()| {
+            let mut backoff = Backoff::default();
+            loop {
+                // SAFETY: the event is live until the end of this function.
+                match unsafe { self.driver.event_query(event) } {
+                    Ok(false) => backoff.pause(),
+                    Ok(true) => return Ok(()),
+                    Err(fault) => return Err(fault),
+                }
+            }
+        });
+        // SAFETY: created above, destroyed here only.
+        let destroyed = unsafe { self.driver.event_destroy(event) };
+        Ok(waited.and(destroyed)?)
+    }
+
+    /// # Safety
+    /// The stream is live.
+    pub(super) unsafe fn call_on_cpu(&self, stream: CUstream, function: HostFunction) -> Result<()> {
+        let _current = self.enter()?;
+        // A trait object is two words wide and the driver passes one: hence the box around the box.
+        let argument = Box::into_raw(Box::new(function)).cast::<c_void>();
+        // SAFETY: the trampoline takes exactly such a pointer, once; the stream is the caller's promise.
+        let launched = unsafe { self.driver.launch_host(stream, run_on_cpu, argument) };
+        if let Err(fault) = launched {
+            // SAFETY: the driver did not take the call, so the box is still ours alone.
+            drop(unsafe { Box::from_raw(argument.cast::<HostFunction>()) });
+            return Err(fault.into());
+        }
+        Ok(())
+    }
+}
+
+/// Called by the driver on a thread of its own.
+unsafe extern "C" fn run_on_cpu(argument: *mut c_void) {
+    // SAFETY: made by `Box::into_raw` in `call_on_cpu`, and the driver calls back once.
+    let function = unsafe { Box::from_raw(argument.cast::<HostFunction>()) };
+    // A panic must not unwind into the driver. The panic hook has already told of it; it has nobody else to tell.
+    let _ = catch_unwind(AssertUnwindSafe(function));
+}
+
+fn is_signal(op: &StreamOp) -> bool {
+    matches!(op, StreamOp::Signal { .. })
+}
+
+fn leading_signals(ops: &[StreamOp]) -> usize {
+    ops.iter().take_while(|op| is_signal(op)).count()
+}
+
+/// How many operations come before the next run of signals that is worth a broadcast, at most one batch.
+fn before_long_run(ops: &[StreamOp]) -> usize {
+    let mut run = 0;
+    for (index, op) in ops.iter().enumerate().take(BATCH_MAX) {
+        run = if is_signal(op) { run + 1 } else { 0 };
+        if run > BROADCAST_ABOVE {
+            return index + 1 - run;
+        }
+    }
+    ops.len().min(BATCH_MAX)
+}
+
+/// The driver's form of `ops`, in as much of `room` as they need.
+fn fill<'a>(
+    room: &'a mut [MaybeUninit<CUstreamBatchMemOpParams>; BATCH_MAX],
+    ops: &[StreamOp],
+) -> &'a mut [CUstreamBatchMemOpParams] {
+    let count = ops.len().min(BATCH_MAX);
+    for (parameter, op) in room.iter_mut().zip(ops) {
+        let (operation, address, value, flags) = match *op {
+            StreamOp::Signal { word, value } => (STREAM_MEM_OP_WRITE_VALUE_64, word, value, STREAM_WRITE_VALUE_DEFAULT),
+            StreamOp::Wait { word, value } => (STREAM_MEM_OP_WAIT_VALUE_64, word, value, STREAM_WAIT_VALUE_GEQ),
+        };
+        parameter.write(CUstreamBatchMemOpParams { operation, address, value, flags, alias: 0, pad: 0 });
+    }
+    // SAFETY: the loop wrote the first `count` entries, and MaybeUninit has its content's layout.
+    unsafe { std::slice::from_raw_parts_mut(room.as_mut_ptr().cast(), count) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn signals(count: usize) -> Vec<StreamOp> {
+        (0..count as u64).map(|value| StreamOp::Signal { word: 8 * value, value }).collect()
+    }
+
+    #[test]
+    fn waits_before_a_long_run_of_signals_stay_before_it() {
+        let mut ops = vec![StreamOp::Wait { word: 0, value: 1 }; 3];
+        ops.extend(signals(BROADCAST_ABOVE + 1));
+        assert_eq!(leading_signals(&ops), 0);
+        assert_eq!(before_long_run(&ops), 3);
+    }
+
+    #[test]
+    fn a_short_run_of_signals_shares_the_batch_with_its_neighbours() {
+        let mut ops = signals(BROADCAST_ABOVE);
+        ops.push(StreamOp::Wait { word: 0, value: 1 });
+        ops.extend(signals(BROADCAST_ABOVE));
+        assert_eq!(before_long_run(&ops), ops.len());
+    }
+
+    #[test]
+    fn a_batch_never_exceeds_what_the_driver_takes() {
+        let ops = vec![StreamOp::Wait { word: 0, value: 1 }; BATCH_MAX + 1];
+        assert_eq!(before_long_run(&ops), BATCH_MAX);
+        let mut room = [const { MaybeUninit::uninit() }; BATCH_MAX];
+        assert_eq!(fill(&mut room, &ops).len(), BATCH_MAX);
+    }
+}

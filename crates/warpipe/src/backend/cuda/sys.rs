@@ -1,0 +1,299 @@
+//! The CUDA driver API as its headers have it: types, constants, and a table of functions found at run time.
+//!
+//! Nothing here judges or owns. A function that the driver lacks is `None` in the table, so that an old driver
+//! fails at the call that needs it and not at load; [`super::result`] turns that into a typed error.
+
+#![allow(non_snake_case)]
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+/// The driver's status. `0` is success; see [`super::fault`] for the others.
+#[repr(transparent)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct CUresult(pub c_int);
+
+impl CUresult {
+    pub const SUCCESS: CUresult = CUresult(0);
+    pub const INVALID_VALUE: CUresult = CUresult(1);
+    pub const OUT_OF_MEMORY: CUresult = CUresult(2);
+    pub const NOT_INITIALIZED: CUresult = CUresult(3);
+    pub const STUB_LIBRARY: CUresult = CUresult(34);
+    pub const DEVICE_UNAVAILABLE: CUresult = CUresult(46);
+    pub const NO_DEVICE: CUresult = CUresult(100);
+    pub const INVALID_DEVICE: CUresult = CUresult(101);
+    pub const INVALID_CONTEXT: CUresult = CUresult(201);
+    pub const NO_BINARY_FOR_GPU: CUresult = CUresult(209);
+    pub const INVALID_PTX: CUresult = CUresult(218);
+    pub const UNSUPPORTED_PTX_VERSION: CUresult = CUresult(222);
+    pub const OPERATING_SYSTEM: CUresult = CUresult(304);
+    pub const INVALID_HANDLE: CUresult = CUresult(400);
+    pub const NOT_READY: CUresult = CUresult(600);
+    pub const ILLEGAL_ADDRESS: CUresult = CUresult(700);
+    pub const CONTEXT_IS_DESTROYED: CUresult = CUresult(709);
+    pub const LAUNCH_FAILED: CUresult = CUresult(719);
+    pub const NOT_PERMITTED: CUresult = CUresult(800);
+    pub const NOT_SUPPORTED: CUresult = CUresult(801);
+    pub const SYSTEM_NOT_READY: CUresult = CUresult(802);
+    pub const SYSTEM_DRIVER_MISMATCH: CUresult = CUresult(803);
+    pub const COMPAT_NOT_SUPPORTED_ON_DEVICE: CUresult = CUresult(804);
+    pub const MPS_CONNECTION_FAILED: CUresult = CUresult(805);
+    pub const MPS_RPC_FAILURE: CUresult = CUresult(806);
+    pub const MPS_SERVER_NOT_READY: CUresult = CUresult(807);
+    pub const MPS_MAX_CLIENTS_REACHED: CUresult = CUresult(808);
+    pub const MPS_CLIENT_TERMINATED: CUresult = CUresult(810);
+    pub const UNKNOWN: CUresult = CUresult(999);
+}
+
+pub(super) type CUdevice = c_int;
+pub(super) type CUdeviceptr = u64;
+pub(super) type CUstream = *mut c_void;
+pub(super) type CUevent = *mut c_void;
+pub(super) type CUmemGenericAllocationHandle = u64;
+pub(super) type CUhostFn = unsafe extern "C" fn(*mut c_void);
+
+/// Handles that live as long as the process, and that the driver lets any thread use.
+macro_rules! lasting_handle {
+    ($($name:ident),*) => {$(
+        #[repr(transparent)]
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(super) struct $name(pub *mut c_void);
+
+        // SAFETY: an opaque token of the driver, never dereferenced here; the driver API is thread-safe.
+        unsafe impl Send for $name {}
+        // SAFETY: as above.
+        unsafe impl Sync for $name {}
+    )*};
+}
+
+lasting_handle!(CUcontext, CUmodule, CUfunction);
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct CUuuid {
+    pub bytes: [u8; 16],
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CUmemLocation {
+    pub kind: c_uint,
+    pub id: c_int,
+}
+
+pub(super) const MEM_LOCATION_TYPE_DEVICE: c_uint = 1;
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CUmemAllocationProp {
+    pub kind: c_uint,
+    pub requested_handle_types: c_uint,
+    pub location: CUmemLocation,
+    pub win32_handle_metadata: *mut c_void,
+    pub compression_type: u8,
+    pub gpu_direct_rdma_capable: u8,
+    pub usage: u16,
+    pub reserved: [u8; 4],
+}
+
+pub(super) const MEM_ALLOCATION_TYPE_PINNED: c_uint = 1;
+pub(super) const MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: c_uint = 1;
+pub(super) const MEM_ALLOC_GRANULARITY_MINIMUM: c_uint = 0;
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CUmemAccessDesc {
+    pub location: CUmemLocation,
+    pub flags: c_uint,
+}
+
+pub(super) const MEM_ACCESS_READ: c_uint = 1;
+pub(super) const MEM_ACCESS_READWRITE: c_uint = 3;
+
+/// `CUstreamBatchMemOpParams`: the wait and the write arm of the union have the same fields at the same places.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CUstreamBatchMemOpParams {
+    pub operation: c_uint,
+    pub address: CUdeviceptr,
+    pub value: u64,
+    pub flags: c_uint,
+    pub alias: CUdeviceptr,
+    pub pad: u64,
+}
+
+pub(super) const STREAM_MEM_OP_WAIT_VALUE_64: c_uint = 4;
+pub(super) const STREAM_MEM_OP_WRITE_VALUE_64: c_uint = 5;
+pub(super) const STREAM_WAIT_VALUE_GEQ: c_uint = 0;
+pub(super) const STREAM_WRITE_VALUE_DEFAULT: c_uint = 0;
+
+pub(super) const STREAM_NON_BLOCKING: c_uint = 1;
+pub(super) const EVENT_DISABLE_TIMING: c_uint = 2;
+pub(super) const MEMHOSTREGISTER_PORTABLE: c_uint = 1;
+pub(super) const MEMHOSTREGISTER_DEVICEMAP: c_uint = 2;
+pub(super) const POINTER_ATTRIBUTE_MEMORY_TYPE: c_uint = 2;
+pub(super) const MEMORYTYPE_HOST: c_uint = 1;
+pub(super) const FUNC_ATTRIBUTE_NUM_REGS: c_uint = 4;
+pub(super) const JIT_ERROR_LOG_BUFFER: c_uint = 5;
+pub(super) const JIT_ERROR_LOG_BUFFER_SIZE_BYTES: c_uint = 6;
+pub(super) const DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: c_uint = 102;
+pub(super) const DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: c_uint = 103;
+pub(super) const DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: c_uint = 122;
+
+/// Declares the table: a type for each function's pointer, a field for it, and the lookup by its name.
+macro_rules! functions {
+    ($(fn $name:ident($($argument:ident: $type:ty),* $(,)?);)*) => {
+        /// The types of the functions, under the functions' names.
+        #[allow(non_camel_case_types)]
+        pub(super) mod signature {
+            use super::*;
+            $(pub(in super::super) type $name = unsafe extern "C" fn($($argument: $type),*) -> CUresult;)*
+        }
+
+        /// The functions of the driver that is loaded; `None` where it lacks one.
+        #[derive(Debug)]
+        pub(super) struct Driver {
+            $(pub $name: Option<signature::$name>,)*
+            /// Holds the code in memory for as long as the pointers above are.
+            _library: Library,
+        }
+
+        impl Driver {
+            fn from_library(library: Library) -> Driver {
+                $(
+                    // SAFETY: the driver exports this name with this C signature (checked against the bindings
+                    // of another project in `tests`), and the library is kept in the table beside the pointer.
+                    let $name = unsafe { library.get::<signature::$name>(concat!(stringify!($name), "\0")) }
+                        .ok()
+                        .map(|symbol| *symbol);
+                )*
+                Driver { $($name,)* _library: library }
+            }
+        }
+    };
+}
+
+functions! {
+    fn cuInit(flags: c_uint);
+    fn cuGetErrorName(error: CUresult, text: *mut *const c_char);
+    fn cuGetErrorString(error: CUresult, text: *mut *const c_char);
+    fn cuDeviceGetCount(count: *mut c_int);
+    fn cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
+    fn cuDeviceGetName(name: *mut c_char, length: c_int, device: CUdevice);
+    fn cuDeviceGetUuid(uuid: *mut CUuuid, device: CUdevice);
+    fn cuDeviceGetUuid_v2(uuid: *mut CUuuid, device: CUdevice);
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: CUdevice);
+    fn cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);
+    fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
+    fn cuDevicePrimaryCtxRelease_v2(device: CUdevice);
+    fn cuCtxGetCurrent(context: *mut CUcontext);
+    fn cuCtxPushCurrent_v2(context: CUcontext);
+    fn cuCtxPopCurrent_v2(context: *mut CUcontext);
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
+    fn cuMemGetAllocationGranularity(granularity: *mut usize, prop: *const CUmemAllocationProp, option: c_uint);
+    fn cuMemCreate(handle: *mut CUmemGenericAllocationHandle, size: usize, prop: *const CUmemAllocationProp, flags: u64);
+    fn cuMemRelease(handle: CUmemGenericAllocationHandle);
+    fn cuMemAddressReserve(address: *mut CUdeviceptr, size: usize, alignment: usize, hint: CUdeviceptr, flags: u64);
+    fn cuMemAddressFree(address: CUdeviceptr, size: usize);
+    fn cuMemMap(
+        address: CUdeviceptr,
+        size: usize,
+        offset: usize,
+        handle: CUmemGenericAllocationHandle,
+        flags: u64,
+    );
+    fn cuMemUnmap(address: CUdeviceptr, size: usize);
+    fn cuMemSetAccess(address: CUdeviceptr, size: usize, access: *const CUmemAccessDesc, count: usize);
+    fn cuMemExportToShareableHandle(
+        shareable: *mut c_void,
+        handle: CUmemGenericAllocationHandle,
+        kind: c_uint,
+        flags: u64,
+    );
+    fn cuMemImportFromShareableHandle(
+        handle: *mut CUmemGenericAllocationHandle,
+        shareable: *mut c_void,
+        kind: c_uint,
+    );
+    fn cuMemHostRegister_v2(pointer: *mut c_void, bytes: usize, flags: c_uint);
+    fn cuMemHostUnregister(pointer: *mut c_void);
+    fn cuMemHostGetDevicePointer_v2(address: *mut CUdeviceptr, pointer: *mut c_void, flags: c_uint);
+    fn cuPointerGetAttribute(data: *mut c_void, attribute: c_uint, pointer: CUdeviceptr);
+    fn cuMemcpyAsync(destination: CUdeviceptr, source: CUdeviceptr, bytes: usize, stream: CUstream);
+    fn cuMemcpyHtoDAsync_v2(destination: CUdeviceptr, source: *const c_void, bytes: usize, stream: CUstream);
+    fn cuMemcpyDtoHAsync_v2(destination: *mut c_void, source: CUdeviceptr, bytes: usize, stream: CUstream);
+    fn cuStreamCreate(stream: *mut CUstream, flags: c_uint);
+    fn cuStreamDestroy_v2(stream: CUstream);
+    fn cuStreamQuery(stream: CUstream);
+    fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
+    fn cuStreamWaitValue64_v2(stream: CUstream, address: CUdeviceptr, value: u64, flags: c_uint);
+    fn cuStreamWriteValue64_v2(stream: CUstream, address: CUdeviceptr, value: u64, flags: c_uint);
+    fn cuStreamBatchMemOp_v2(
+        stream: CUstream,
+        count: c_uint,
+        operations: *mut CUstreamBatchMemOpParams,
+        flags: c_uint,
+    );
+    fn cuLaunchHostFunc(stream: CUstream, function: CUhostFn, argument: *mut c_void);
+    fn cuEventCreate(event: *mut CUevent, flags: c_uint);
+    fn cuEventDestroy_v2(event: CUevent);
+    fn cuEventRecord(event: CUevent, stream: CUstream);
+    fn cuEventQuery(event: CUevent);
+    fn cuModuleLoadDataEx(
+        module: *mut CUmodule,
+        image: *const c_void,
+        count: c_uint,
+        options: *mut c_uint,
+        values: *mut *mut c_void,
+    );
+    fn cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
+    fn cuFuncLoad(function: CUfunction);
+    fn cuFuncGetAttribute(value: *mut c_int, attribute: c_uint, function: CUfunction);
+    fn cuLaunchKernel(
+        function: CUfunction,
+        grid_x: c_uint,
+        grid_y: c_uint,
+        grid_z: c_uint,
+        block_x: c_uint,
+        block_y: c_uint,
+        block_z: c_uint,
+        shared_bytes: c_uint,
+        stream: CUstream,
+        parameters: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    );
+}
+
+/// The names under which the driver's library is looked for, in order.
+pub(super) const LIBRARY_NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
+
+static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
+
+/// The driver's functions, loaded by the first call; or the loader's words on the first name.
+pub(super) fn driver() -> Result<&'static Driver, &'static str> {
+    DRIVER.get_or_init(load).as_ref().map_err(String::as_str)
+}
+
+fn load() -> Result<Driver, String> {
+    let mut reason = None;
+    for name in LIBRARY_NAMES {
+        // SAFETY: loading runs the library's initialisers; a library of this name is the CUDA driver (or its
+        // test double), whose initialisers may run in any process and on any thread.
+        match unsafe { Library::new(name) } {
+            Ok(library) => return Ok(Driver::from_library(library)),
+            Err(error) => reason = reason.or(Some(loader_words(&error))),
+        }
+    }
+    Err(reason.unwrap_or_default())
+}
+
+/// What `dlopen` said: libloading keeps it as the source of an error that itself says only "dlopen failed".
+fn loader_words(error: &libloading::Error) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => source.to_string(),
+        None => error.to_string(),
+    }
+}

@@ -1,0 +1,93 @@
+//! Sealed memfds as device memory. **This module is marked for unsafe**: it maps and unmaps.
+
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+
+use rustix::fs::{FileType, MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::backend::{Access, RawRegion};
+use crate::error::{Error, Result};
+
+/// The handle of a region that was imported: it keeps no descriptor, the mapping holds the memory.
+const IMPORTED: u64 = u64::MAX;
+
+/// The seals that make a size final: without them a peer could shrink the file and turn our loads into SIGBUS.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+pub(super) fn is_import(region: &RawRegion) -> bool {
+    region.handle == IMPORTED
+}
+
+/// `memfd_create` + `ftruncate` + seals + `mmap`.
+pub(super) fn allocate(bytes: u64) -> Result<RawRegion> {
+    let context = || format!("a region of {bytes} bytes");
+    let fd = rustix::fs::memfd_create(c"warpipe-region", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+        .map_err(|e| Error::os("memfd_create", context(), e))?;
+    rustix::fs::ftruncate(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
+    rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
+    let ptr = map(&fd, bytes, ProtFlags::READ | ProtFlags::WRITE)?;
+    Ok(RawRegion { ptr, bytes, handle: fd.into_raw_fd() as u64 })
+}
+
+/// A close-on-exec duplicate of the region's descriptor.
+///
+/// # Safety
+/// `region` came from [`allocate`] and is not released.
+pub(super) unsafe fn export(region: &RawRegion) -> Result<OwnedFd> {
+    if is_import(region) {
+        return Err(Error::argument("region", "an imported region", "a region allocated here"));
+    }
+    // SAFETY: the handle of a live allocation is its open descriptor (see `allocate`), borrowed for this call.
+    let fd = unsafe { BorrowedFd::borrow_raw(region.handle as i32) };
+    rustix::io::fcntl_dupfd_cloexec(fd, 3).map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a region's descriptor", e))
+}
+
+/// Checks that `fd` is a sealed memfd of exactly `bytes`, and maps it.
+pub(super) fn import(fd: BorrowedFd<'_>, bytes: u64, access: Access) -> Result<RawRegion> {
+    check_sealed_memfd(fd, bytes).map_err(|found| Error::NotDeviceMemory { wanted: "a sealed memfd", found })?;
+    let protection = match access {
+        Access::Read => ProtFlags::READ,
+        Access::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
+    };
+    Ok(RawRegion { ptr: map(&fd, bytes, protection)?, bytes, handle: IMPORTED })
+}
+
+/// Why `fd` is not a memfd of exactly `bytes` bytes whose size is sealed, if it is not.
+pub(crate) fn check_sealed_memfd(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), String> {
+    let stat = rustix::fs::fstat(fd).map_err(|e| format!("a descriptor that fstat refuses: {e}"))?;
+    let kind = FileType::from_raw_mode(stat.st_mode);
+    if kind != FileType::RegularFile {
+        return Err(format!("a {kind:?}"));
+    }
+    let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| "a file that cannot be sealed".to_string())?;
+    if !seals.contains(SEALS) {
+        return Err(format!("a memfd whose size is not sealed ({seals:?})"));
+    }
+    if stat.st_size as u64 != bytes {
+        return Err(format!("a memfd of {} bytes instead of {bytes}", stat.st_size));
+    }
+    Ok(())
+}
+
+/// `munmap`, and `close` of an own allocation's descriptor.
+///
+/// # Safety
+/// `region` came from [`allocate`] or [`import`], is released once, and nothing uses the mapping any more.
+pub(super) unsafe fn release(region: RawRegion) -> Result<()> {
+    // SAFETY: the caller's promise: the range is exactly what was mapped, and unused.
+    unsafe { rustix::mm::munmap(region.ptr as *mut _, region.bytes as usize) }
+        .map_err(|e| Error::os("munmap", "a region", e))?;
+    if !is_import(&region) {
+        // SAFETY: the handle of an allocation is its descriptor, given up here once.
+        drop(unsafe { OwnedFd::from_raw_fd(region.handle as i32) });
+    }
+    Ok(())
+}
+
+fn map(fd: &impl std::os::fd::AsFd, bytes: u64, protection: ProtFlags) -> Result<u64> {
+    let context = || format!("a region of {bytes} bytes (descriptor {})", fd.as_fd().as_raw_fd());
+    let length = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "less than the address space"))?;
+    // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing; its length is sealed.
+    let ptr = unsafe { rustix::mm::mmap(std::ptr::null_mut(), length, protection, MapFlags::SHARED, fd, 0) };
+    Ok(ptr.map_err(|e| Error::os("mmap", context(), e))? as u64)
+}

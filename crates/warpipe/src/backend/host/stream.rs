@@ -1,0 +1,247 @@
+//! A stream as a thread with a queue. **This module is marked for unsafe**: it touches words by address.
+//!
+//! Work is enqueued and runs later, on the stream's own thread, so that a reader who does not wait reads too
+//! early, as on a GPU. Memory operations alone may run at once: with nothing queued before them a signal has
+//! nothing to be late for, and a wait whose value is reached has nothing to wait for. That keeps the
+//! hand-over of host data free of a thread switch.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::Duration;
+
+use crate::backend::{DevicePtr, StreamOp, TimelineWord};
+use crate::error::{Error, Result};
+
+/// The most operations that may be queued; who enqueues more waits for room.
+const QUEUE_MAX: usize = 1 << 16;
+
+/// How long an enqueue waits for room in a full queue.
+const ROOM_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a parked thread sleeps at most before it looks again; a lost wake-up costs this, never a hang.
+const PARK_MAX: Duration = Duration::from_millis(100);
+
+/// One queued operation.
+pub(super) enum Op {
+    Call(Box<dyn FnOnce() + Send>),
+    Copy { dst: DevicePtr, src: DevicePtr, bytes: u64 },
+    Memory(StreamOp),
+    Record(Arc<HostEvent>, u64),
+    Await(Arc<HostEvent>, u64),
+}
+
+/// An event: the count of its records, and a word that follows as they complete.
+#[derive(Debug, Default)]
+pub(super) struct HostEvent {
+    recorded: AtomicU64,
+    done: TimelineWord,
+}
+
+impl HostEvent {
+    pub(super) fn next_turn(&self) -> u64 {
+        self.recorded.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    pub(super) fn last_turn(&self) -> u64 {
+        self.recorded.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn is_done(&self, turn: u64) -> bool {
+        self.done.reached(turn)
+    }
+}
+
+#[derive(Default)]
+struct Queue {
+    ops: VecDeque<Op>,
+    /// The thread has taken an operation out and not finished it.
+    running: bool,
+    closed: bool,
+}
+
+/// A stream of the host backend.
+pub(super) struct HostStream {
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+impl fmt::Debug for HostStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostStream").field("queued", &self.lock().ops.len()).finish()
+    }
+}
+
+impl HostStream {
+    pub(super) fn start() -> Result<Arc<HostStream>> {
+        let stream = Arc::new(HostStream { queue: Mutex::default(), changed: Condvar::new() });
+        let worker = stream.clone();
+        std::thread::Builder::new()
+            .name("warpipe-stream".into())
+            .spawn(move || worker.run())
+            .map_err(|e| Error::os("clone", "a stream's thread", e))?;
+        Ok(stream)
+    }
+
+    /// Lets the thread end once the queue is empty.
+    pub(super) fn close(&self) {
+        self.lock().closed = true;
+        self.changed.notify_all();
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        let queue = self.lock();
+        queue.ops.is_empty() && !queue.running
+    }
+
+    pub(super) fn push(&self, op: Op) -> Result<()> {
+        self.enqueue(self.lock(), op).map(drop)
+    }
+
+    fn enqueue<'a>(&'a self, queue: MutexGuard<'a, Queue>, op: Op) -> Result<MutexGuard<'a, Queue>> {
+        let full = |queue: &mut Queue| queue.ops.len() >= QUEUE_MAX;
+        let (mut queue, waited) =
+            self.changed.wait_timeout_while(queue, ROOM_TIMEOUT, full).unwrap_or_else(PoisonError::into_inner);
+        if waited.timed_out() {
+            return Err(Error::Timeout { what: "room in the stream's queue".into(), waited: ROOM_TIMEOUT });
+        }
+        queue.ops.push_back(op);
+        self.changed.notify_all();
+        Ok(queue)
+    }
+
+    /// Enqueues memory operations, or runs those at once that have nothing to wait for.
+    ///
+    /// # Safety
+    /// Every word lies in memory that outlives the operation.
+    pub(super) unsafe fn batch(&self, ops: &[StreamOp]) -> Result<()> {
+        let mut queue = self.lock();
+        for &op in ops {
+            let idle = queue.ops.is_empty() && !queue.running;
+            // SAFETY: the caller's promise for every word.
+            if idle && unsafe { try_now(op) } {
+                continue;
+            }
+            queue = self.enqueue(queue, Op::Memory(op))?;
+        }
+        Ok(())
+    }
+
+    /// Copies `src` in stream order; an idle stream takes it at once, a busy one takes a copy along.
+    ///
+    /// # Safety
+    /// `dst` is writable for `src.len()` bytes until the copy is done.
+    pub(super) unsafe fn upload(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        let queue = self.lock();
+        if queue.ops.is_empty() && !queue.running {
+            // SAFETY: the caller's promise for `dst`; the lock keeps the stream idle meanwhile.
+            unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst as *mut u8, src.len()) };
+            return Ok(());
+        }
+        let owned: Box<[u8]> = src.into();
+        let late = move || {
+            // SAFETY: the caller's promise for `dst` lasts until this has run.
+            unsafe { std::ptr::copy_nonoverlapping(owned.as_ptr(), dst as *mut u8, owned.len()) };
+        };
+        self.enqueue(queue, Op::Call(Box::new(late))).map(drop)
+    }
+
+    /// Waits for the stream's work so far and copies `src` out.
+    ///
+    /// # Safety
+    /// `src` is readable for `dst.len()` bytes.
+    pub(super) unsafe fn download(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+        if !self.is_idle() {
+            let (done, wait) = mpsc::channel();
+            self.push(Op::Call(Box::new(move || {
+                let _ = done.send(());
+            })))?;
+            let stuck = |_| Error::Timeout { what: "the stream's earlier work".into(), waited: ROOM_TIMEOUT };
+            wait.recv_timeout(ROOM_TIMEOUT).map_err(stuck)?;
+        }
+        // SAFETY: the caller's promise for `src`.
+        unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst.as_mut_ptr(), dst.len()) };
+        Ok(())
+    }
+
+    fn run(&self) {
+        loop {
+            let mut queue = self.lock();
+            while queue.ops.is_empty() {
+                if queue.closed {
+                    return;
+                }
+                queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            }
+            let op = queue.ops.pop_front();
+            queue.running = true;
+            drop(queue);
+            if let Some(op) = op {
+                // SAFETY: whoever enqueued the operation promised that its memory outlives it.
+                unsafe { execute(op) };
+            }
+            self.lock().running = false;
+            self.changed.notify_all();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The word at a device address.
+///
+/// # Safety
+/// `address` is that of a live [`TimelineWord`] in registered memory.
+unsafe fn word<'a>(address: DevicePtr) -> &'a TimelineWord {
+    // SAFETY: the caller's promise; the word is made of atomics, so sharing it with other processes is sound.
+    unsafe { &*(address as *const TimelineWord) }
+}
+
+/// Runs `op` if that needs no waiting; false if it must be queued.
+///
+/// # Safety
+/// As for [`word`].
+unsafe fn try_now(op: StreamOp) -> bool {
+    match op {
+        StreamOp::Signal { word: address, value } => {
+            // SAFETY: the caller's promise.
+            unsafe { word(address) }.store(value);
+            true
+        }
+        // SAFETY: the caller's promise.
+        StreamOp::Wait { word: address, value } => unsafe { word(address) }.reached(value),
+    }
+}
+
+/// Runs one operation on the stream's thread.
+///
+/// # Safety
+/// The memory that the operation names is valid for it.
+unsafe fn execute(op: Op) {
+    match op {
+        // A panic in a user's function must not take the stream down with it; the work after it still runs.
+        Op::Call(function) => drop(std::panic::catch_unwind(std::panic::AssertUnwindSafe(function))),
+        Op::Copy { dst, src, bytes } => {
+            // SAFETY: the caller's promise for both ranges.
+            unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, bytes as usize) }
+        }
+        Op::Memory(op) => {
+            // SAFETY: the caller's promise for the word.
+            while !unsafe { try_now(op) } {
+                if let StreamOp::Wait { word: address, value } = op {
+                    // SAFETY: as above.
+                    unsafe { word(address) }.park(value, PARK_MAX);
+                }
+            }
+        }
+        Op::Record(event, turn) => event.done.store(turn),
+        Op::Await(event, turn) => {
+            while !event.is_done(turn) {
+                event.done.park(turn, PARK_MAX);
+            }
+        }
+    }
+}

@@ -1,0 +1,631 @@
+//! What all handles of one publisher share: its state, how a sample goes out, and what the watcher does for it.
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::HANDSHAKE_TIMEOUT;
+use super::outlet::{Outlet, Parts, Phase, share_memory};
+use super::publisher::{Policy, PublisherBuilder, SubscriberInfo};
+use crate::backend::{Access, StreamOp};
+use crate::clock::now_ns;
+use crate::device::Device;
+use crate::domain::Claim;
+use crate::error::{Error, HandshakeFault, Result};
+use crate::fork::{Home, PrivateFd};
+use crate::link::entry::{Description, Metadata};
+use crate::link::message::{self, Farewell, Message, Received};
+use crate::link::peer::Peer;
+use crate::link::wake::{Bell, Wake};
+use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
+use crate::memory::arena::{Arena, NoSlot, SLOTS_MAX, SlotId};
+use crate::memory::board::Board;
+use crate::stream::{Backoff, Stream};
+use crate::tensor::Layout;
+
+/// A wait in slices, so that a wake-up taken by another thread of this process costs a slice and not a hang.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// Connections that have not said who they are.
+const GREETINGS_MAX: usize = 64;
+
+/// Messages taken from one socket before the others have their turn.
+const MESSAGES_AT_ONCE: usize = 16;
+
+const LISTENER: u64 = 0;
+const SOCKET: u64 = 0;
+const PIDFD: u64 = 1;
+
+fn tag(id: u64, kind: u64) -> u64 {
+    id << 1 | kind
+}
+
+/// The shared part of a publisher.
+pub(super) struct Core {
+    pub(super) home: Home,
+    pub(super) options: PublisherBuilder,
+    pub(super) name: String,
+    pub(super) device: Device,
+    generation: [u8; 16],
+    me: Weak<dyn Watched>,
+    watcher: Arc<Watcher>,
+    state: Mutex<State>,
+    greetings: Mutex<HashMap<u64, Greeting>>,
+    next_id: AtomicU64,
+    bell: Bell,
+    board: Board,
+    /// Repeats `ready` for late joiners, behind the sample's own.
+    history_stream: Option<Stream>,
+    listener_watch: Mutex<Option<Watch>>,
+    claim: Claim,
+}
+
+pub(super) struct State {
+    arena: Arena,
+    outlets: Vec<Outlet>,
+    next_sequence: u64,
+    fences: u64,
+    history: VecDeque<(SlotId, Description)>,
+    closed: bool,
+    ops: Vec<StreamOp>,
+    places: Vec<(usize, u64)>,
+}
+
+/// A connection whose `Hello` is due.
+struct Greeting {
+    /// Declared first: it ends before the socket is closed.
+    watch: Watch,
+    since: Instant,
+    peer: Peer,
+    socket: PrivateFd,
+}
+
+impl std::fmt::Debug for Core {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Publisher").field("name", &self.name).field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
+impl Core {
+    pub(super) fn new(options: PublisherBuilder, name: String, device: Device, claim: Claim) -> Result<Arc<Core>> {
+        let watcher = Watcher::of_process()?;
+        let board = Board::new(&device, SLOTS_MAX)?;
+        let bell = Bell::new()?;
+        let history_stream = if options.history > 0 { Some(device.stream()?) } else { None };
+        let core = Arc::new_cyclic(|me: &Weak<Core>| Core {
+            home: Home::here(),
+            generation: new_generation(),
+            me: me.clone(),
+            watcher: watcher.clone(),
+            state: Mutex::new(State {
+                arena: Arena::new(&device, options.memory_limit),
+                outlets: Vec::new(),
+                next_sequence: 1,
+                fences: 0,
+                history: VecDeque::new(),
+                closed: false,
+                ops: Vec::new(),
+                places: Vec::new(),
+            }),
+            greetings: Mutex::default(),
+            next_id: AtomicU64::new(1),
+            bell,
+            board,
+            history_stream,
+            listener_watch: Mutex::new(None),
+            claim,
+            options,
+            name,
+            device,
+        });
+        let watch = watcher.watch(core.claim.listener.as_fd(), &core.me, LISTENER)?;
+        *core.listener_watch.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+        watcher.tick(core.me.clone());
+        Ok(core)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a slot for `bytes`: a free one, a new region, or what is released within the loan's timeout.
+    pub(super) fn take_slot(&self, bytes: u64) -> Result<(SlotId, u64)> {
+        self.home.check()?;
+        let start = Instant::now();
+        let mut backoff = Backoff::default();
+        let mut state = self.lock();
+        loop {
+            self.reclaim(&mut state, false);
+            if let Some(slot) = state.arena.take(bytes) {
+                return Ok((slot, state.address(slot)));
+            }
+            let exempt = state.quarantined();
+            match state.arena.grow(bytes, exempt) {
+                Ok(region) => {
+                    state.announce(region);
+                    continue;
+                }
+                Err(NoSlot::Failed(error)) => return Err(error),
+                Err(NoSlot::Exhausted { used, limit }) => {
+                    self.reclaim(&mut state, true);
+                    let left = self.options.loan_timeout.saturating_sub(start.elapsed());
+                    if let Some(slot) = state.arena.take(bytes) {
+                        return Ok((slot, state.address(slot)));
+                    }
+                    if left.is_zero() || bytes > limit {
+                        return Err(Error::MemoryLimit { name: self.name.clone(), bytes, used, limit });
+                    }
+                    state = self.wait_for_release(state, left, &mut backoff);
+                }
+            }
+        }
+    }
+
+    /// Returns a slot that was loaned and not sent. What `stream` still does to it is waited for on the device.
+    pub(super) fn return_slot(&self, slot: SlotId, stream: Option<&Stream>) -> Result<()> {
+        let mut state = self.lock();
+        let result = match stream {
+            Some(stream) => {
+                let value = state.next_fence();
+                let op = StreamOp::Signal { word: self.board.device_word(slot as usize), value };
+                // SAFETY: the board outlives its signals (`close` retires the core until they are done).
+                unsafe { stream.batch(&[op]) }.inspect(|()| state.arena.fence(slot, value))
+            }
+            None => Ok(()),
+        };
+        state.arena.let_go(slot);
+        result
+    }
+
+    /// Sends what lies in `slot` to every subscriber, behind the work enqueued on `stream`. On an error nobody
+    /// has got it, and the slot is still the caller's.
+    pub(super) fn send(&self, slot: SlotId, layout: Layout, metadata: &Metadata, stream: &Stream) -> Result<u64> {
+        self.home.check()?;
+        let mut state = self.make_room()?;
+        let state = &mut *state;
+        let sequence = state.next_sequence;
+        state.place_all();
+        let keep = self.options.history > 0;
+        // Without a reader's word that says when the slot is done, its own word on the board does.
+        let fence = (keep || state.places.is_empty()).then(|| state.next_fence());
+        state.ops.clear();
+        state.ops.extend(state.places.iter().map(|&(index, position)| state.outlets[index].ready_op(position)));
+        if let Some(value) = fence {
+            state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
+        }
+        // SAFETY: the words lie in link segments and the board, which outlive their signals (`close` retires the
+        // core until all are done; `drop_outlet` likewise a link).
+        if let Err(error) = unsafe { stream.batch(&state.ops) } {
+            state.places.iter().for_each(|&(index, position)| state.outlets[index].ring.burn(position));
+            return Err(error);
+        }
+        if let Some(value) = fence {
+            state.arena.fence(slot, value);
+        }
+        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
+        let description =
+            Description { sequence, sent_ns: now_ns(), region, slot: offset, layout, metadata: *metadata };
+        for &(index, position) in &state.places {
+            state.arena.hold(slot);
+            state.outlets[index].publish(position, slot, &description);
+        }
+        state.next_sequence += 1;
+        if keep {
+            state.remember(slot, description, self.options.history as usize);
+        }
+        state.arena.let_go(slot);
+        Ok(sequence)
+    }
+
+    /// Waits until every subscriber that may not miss a sample has room for one.
+    fn make_room(&self) -> Result<MutexGuard<'_, State>> {
+        let start = Instant::now();
+        let mut backoff = Backoff::default();
+        let mut state = self.lock();
+        loop {
+            if state.closed {
+                return Err(Error::PublisherGone { name: self.name.clone(), pid: own_pid(), graceful: true });
+            }
+            self.reclaim(&mut state, false);
+            let Some(full) = state.first_full() else { return Ok(state) };
+            let subscriber = format!("process {}", full.peer.pid);
+            let Policy::Block { timeout } = full.policy else {
+                return Err(Error::Full { name: self.name.clone(), subscriber, depth: self.options.depth });
+            };
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                let what = format!("room at subscriber {subscriber} of {:?}", self.name);
+                return Err(Error::Timeout { what, waited: timeout });
+            }
+            state = self.wait_for_release(state, left, &mut backoff);
+        }
+    }
+
+    /// Sleeps until a subscriber releases something, a link changes, or a slice of `left` has passed.
+    fn wait_for_release<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        left: Duration,
+        backoff: &mut Backoff,
+    ) -> MutexGuard<'a, State> {
+        let before = state.freed_count();
+        state.outlets.iter().for_each(|outlet| outlet.set_asleep(true));
+        // Whatever was released before the flags went up did not ring.
+        self.reclaim(&mut state, true);
+        if state.freed_count() == before {
+            // A device that completes a release cannot ring: while one is due, look again soon.
+            let device_owes = !state.arena.is_quiet() || state.outlets.iter().any(Outlet::device_owes);
+            let slice = if device_owes { backoff.step() } else { SLICE }.min(left);
+            let wakes: Vec<Arc<Wake>> = state.outlets.iter().map(|outlet| outlet.wake.clone()).collect();
+            drop(state);
+            let mut polls: Vec<_> = wakes.iter().map(|wake| PollFd::new(&**wake, PollFlags::IN)).collect();
+            polls.push(PollFd::new(&self.bell, PollFlags::IN));
+            let _ = rustix::event::poll(&mut polls, Some(&message::timespec(slice)));
+            state = self.lock();
+        }
+        self.bell.drain();
+        state.outlets.iter().for_each(|outlet| outlet.set_asleep(false));
+        state
+    }
+
+    /// Takes back every slot that nobody uses any more.
+    fn reclaim(&self, state: &mut State, thorough: bool) {
+        let State { arena, outlets, .. } = state;
+        outlets.iter_mut().for_each(|outlet| outlet.reclaim(thorough, |slot| arena.let_go(slot)));
+        arena.collect(|slot, value| self.board.word(slot as usize).reached(value));
+    }
+
+    pub(super) fn subscribers(&self) -> Vec<SubscriberInfo> {
+        let now = now_ns();
+        let mut state = self.lock();
+        self.reclaim(&mut state, true);
+        state.outlets.iter().filter(|outlet| outlet.phase != Phase::Attaching).map(|outlet| outlet.info(now)).collect()
+    }
+
+    /// Waits until `count` subscribers are attached.
+    pub(super) fn wait_for_subscribers(&self, count: usize, timeout: Duration) -> Result<()> {
+        self.home.check()?;
+        let start = Instant::now();
+        loop {
+            if self.lock().outlets.iter().filter(|outlet| outlet.is_live()).count() >= count {
+                return Ok(());
+            }
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                let what = format!("subscriber {count} of {:?}", self.name);
+                return Err(Error::Timeout { what, waited: timeout });
+            }
+            message::wait_readable(self.bell.as_fd(), left.min(SLICE));
+            self.bell.drain();
+        }
+    }
+
+    pub(super) fn memory_in_use(&self) -> (u64, u64) {
+        let state = self.lock();
+        (state.arena.total(), state.arena.limit())
+    }
+
+    /// Gives the name up, says goodbye, and keeps the memory until no stream of this process writes it any more.
+    pub(super) fn close(self: &Arc<Core>) {
+        self.claim.withdraw();
+        *self.listener_watch.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.greetings.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        let mut state = self.lock();
+        state.closed = true;
+        for outlet in &mut state.outlets {
+            let _ = message::send(outlet.socket(), &Message::Bye(Farewell::Closed), &[]);
+            outlet.watches.clear();
+        }
+        drop(state);
+        self.bell.ring();
+        // Two owners here: the publisher that is being dropped, and this call. A third is a loan still out.
+        let core = self.clone();
+        if Arc::strong_count(&core) > 2 || !core.is_quiet() {
+            self.watcher.retire(move || Arc::strong_count(&core) == 1 && core.is_quiet());
+        }
+    }
+
+    fn is_quiet(&self) -> bool {
+        let mut state = self.lock();
+        self.reclaim(&mut state, false);
+        state.arena.is_quiet()
+            && state.outlets.iter().all(|outlet| outlet.ring.is_quiet())
+            && state.history.iter().all(|&(slot, _)| self.board.word(slot as usize).reached(state.arena.fence_of(slot)))
+    }
+}
+
+impl State {
+    fn address(&self, slot: SlotId) -> u64 {
+        let slot = self.arena.slot(slot);
+        self.arena.chunks()[slot.region as usize].region.ptr() + slot.offset
+    }
+
+    /// A value that no word of the board has reached: words only grow.
+    fn next_fence(&mut self) -> u64 {
+        self.fences += 1;
+        self.fences
+    }
+
+    /// Finds a place at every live subscriber; who has none misses this sample.
+    fn place_all(&mut self) {
+        let State { arena, outlets, places, .. } = self;
+        places.clear();
+        for (index, outlet) in outlets.iter_mut().enumerate().filter(|(_, outlet)| outlet.is_live()) {
+            places.extend(outlet.place(|slot| arena.let_go(slot)).map(|position| (index, position)));
+        }
+    }
+
+    /// The first subscriber that must not miss a sample and has no room for one.
+    fn first_full(&mut self) -> Option<&Outlet> {
+        let must_get =
+            |outlet: &&mut Outlet| outlet.is_live() && matches!(outlet.policy, Policy::Block { .. } | Policy::Fail);
+        self.outlets.iter_mut().filter(must_get).find(|o| o.ring.room() == crate::link::ring::Room::Full).map(|o| &*o)
+    }
+
+    /// Tells every subscriber of a new region. Who does not read its socket loses its link.
+    fn announce(&mut self, region: u32) {
+        let State { arena, outlets, .. } = self;
+        let chunk = &arena.chunks()[region as usize];
+        for outlet in outlets.iter_mut().filter(|outlet| matches!(outlet.phase, Phase::Live | Phase::Attaching)) {
+            if !outlet.announce(region, chunk) {
+                outlet.leave(None);
+            }
+        }
+    }
+
+    /// Bytes that only leavers hold: they do not count against the limit, up to the limit once more, so that a
+    /// stopped process cannot stop the publisher.
+    fn quarantined(&self) -> u64 {
+        let leaving = self.outlets.iter().filter(|outlet| matches!(outlet.phase, Phase::Leaving | Phase::Suspect));
+        let bytes: u64 = leaving.flat_map(Outlet::holds).map(|slot| self.arena.slot(slot).bytes()).sum();
+        bytes.min(self.arena.limit())
+    }
+
+    fn remember(&mut self, slot: SlotId, description: Description, length: usize) {
+        self.arena.hold(slot);
+        self.history.push_back((slot, description));
+        while self.history.len() > length {
+            let forgotten = self.history.pop_front();
+            forgotten.into_iter().for_each(|(slot, _)| self.arena.let_go(slot));
+        }
+    }
+
+    /// A number that changes whenever something was freed.
+    fn freed_count(&self) -> u64 {
+        self.arena.changes()
+    }
+
+    fn find(&mut self, id: u64) -> Option<&mut Outlet> {
+        self.outlets.iter_mut().find(|outlet| outlet.id == id)
+    }
+}
+
+/// What the watcher's thread does for a publisher.
+impl Core {
+    fn accept(&self) {
+        use rustix::net::{SocketFlags, accept_with};
+        while let Ok(socket) = accept_with(&self.claim.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            let _ = self.greet(PrivateFd::new(socket));
+        }
+    }
+
+    /// Looks who is there, before a byte is read, and waits for its `Hello`.
+    fn greet(&self, socket: PrivateFd) -> Result<()> {
+        let peer = Peer::of(socket.as_fd(), &self.name)?;
+        if !self.options.admits(peer.uid, peer.gid) {
+            refuse(&socket, true, format!("uid {} is not on its list", peer.uid));
+            return Ok(());
+        }
+        let mut greetings = self.greetings.lock().unwrap_or_else(PoisonError::into_inner);
+        if greetings.len() >= GREETINGS_MAX || self.lock().outlets.len() >= self.options.subscribers_max as usize {
+            refuse(&socket, false, format!("it has its {} subscribers", self.options.subscribers_max));
+            return Ok(());
+        }
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let watch = self.watcher.watch(socket.as_fd(), &self.me, tag(id, SOCKET))?;
+        greetings.insert(id, Greeting { watch, since: Instant::now(), peer, socket });
+        Ok(())
+    }
+
+    /// A greeting's socket speaks.
+    fn on_greeting(&self, id: u64) -> Next {
+        let mut greetings = self.greetings.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(greeting) = greetings.get(&id) else { return Next::Stop };
+        let received = message::receive(greeting.socket.as_fd(), &self.name);
+        if matches!(received, Ok(Received::Nothing)) {
+            return Next::Keep;
+        }
+        let Some(greeting) = greetings.remove(&id) else { return Next::Stop };
+        drop(greetings);
+        match received {
+            Ok(Received::Message(Message::Hello { device, .. }, _)) => self.attach(id, greeting, device),
+            Ok(Received::Message(other, _)) => refuse(&greeting.socket, false, other.unexpected("Hello")),
+            Ok(_) => {}
+            Err(Error::Handshake { fault, .. }) => refuse(&greeting.socket, false, fault),
+            Err(error) => refuse(&greeting.socket, false, error),
+        }
+        Next::Stop
+    }
+
+    /// Makes the link and sends it.
+    fn attach(&self, id: u64, greeting: Greeting, device: crate::backend::DeviceId) {
+        let own = self.device.info().id;
+        let Greeting { watch, peer, socket, .. } = greeting;
+        drop(watch);
+        if !share_memory(own, device) {
+            let fault = HandshakeFault::Device { publisher: own.to_string(), subscriber: device.to_string() };
+            return refuse(&socket, false, fault);
+        }
+        let policy = self.options.policy_for(&peer);
+        let parts = match Parts::new(&self.device, self.options.depth, self.generation, peer, socket) {
+            Ok(parts) => parts,
+            Err((error, socket)) => return refuse(&socket, false, error),
+        };
+        let mut state = self.lock();
+        let welcome = Message::Welcome {
+            generation: self.generation,
+            device: own,
+            depth: self.options.depth,
+            access: Access::Read,
+            lossless: policy.is_lossless(),
+            regions: state.arena.chunks().len() as u32,
+        };
+        let outlet = parts.welcome(id, policy, &welcome, state.arena.chunks());
+        let Some(mut outlet) = outlet.filter(|_| !state.closed) else { return };
+        let watch = |fd, kind| self.watcher.watch(fd, &self.me, tag(id, kind));
+        if let (Ok(socket), Ok(pidfd)) = (watch(outlet.socket(), SOCKET), watch(outlet.peer.pidfd(), PIDFD)) {
+            outlet.watches.extend([socket, pidfd]);
+            state.outlets.push(outlet);
+        }
+    }
+
+    /// A link's socket speaks.
+    fn on_socket(&self, state: &mut State, id: u64) -> Next {
+        for _ in 0..MESSAGES_AT_ONCE {
+            let Some(outlet) = state.find(id) else { return Next::Stop };
+            match message::receive(outlet.socket(), &self.name) {
+                Ok(Received::Nothing) => return Next::Keep,
+                Ok(Received::Message(Message::Attached, _)) if outlet.phase == Phase::Attaching => {
+                    outlet.phase = Phase::Live;
+                    self.replay(state, id);
+                    self.bell.ring();
+                }
+                Ok(Received::Message(Message::Bye(_), _)) => {
+                    outlet.leave(None);
+                    self.bell.ring();
+                }
+                Ok(Received::End) => {
+                    self.on_end(state, id);
+                    return Next::Stop;
+                }
+                Ok(Received::Message(other, _)) => {
+                    let fault = other.unexpected("Attached or Bye").to_string();
+                    outlet.leave(Some(Farewell::Failed(message::text(fault))));
+                }
+                Err(error) => {
+                    outlet.leave(Some(Farewell::Failed(message::text(error))));
+                    return Next::Stop;
+                }
+            }
+        }
+        Next::Keep
+    }
+
+    /// The socket has closed: a leaver is done with it, anybody else is suspect from now on.
+    fn on_end(&self, state: &mut State, id: u64) {
+        if let Some(outlet) = state.find(id)
+            && matches!(outlet.phase, Phase::Attaching | Phase::Live)
+        {
+            outlet.leave(None);
+            outlet.phase = Phase::Suspect;
+        }
+        self.bury(state);
+        self.bell.ring();
+    }
+
+    /// Proven dead: nothing of that process can touch memory any more, so all that it held is free as soon as
+    /// this process's own streams are done with it.
+    fn on_death(&self, state: &mut State, id: u64) -> Next {
+        if let Some(outlet) = state.find(id) {
+            outlet.ring.receiver_is_dead();
+            outlet.leave(None);
+            self.bury(state);
+            self.bell.ring();
+        }
+        Next::Stop
+    }
+
+    /// Forgets the leavers that have released everything.
+    fn bury(&self, state: &mut State) {
+        self.reclaim(state, true);
+        let is_done = |o: &mut Outlet| matches!(o.phase, Phase::Leaving | Phase::Suspect) && o.holds_nothing();
+        let done: Vec<Outlet> = state.outlets.extract_if(.., is_done).collect();
+        done.into_iter().for_each(|outlet| self.drop_outlet(outlet));
+    }
+
+    /// Lets a link's memory go once this process's streams have written their last word into it.
+    fn drop_outlet(&self, mut outlet: Outlet) {
+        outlet.watches.clear();
+        if !outlet.ring.is_quiet() {
+            self.watcher.retire(move || outlet.ring.is_quiet());
+        }
+    }
+
+    /// Gives a late joiner the history. A sample whose data is not complete yet gets its `ready` from the device,
+    /// behind the word that the original send signals.
+    fn replay(&self, state: &mut State, id: u64) {
+        let State { arena, outlets, history, .. } = state;
+        let Some(outlet) = outlets.iter_mut().find(|outlet| outlet.id == id) else { return };
+        for (slot, description) in history.iter() {
+            let Some(position) = outlet.place(|_| {}) else { return };
+            let index = *slot as usize;
+            let fence = arena.fence_of(*slot);
+            if self.board.word(index).reached(fence) {
+                outlet.ring.segment().entry(position).ready.store(position);
+            } else if let Some(stream) = &self.history_stream {
+                let wait = StreamOp::Wait { word: self.board.device_word(index), value: fence };
+                // SAFETY: the board and the link's segment outlive their operations (see `send`).
+                if unsafe { stream.batch(&[wait, outlet.ready_op(position)]) }.is_err() {
+                    return outlet.ring.burn(position);
+                }
+            }
+            arena.hold(*slot);
+            outlet.publish(position, *slot, description);
+        }
+    }
+
+    fn evict_stalled(&self, state: &mut State, now_ns: u64) {
+        let Some(limit) = self.options.evict_after else { return };
+        for outlet in state.outlets.iter_mut().filter(|outlet| outlet.is_live()) {
+            let silence = outlet.silence(now_ns);
+            if silence > limit {
+                outlet.leave(Some(Farewell::Evicted(format!("no sign of life for {silence:.1?}"))));
+                self.bell.ring();
+            }
+        }
+    }
+}
+
+impl Watched for Core {
+    fn on_ready(&self, tag: u64) -> Next {
+        if !self.home.is_here() {
+            return Next::Stop;
+        }
+        let (id, kind) = (tag >> 1, tag & 1);
+        if tag == LISTENER {
+            self.accept();
+            return Next::Keep;
+        }
+        let mut state = self.lock();
+        match kind {
+            PIDFD => self.on_death(&mut state, id),
+            _ if state.find(id).is_some() => self.on_socket(&mut state, id),
+            _ => {
+                drop(state);
+                self.on_greeting(id)
+            }
+        }
+    }
+
+    fn on_tick(&self, now_ns: u64) {
+        let late = |since: Instant| since.elapsed() > HANDSHAKE_TIMEOUT;
+        self.greetings.lock().unwrap_or_else(PoisonError::into_inner).retain(|_, greeting| !late(greeting.since));
+        let mut state = self.lock();
+        state.outlets.retain(|outlet| outlet.phase != Phase::Attaching || !late(outlet.since));
+        state.outlets.iter().for_each(|outlet| outlet.beat(now_ns));
+        self.evict_stalled(&mut state, now_ns);
+        self.bury(&mut state);
+    }
+}
+
+fn refuse(socket: &PrivateFd, denied: bool, reason: impl ToString) {
+    let _ = message::send(socket.as_fd(), &Message::Refused { denied, text: message::text(reason) }, &[]);
+}
+
+fn own_pid() -> i32 {
+    std::process::id() as i32
+}

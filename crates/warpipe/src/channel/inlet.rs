@@ -1,0 +1,512 @@
+//! The subscriber's end of one link: the handshake, the regions, and what its publisher's death means here.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, fence};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use super::HANDSHAKE_TIMEOUT;
+use crate::backend::{Access, DeviceId, StreamOp};
+use crate::clock::now_ns;
+use crate::device::Device;
+use crate::domain::{Domain, EndpointName};
+use crate::error::{Error, HandshakeFault, Result};
+use crate::fork::{Home, PrivateFd};
+use crate::link::PeerState;
+use crate::link::entry::Violation;
+use crate::link::message::{self, Farewell, Message, Received};
+use crate::link::peer::Peer;
+use crate::link::segment::{OpenError, Segment};
+use crate::link::wake::{Bell, Wake};
+use crate::link::watcher::{Next, STALLED_AFTER, Watch, Watched, Watcher};
+use crate::memory::arena::REGIONS_MAX;
+use crate::memory::region::Region;
+use crate::stream::Stream;
+
+const SOCKET: u64 = 0;
+const PIDFD: u64 = 1;
+
+/// Messages taken from the socket before other links have their turn.
+const MESSAGES_AT_ONCE: usize = 16;
+
+/// How a link stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Standing {
+    Open = 0,
+    /// The publisher said goodbye; what it sent will still complete.
+    Closed = 1,
+    /// The publisher closed this link alone.
+    Evicted = 2,
+    /// This side closed it, for the fault kept beside.
+    Failed = 3,
+    /// The socket closed without a goodbye.
+    Suspect = 4,
+}
+
+impl Standing {
+    fn from_bits(bits: u8) -> Standing {
+        match bits {
+            0 => Standing::Open,
+            1 => Standing::Closed,
+            2 => Standing::Evicted,
+            3 => Standing::Failed,
+            _ => Standing::Suspect,
+        }
+    }
+}
+
+/// What keeps the link's memory; let go when no stream uses it any more.
+#[derive(Debug)]
+struct Memory {
+    segment: Arc<Segment>,
+    regions: Mutex<Vec<Arc<Region>>>,
+    /// For each entry, the last position whose release was enqueued.
+    signalled: Vec<AtomicU64>,
+    /// Held until then, so that the publisher sees the end of the socket only after the last release.
+    #[expect(dead_code, reason = "held, not used")]
+    socket: Arc<PrivateFd>,
+}
+
+impl Memory {
+    /// Whether every release enqueued has been executed.
+    fn is_quiet(&self) -> bool {
+        self.signalled
+            .iter()
+            .map(|word| word.load(Acquire))
+            .all(|position| position == 0 || self.segment.entry(position).released.reached(position))
+    }
+}
+
+/// One link, as its subscriber and all its samples share it.
+#[derive(Debug)]
+pub(crate) struct Inlet {
+    /// Declared first: watches end before their descriptors are closed.
+    watches: Mutex<Vec<Watch>>,
+    pub(super) home: Home,
+    pub(super) name: String,
+    pub(super) peer: Peer,
+    pub(super) lossless: bool,
+    owner: DeviceId,
+    access: Access,
+    device: Device,
+    pub(super) wake: Wake,
+    bell: Arc<Bell>,
+    standing: AtomicU8,
+    /// The publisher is proven dead and stuck streams have been rescued.
+    dead: AtomicBool,
+    fault: Mutex<Option<Error>>,
+    /// For each entry, the position handed out here that a stream may be waiting for.
+    held: Vec<AtomicU64>,
+    /// For each entry, the position that the publisher's death left incomplete.
+    lost: Vec<AtomicU64>,
+    socket: Arc<PrivateFd>,
+    watcher: Arc<Watcher>,
+    /// `None` only while dropping.
+    memory: Option<Memory>,
+}
+
+impl Inlet {
+    /// Connects, shakes hands and maps everything. On an error nothing is left, on either side.
+    pub(super) fn connect(
+        domain: &Domain,
+        name: &EndpointName,
+        device: &Device,
+        bell: &Arc<Bell>,
+    ) -> Result<Arc<Inlet>> {
+        let watcher = Watcher::of_process()?;
+        let socket = PrivateFd::new(domain.connect(name, HANDSHAKE_TIMEOUT)?);
+        let peer = Peer::of(socket.as_fd(), name.as_str())?;
+        if peer.uid != domain.owner() {
+            let detail = format!("uid {} listens in a domain of uid {}", peer.uid, domain.owner());
+            return Err(Error::AccessDenied { name: name.to_string(), detail });
+        }
+        let greeter = Greeter { socket: &socket, name: name.as_str(), deadline: Instant::now() + HANDSHAKE_TIMEOUT };
+        let generation = crate::link::watcher::new_generation();
+        greeter.say(&Message::Hello { generation, device: device.info().id })?;
+        let welcome = greeter.welcome(device)?;
+        let regions = greeter.regions(device, &welcome)?;
+        greeter.say(&Message::Attached)?;
+        Inlet::assemble(welcome, regions, name, device, bell, socket, peer, watcher)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parts of one link, each made by another step of `connect`")]
+    fn assemble(
+        welcome: Welcome,
+        regions: Vec<Arc<Region>>,
+        name: &EndpointName,
+        device: &Device,
+        bell: &Arc<Bell>,
+        socket: PrivateFd,
+        peer: Peer,
+        watcher: Arc<Watcher>,
+    ) -> Result<Arc<Inlet>> {
+        let depth = welcome.segment.depth() as usize;
+        let words = || (0..depth).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
+        let socket = Arc::new(socket);
+        welcome.segment.header().receiver.heartbeat_ns.store(now_ns(), Relaxed);
+        let memory = Memory {
+            segment: Arc::new(welcome.segment),
+            regions: Mutex::new(regions),
+            signalled: words(),
+            socket: socket.clone(),
+        };
+        let inlet = Arc::new(Inlet {
+            watches: Mutex::default(),
+            home: Home::here(),
+            name: name.to_string(),
+            peer,
+            lossless: welcome.lossless,
+            owner: welcome.owner,
+            access: welcome.access,
+            device: device.clone(),
+            wake: welcome.wake,
+            bell: bell.clone(),
+            standing: AtomicU8::new(Standing::Open as u8),
+            dead: AtomicBool::new(false),
+            fault: Mutex::new(None),
+            held: words(),
+            lost: words(),
+            socket,
+            watcher: watcher.clone(),
+            memory: Some(memory),
+        });
+        let me: Weak<dyn Watched> = Arc::downgrade(&inlet) as Weak<dyn Watched>;
+        let watches =
+            [watcher.watch(inlet.socket.as_fd(), &me, SOCKET)?, watcher.watch(inlet.peer.pidfd(), &me, PIDFD)?];
+        inlet.watches.lock().unwrap_or_else(PoisonError::into_inner).extend(watches);
+        watcher.tick(me);
+        Ok(inlet)
+    }
+
+    fn memory(&self) -> &Memory {
+        self.memory.as_ref().expect("present until dropped")
+    }
+
+    pub(super) fn segment(&self) -> &Arc<Segment> {
+        &self.memory().segment
+    }
+
+    pub(super) fn regions(&self) -> MutexGuard<'_, Vec<Arc<Region>>> {
+        self.memory().regions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn standing(&self) -> Standing {
+        Standing::from_bits(self.standing.load(SeqCst))
+    }
+
+    /// Samples that the publisher did not give to this subscriber because of its policy.
+    pub(super) fn dropped(&self) -> u64 {
+        self.segment().header().sender.dropped.load(Relaxed)
+    }
+
+    pub(super) fn peer_state(&self) -> PeerState {
+        let beat = self.segment().header().sender.heartbeat_ns.load(Relaxed);
+        match self.standing() {
+            _ if self.dead.load(SeqCst) || self.peer.is_proven_dead() => PeerState::Dead,
+            Standing::Suspect | Standing::Failed => PeerState::Suspect,
+            Standing::Closed | Standing::Evicted => PeerState::Leaving,
+            Standing::Open if now_ns().saturating_sub(beat) > STALLED_AFTER.as_nanos() as u64 => PeerState::Stalled,
+            Standing::Open => PeerState::Alive,
+        }
+    }
+
+    /// Why nothing more will come.
+    pub(super) fn why_over(&self) -> Error {
+        let fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let graceful = self.standing() == Standing::Closed;
+        fault.unwrap_or_else(|| Error::PublisherGone { name: self.name.clone(), pid: self.peer.pid, graceful })
+    }
+
+    /// Prepares `stream` to read the sample at `position`: the stream waits until the data is complete. False
+    /// if the publisher is dead and it never will be.
+    pub(super) fn admit(&self, position: u64, stream: &Stream) -> Result<bool> {
+        let index = self.segment().index(position) as usize;
+        let entry = self.segment().entry(position);
+        // First in the table, then the look at `dead`: `rescue` sets it first and then reads the table, so one of
+        // the two sees the other, and no stream is left waiting.
+        self.held[index].store(position, SeqCst);
+        if self.dead.load(SeqCst) {
+            return Ok(entry.ready.reached(position) && self.lost[index].load(SeqCst) != position);
+        }
+        let wait = StreamOp::Wait { word: self.segment().ready_word(position), value: position };
+        // SAFETY: the word lies in the link segment, which is let go only when the release behind this wait, on
+        // the same stream, has been executed (`Memory::is_quiet`).
+        unsafe { stream.batch(&[wait])? };
+        Ok(true)
+    }
+
+    /// Enqueues the release of `position` behind the stream's work.
+    pub(super) fn release(&self, position: u64, stream: &Stream) -> Result<()> {
+        let memory = self.memory();
+        let op = StreamOp::Signal { word: memory.segment.released_word(position), value: position };
+        let index = memory.segment.index(position) as usize;
+        let before = memory.signalled[index].swap(position, Release);
+        // SAFETY: the word lies in the link segment, which is let go only when it has been reached (`is_quiet`).
+        if let Err(error) = unsafe { stream.batch(&[op]) } {
+            memory.signalled[index].store(before, Release);
+            return Err(error);
+        }
+        let header = memory.segment.header();
+        header.receiver.released.fetch_add(1, Release);
+        // Pairs with the fence in `Outlet::set_asleep`: either we see the sleeper, or it sees the release.
+        fence(SeqCst);
+        if header.sender.asleep.load(Acquire) != 0 {
+            self.wake.ring();
+        }
+        Ok(())
+    }
+
+    /// Whether the sample's data is complete; an error if it never will be.
+    pub(super) fn completion(&self, position: u64, sequence: u64) -> Result<bool> {
+        let index = self.segment().index(position) as usize;
+        // `ready` first: a rescue marks the loss before it stores the word.
+        let reached = self.segment().entry(position).ready.reached(position);
+        if self.lost[index].load(SeqCst) == position {
+            return Err(Error::SampleLost { name: self.name.clone(), sequence, pid: self.peer.pid });
+        }
+        Ok(reached)
+    }
+
+    /// Waits on the CPU until the sample's data is complete.
+    pub(super) fn wait_complete(&self, position: u64, sequence: u64, timeout: Duration) -> Result<()> {
+        self.home.check()?;
+        if !self.completion(position, sequence)? {
+            let word = &self.segment().entry(position).ready;
+            if !self.device.backend().wait_word(word, position, timeout)? {
+                let what = format!("the data of sample {sequence} of {:?}", self.name);
+                return Err(Error::Timeout { what, waited: timeout });
+            }
+            self.completion(position, sequence)?;
+        }
+        Ok(())
+    }
+
+    /// Closes the link because of `error`. Nothing else of this process is touched.
+    pub(super) fn fail(&self, error: Error) {
+        let farewell = Farewell::Failed(message::text(&error));
+        let _ = message::send(self.socket.as_fd().as_fd(), &Message::Bye(farewell), &[]);
+        let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+        if fault.is_none() && self.standing() == Standing::Open {
+            *fault = Some(error);
+        }
+        drop(fault);
+        self.stand(Standing::Failed);
+    }
+
+    pub(super) fn violation(&self, violation: Violation) -> Error {
+        let Violation { field, found, allowed } = violation;
+        Error::Protocol { name: self.name.clone(), field, found, allowed }
+    }
+
+    /// No more samples, please; those held stay valid.
+    pub(super) fn leave(&self) {
+        let _ = message::send(self.socket.as_fd().as_fd(), &Message::Bye(Farewell::Closed), &[]);
+    }
+
+    /// Moves away from `Open`, once.
+    fn stand(&self, standing: Standing) {
+        let _ = self.standing.compare_exchange(Standing::Open as u8, standing as u8, SeqCst, SeqCst);
+        self.bell.ring();
+    }
+
+    /// The publisher is proven dead: what was ready by now is whole and counts; a stream that waits for anything
+    /// else is let go, and its sample is lost.
+    fn rescue(&self) {
+        self.dead.store(true, SeqCst);
+        for index in 0..self.held.len() {
+            let position = self.held[index].load(SeqCst);
+            let Some(entry) = (position != 0).then(|| self.segment().entry(position)) else { continue };
+            if !entry.ready.reached(position) {
+                self.lost[index].store(position, SeqCst);
+                entry.ready.store(position);
+            }
+        }
+        self.stand(Standing::Suspect);
+    }
+
+    fn on_message(&self) -> Next {
+        for _ in 0..MESSAGES_AT_ONCE {
+            match message::receive(self.socket.as_fd().as_fd(), &self.name) {
+                Ok(Received::Nothing) => return Next::Keep,
+                Ok(Received::Message(Message::Region { id, bytes }, fds)) => {
+                    if let Err(error) = self.map_region(id, bytes, fds) {
+                        self.fail(error);
+                    }
+                    self.bell.ring();
+                }
+                Ok(Received::Message(Message::Bye(farewell), _)) => self.on_farewell(farewell),
+                Ok(Received::Message(other, _)) => {
+                    let fault = other.unexpected("Region or Bye");
+                    self.fail(Error::Handshake { name: self.name.clone(), fault });
+                }
+                Ok(Received::End) => {
+                    self.stand(Standing::Suspect);
+                    return Next::Stop;
+                }
+                Err(error) => {
+                    self.fail(error);
+                    return Next::Stop;
+                }
+            }
+        }
+        Next::Keep
+    }
+
+    fn map_region(&self, id: u32, bytes: u64, fds: Vec<OwnedFd>) -> Result<()> {
+        let mut regions = self.regions();
+        let region = import(&self.device, (id, bytes), regions.len(), &fds, self.access, self.owner, &self.name)?;
+        regions.push(region);
+        Ok(())
+    }
+
+    fn on_farewell(&self, farewell: Farewell) {
+        match farewell {
+            Farewell::Closed => self.stand(Standing::Closed),
+            Farewell::Evicted(reason) | Farewell::Failed(reason) => {
+                let error = Error::Evicted { name: self.name.clone(), reason };
+                self.fault.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                self.stand(Standing::Evicted);
+            }
+        }
+    }
+}
+
+impl Watched for Inlet {
+    fn on_ready(&self, tag: u64) -> Next {
+        match tag {
+            _ if !self.home.is_here() => Next::Stop,
+            PIDFD => {
+                self.rescue();
+                Next::Stop
+            }
+            _ => self.on_message(),
+        }
+    }
+
+    fn on_tick(&self, now_ns: u64) {
+        self.segment().header().receiver.heartbeat_ns.store(now_ns, Relaxed);
+    }
+}
+
+impl Drop for Inlet {
+    fn drop(&mut self) {
+        let Some(memory) = self.memory.take() else { return };
+        if !self.home.is_here() {
+            std::mem::forget(memory);
+        } else if !memory.is_quiet() {
+            self.watcher.retire(move || memory.is_quiet());
+        }
+    }
+}
+
+/// The handshake's answers.
+struct Welcome {
+    segment: Segment,
+    wake: Wake,
+    owner: DeviceId,
+    access: Access,
+    lossless: bool,
+    regions: u32,
+}
+
+/// The handshake, on the caller's thread, until a deadline.
+struct Greeter<'a> {
+    socket: &'a PrivateFd,
+    name: &'a str,
+    deadline: Instant,
+}
+
+impl Greeter<'_> {
+    fn fault(&self, fault: HandshakeFault) -> Error {
+        Error::Handshake { name: self.name.to_string(), fault }
+    }
+
+    fn say(&self, message: &Message) -> Result<()> {
+        message::send(self.socket.as_fd(), message, &[]).or_else(|error| match error {
+            // The refusal that explains it may be waiting to be read.
+            rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET => Ok(()),
+            other => Err(Error::os("sendmsg", format!("the handshake with {:?}", self.name), other)),
+        })
+    }
+
+    fn hear(&self) -> Result<(Message, Vec<OwnedFd>)> {
+        loop {
+            match message::receive(self.socket.as_fd(), self.name)? {
+                Received::Message(Message::Refused { denied: true, text }, _) => {
+                    return Err(Error::AccessDenied { name: self.name.to_string(), detail: text });
+                }
+                Received::Message(Message::Refused { text, .. }, _) => {
+                    return Err(self.fault(HandshakeFault::Refused(text)));
+                }
+                Received::Message(Message::Bye(_), _) | Received::End => return Err(self.fault(HandshakeFault::Closed)),
+                Received::Message(message, fds) => return Ok((message, fds)),
+                Received::Nothing => {
+                    let left = self.deadline.saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        return Err(self.fault(HandshakeFault::Silent(HANDSHAKE_TIMEOUT)));
+                    }
+                    message::wait_readable(self.socket.as_fd(), left);
+                }
+            }
+        }
+    }
+
+    fn welcome(&self, device: &Device) -> Result<Welcome> {
+        let (message, fds) = self.hear()?;
+        let Message::Welcome { generation, device: owner, depth, access, lossless, regions } = message else {
+            return Err(self.fault(message.unexpected("Welcome")));
+        };
+        let reader = device.info().id;
+        if owner.kind != reader.kind {
+            let fault = HandshakeFault::Device { publisher: owner.to_string(), subscriber: reader.to_string() };
+            return Err(self.fault(fault));
+        }
+        let Ok([segment, wake]) = <[OwnedFd; 2]>::try_from(fds) else {
+            return Err(self.fault(HandshakeFault::Descriptors { found: 0, wanted: 2 }));
+        };
+        let segment = Segment::open(device, segment.as_fd(), depth, generation).map_err(|error| match error {
+            OpenError::Fault(fault) => self.fault(fault),
+            OpenError::Local(error) => error,
+        })?;
+        let wake = Wake::adopt(wake).map_err(|fault| self.fault(fault))?;
+        Ok(Welcome { segment, wake, owner, access, lossless, regions })
+    }
+
+    fn regions(&self, device: &Device, welcome: &Welcome) -> Result<Vec<Arc<Region>>> {
+        let mut regions = Vec::new();
+        while regions.len() < welcome.regions as usize {
+            let (message, fds) = self.hear()?;
+            let Message::Region { id, bytes } = message else {
+                return Err(self.fault(message.unexpected("Region")));
+            };
+            let (access, owner) = (welcome.access, welcome.owner);
+            regions.push(import(device, (id, bytes), regions.len(), &fds, access, owner, self.name)?);
+        }
+        Ok(regions)
+    }
+}
+
+/// Maps one announced region, the `due`th of its link.
+fn import(
+    device: &Device,
+    (id, bytes): (u32, u64),
+    due: usize,
+    fds: &[OwnedFd],
+    access: Access,
+    owner: DeviceId,
+    name: &str,
+) -> Result<Arc<Region>> {
+    let wrong =
+        |field, found: String, allowed: String| Error::Protocol { name: name.to_string(), field, found, allowed };
+    if id as usize != due || due >= REGIONS_MAX {
+        return Err(wrong("region number", id.to_string(), format!("{due}, below {REGIONS_MAX}")));
+    }
+    let unit = device.backend().granularity();
+    if bytes == 0 || !bytes.is_multiple_of(unit) || bytes > i64::MAX as u64 {
+        return Err(wrong("region length", format!("{bytes} bytes"), format!("a multiple of {unit}")));
+    }
+    let [fd] = fds else { return Err(wrong("descriptors", fds.len().to_string(), "1".into())) };
+    Ok(Arc::new(Region::import(device, BorrowedFd::from(fd.as_fd()), bytes, access, owner)?))
+}

@@ -1,0 +1,255 @@
+//! The publisher's end of one link.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::fence;
+use std::time::{Duration, Instant};
+
+use super::publisher::{Policy, SubscriberInfo};
+use crate::backend::{DeviceId, StreamOp};
+use crate::device::Device;
+use crate::error::Result;
+use crate::fork::PrivateFd;
+use crate::link::PeerState;
+use crate::link::entry::Description;
+use crate::link::message::{self, Farewell, Message};
+use crate::link::peer::Peer;
+use crate::link::ring::{Room, SenderRing};
+use crate::link::segment::Segment;
+use crate::link::wake::Wake;
+use crate::link::watcher::{STALLED_AFTER, Watch};
+use crate::memory::arena::{Chunk, SlotId};
+
+/// How far a link has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// The subscriber maps the regions; it gets no samples yet.
+    Attaching,
+    /// It gets samples.
+    Live,
+    /// It gets no more samples, and is forgotten when it has released those that it holds.
+    Leaving,
+    /// Its socket closed without a goodbye; what it holds stays untouched until its death is proven.
+    Suspect,
+}
+
+/// One subscriber, as its publisher sees it.
+#[derive(Debug)]
+pub(super) struct Outlet {
+    /// Declared first: a watch ends before its descriptor is closed.
+    pub(super) watches: Vec<Watch>,
+    pub(super) id: u64,
+    pub(super) phase: Phase,
+    pub(super) policy: Policy,
+    pub(super) peer: Peer,
+    pub(super) ring: SenderRing,
+    pub(super) since: Instant,
+    /// Shared, so that a sender can sleep on it without the publisher's lock.
+    pub(super) wake: Arc<Wake>,
+    /// What the subscriber has been given and not yet released, oldest first.
+    in_flight: VecDeque<(u64, SlotId)>,
+    /// Releases seen completed; the subscriber counts those it has enqueued.
+    releases_seen: u64,
+    dropped: u64,
+    socket: PrivateFd,
+}
+
+/// What a new link is made of, before anybody knows of it.
+pub(super) struct Parts {
+    pub(super) peer: Peer,
+    pub(super) socket: PrivateFd,
+    ring: SenderRing,
+    wake: Wake,
+    segment_fd: std::os::fd::OwnedFd,
+    their_wake: std::os::fd::OwnedFd,
+}
+
+impl Parts {
+    /// Makes segment and wake channel; registers with the device, so not for a hot path.
+    pub(super) fn new(
+        device: &Device,
+        depth: u32,
+        generation: [u8; 16],
+        peer: Peer,
+        socket: PrivateFd,
+    ) -> Result<Parts, (crate::Error, PrivateFd)> {
+        let made = Segment::create(device, depth, generation).and_then(|segment| Ok((segment, Wake::pair()?)));
+        match made {
+            Ok(((segment, segment_fd), (wake, their_wake))) => {
+                let ring = SenderRing::new(Arc::new(segment));
+                Ok(Parts { peer, socket, ring, wake, segment_fd, their_wake })
+            }
+            Err(error) => Err((error, socket)),
+        }
+    }
+
+    /// Sends `welcome` with the link's descriptors and every region so far. The peer's copies are ours no more.
+    pub(super) fn welcome(self, id: u64, policy: Policy, welcome: &Message, chunks: &[Chunk]) -> Option<Outlet> {
+        let fds = [self.segment_fd.as_fd(), self.their_wake.as_fd()];
+        message::send(self.socket.as_fd(), welcome, &fds).ok()?;
+        let outlet = Outlet {
+            id,
+            phase: Phase::Attaching,
+            policy,
+            peer: self.peer,
+            ring: self.ring,
+            since: Instant::now(),
+            watches: Vec::new(),
+            in_flight: VecDeque::new(),
+            releases_seen: 0,
+            dropped: 0,
+            wake: Arc::new(self.wake),
+            socket: self.socket,
+        };
+        outlet.beat(crate::clock::now_ns());
+        let all = chunks.iter().enumerate().all(|(id, chunk)| outlet.announce(id as u32, chunk));
+        all.then_some(outlet)
+    }
+}
+
+impl Outlet {
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    pub(super) fn is_live(&self) -> bool {
+        self.phase == Phase::Live
+    }
+
+    /// Sends a region's descriptor; false when the peer does not read its socket.
+    pub(super) fn announce(&self, id: u32, chunk: &Chunk) -> bool {
+        let region = Message::Region { id, bytes: chunk.region.bytes() };
+        message::send(self.socket(), &region, &[chunk.export.as_fd()]).is_ok()
+    }
+
+    /// Ends the subscription: takes back what was not taken, and waits for the rest.
+    pub(super) fn leave(&mut self, farewell: Option<Farewell>) {
+        if let Some(farewell) = farewell {
+            let _ = message::send(self.socket(), &Message::Bye(farewell), &[]);
+        }
+        self.phase = Phase::Leaving;
+        self.ring.revoke_all();
+    }
+
+    /// The word that says that this subscriber's sample at `position` is ready.
+    pub(super) fn ready_op(&self, position: u64) -> StreamOp {
+        StreamOp::Signal { word: self.ring.segment().ready_word(position), value: position }
+    }
+
+    /// Where the next sample can go, after the policy has had its say: `None` drops it for this subscriber.
+    pub(super) fn place(&mut self, mut free: impl FnMut(SlotId)) -> Option<u64> {
+        if let Room::At(position) = self.ring.room() {
+            return Some(position);
+        }
+        if self.policy == Policy::DropOldest
+            && let Some(revoked) = self.ring.revoke_oldest_complete()
+        {
+            self.count_drop();
+            if let Some(index) = self.in_flight.iter().position(|&(position, _)| position == revoked) {
+                self.in_flight.remove(index).into_iter().for_each(|(_, slot)| free(slot));
+            }
+            if let Room::At(position) = self.ring.room() {
+                return Some(position);
+            }
+        }
+        self.count_drop();
+        None
+    }
+
+    fn count_drop(&mut self) {
+        self.dropped += 1;
+        self.ring.segment().header().sender.dropped.store(self.dropped, Relaxed);
+    }
+
+    /// Hands the sample over and wakes the subscriber if it sleeps.
+    pub(super) fn publish(&mut self, position: u64, slot: SlotId, description: &Description) {
+        self.in_flight.push_back((position, slot));
+        if self.ring.publish(position, description) {
+            self.wake.ring();
+        }
+    }
+
+    /// The slots that this subscriber is done with. `thorough` looks behind a sample that is held long, too.
+    pub(super) fn reclaim(&mut self, thorough: bool, mut free: impl FnMut(SlotId)) {
+        while let Some(&(position, slot)) = self.in_flight.front() {
+            if !self.ring.is_over(position) {
+                break;
+            }
+            self.in_flight.pop_front();
+            self.releases_seen += u64::from(!self.ring.is_revoked(position));
+            free(slot);
+        }
+        if thorough {
+            let (ring, seen) = (&self.ring, &mut self.releases_seen);
+            self.in_flight.retain(|&(position, slot)| {
+                let over = ring.is_over(position);
+                if over {
+                    *seen += u64::from(!ring.is_revoked(position));
+                    free(slot);
+                }
+                !over
+            });
+        }
+    }
+
+    /// Slots given and not yet released.
+    pub(super) fn holds(&self) -> impl Iterator<Item = SlotId> + '_ {
+        self.in_flight.iter().map(|&(_, slot)| slot)
+    }
+
+    pub(super) fn holds_nothing(&self) -> bool {
+        self.in_flight.is_empty()
+    }
+
+    /// Whether the device still has to complete something that would free a slot: a release, or a revoked
+    /// sample's own work. No interrupt tells of it, so a sender that waits for it must look again.
+    pub(super) fn device_owes(&self) -> bool {
+        let announced = self.ring.segment().header().receiver.released.load(Acquire);
+        announced > self.releases_seen || self.in_flight.iter().any(|&(position, _)| self.ring.is_revoked(position))
+    }
+
+    /// Tells the subscriber to wake this end with its releases, or no longer.
+    pub(super) fn set_asleep(&self, asleep: bool) {
+        self.ring.segment().header().sender.asleep.store(u32::from(asleep), Release);
+        fence(SeqCst);
+        if !asleep {
+            self.wake.drain();
+        }
+    }
+
+    /// Writes this end's heartbeat.
+    pub(super) fn beat(&self, now_ns: u64) {
+        self.ring.segment().header().sender.heartbeat_ns.store(now_ns, Relaxed);
+    }
+
+    /// How long ago the subscriber gave a sign of life.
+    pub(super) fn silence(&self, now_ns: u64) -> Duration {
+        let beat = self.ring.segment().header().receiver.heartbeat_ns.load(Relaxed);
+        Duration::from_nanos(now_ns.saturating_sub(beat)).min(self.since.elapsed())
+    }
+
+    pub(super) fn info(&self, now_ns: u64) -> SubscriberInfo {
+        let state = match self.phase {
+            _ if self.peer.is_proven_dead() => PeerState::Dead,
+            Phase::Suspect => PeerState::Suspect,
+            Phase::Leaving => PeerState::Leaving,
+            _ if self.silence(now_ns) > STALLED_AFTER => PeerState::Stalled,
+            _ => PeerState::Alive,
+        };
+        SubscriberInfo {
+            pid: self.peer.pid,
+            uid: self.peer.uid,
+            state,
+            silent_for: self.silence(now_ns),
+            in_flight: self.in_flight.len() as u32,
+            dropped: self.dropped,
+        }
+    }
+}
+
+/// Whether memory of `owner` can be handed to `reader` at all.
+pub(super) fn share_memory(owner: DeviceId, reader: DeviceId) -> bool {
+    owner.kind == reader.kind
+}

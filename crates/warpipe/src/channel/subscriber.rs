@@ -1,0 +1,544 @@
+//! The subscriber as users hold it.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+
+use super::inlet::{Inlet, Standing};
+use super::sample::{Discontinuity, Sample};
+use crate::device::Device;
+use crate::domain::{Domain, EndpointName};
+use crate::error::{Error, Result};
+use crate::fork::{Home, PrivateFd};
+use crate::link::PeerState;
+use crate::link::entry::{Allegation, Violation};
+use crate::link::message::wait_readable;
+use crate::link::ring::{Found, ReceiverRing};
+use crate::link::wake::Bell;
+use crate::memory::region::Region;
+use crate::stream::Stream;
+
+/// How long a sample's region may take to arrive behind the sample itself.
+const REGION_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How often a name that cannot be attached to for the moment is tried again without a sign of a new publisher.
+const RETRY: Duration = Duration::from_millis(100);
+
+/// What a subscriber is made with. See [`Subscriber::builder`].
+#[derive(Debug, Clone)]
+pub struct SubscriberBuilder {
+    name: String,
+    domain: Option<Domain>,
+    device: Option<Device>,
+    wait: Option<Duration>,
+    reconnect: bool,
+    timeout: Duration,
+    spin: Duration,
+}
+
+impl SubscriberBuilder {
+    /// The domain to look in; the environment's by default.
+    pub fn domain(mut self, domain: &Domain) -> Self {
+        self.domain = Some(domain.clone());
+        self
+    }
+
+    /// The device to read with; [`Device::preferred`] by default. Another GPU than the publisher's reads over
+    /// NVLink or PCIe, if it can.
+    pub fn device(mut self, device: &Device) -> Self {
+        self.device = Some(device.clone());
+        self
+    }
+
+    /// Wait this long for somebody to publish the name; not at all by default.
+    pub fn wait_for_publisher(mut self, timeout: Option<Duration>) -> Self {
+        self.wait = timeout;
+        self
+    }
+
+    /// Follow the next incarnation when the publisher goes; off by default. Its first sample carries a
+    /// [`Discontinuity`].
+    pub fn reconnect(mut self, reconnect: bool) -> Self {
+        self.reconnect = reconnect;
+        self
+    }
+
+    /// How long [`Subscriber::receive`] waits: 10 s by default.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// How long a wait polls before it sleeps: 20 µs by default. A sleeper costs nothing and is woken; one who
+    /// polls is faster by the price of a wake-up and takes a core.
+    pub fn spin(mut self, spin: Duration) -> Self {
+        self.spin = spin;
+        self
+    }
+
+    /// Finds the publisher and attaches.
+    ///
+    /// # Errors
+    /// [`Error::NoPublisher`], [`Error::Handshake`], [`Error::AccessDenied`], [`Error::PeerAccess`],
+    /// [`Error::NotDeviceMemory`], [`Error::DescriptorLimit`], or what the device says. Nothing is left behind.
+    pub fn build(self) -> Result<Subscriber> {
+        let name = EndpointName::new(&self.name)?;
+        let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
+        let device = self.device.clone().unwrap_or_else(|| Device::preferred().device);
+        Subscriber::new(self, name, domain, device)
+    }
+}
+
+/// Receives the tensors of one publisher.
+///
+/// Not shared between threads (a cursor has one owner), but its samples may go anywhere. It can be polled:
+/// [`AsFd`] gives a descriptor that is readable when [`try_receive`](Self::try_receive) is worth a call. Receive
+/// until it gives `None` before waiting on it.
+///
+/// ```
+/// # use std::time::Duration;
+/// # use warpipe::{Device, Domain, Publisher, Subscriber};
+/// # let folder = std::env::temp_dir().join(format!("warpipe-async-{}", std::process::id()));
+/// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+/// # let publisher = Publisher::builder("a").domain(&domain).device(&device).build()?;
+/// # let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().unwrap();
+/// # runtime.block_on(async {
+/// use tokio::io::unix::AsyncFd;
+///
+/// let subscriber = Subscriber::builder("a").domain(&domain).device(&device).build()?;
+/// let stream = device.stream()?;
+/// publisher.send_bytes(&stream, b"hello")?;
+///
+/// let mut readable = AsyncFd::new(subscriber).unwrap();
+/// let sample = loop {
+///     let mut guard = readable.readable_mut().await.unwrap();
+///     match guard.get_inner_mut().try_receive(&stream)? {
+///         Some(sample) => break sample,
+///         None => guard.clear_ready(),
+///     }
+/// };
+/// assert_eq!(sample.to_vec(Duration::from_secs(1))?, b"hello");
+/// # Ok::<(), warpipe::Error>(())
+/// # }).unwrap();
+/// # drop(publisher); std::fs::remove_dir_all(folder).ok();
+/// # Ok::<(), warpipe::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Subscriber {
+    home: Home,
+    options: SubscriberBuilder,
+    name: EndpointName,
+    domain: Domain,
+    device: Device,
+    bell: Arc<Bell>,
+    /// Says that a new publisher may have come. Only with `reconnect`.
+    arrivals: Option<PrivateFd>,
+    /// Everything that can end a wait, in one descriptor.
+    readable: PrivateFd,
+    /// Somebody waits on `readable` by himself.
+    is_polled: AtomicBool,
+    attached: Option<Attached>,
+    discontinuity: Option<Discontinuity>,
+    dropped_before: u64,
+}
+
+/// The link to the current incarnation.
+#[derive(Debug)]
+struct Attached {
+    inlet: Arc<Inlet>,
+    ring: ReceiverRing,
+    regions: Vec<Arc<Region>>,
+    last_sequence: u64,
+    region_missing_since: Option<Instant>,
+}
+
+impl Subscriber {
+    /// A subscriber to `name`, to be built.
+    pub fn builder(name: &str) -> SubscriberBuilder {
+        SubscriberBuilder {
+            name: name.to_string(),
+            domain: None,
+            device: None,
+            wait: None,
+            reconnect: false,
+            timeout: Duration::from_secs(10),
+            spin: Duration::from_micros(20),
+        }
+    }
+
+    fn new(options: SubscriberBuilder, name: EndpointName, domain: Domain, device: Device) -> Result<Subscriber> {
+        let bell = Arc::new(Bell::new()?);
+        let readable = epoll::create(epoll::CreateFlags::CLOEXEC);
+        let readable = PrivateFd::new(readable.map_err(|e| Error::os("epoll_create1", "a subscriber", e))?);
+        let watches_domain = options.reconnect || options.wait.is_some();
+        let arrivals = if watches_domain { Some(PrivateFd::new(domain.arrivals()?)) } else { None };
+        listen_to(&readable, bell.as_fd())?;
+        if let Some(arrivals) = arrivals.as_ref().filter(|_| options.reconnect) {
+            listen_to(&readable, arrivals.as_fd())?;
+        }
+        let mut subscriber = Subscriber {
+            home: Home::here(),
+            options,
+            name,
+            domain,
+            device,
+            bell,
+            arrivals,
+            readable,
+            is_polled: AtomicBool::new(false),
+            attached: None,
+            discontinuity: None,
+            dropped_before: 0,
+        };
+        subscriber.attach_first()?;
+        Ok(subscriber)
+    }
+
+    fn attach_first(&mut self) -> Result<()> {
+        let start = Instant::now();
+        let patience = self.options.wait.unwrap_or_default();
+        loop {
+            let error = match self.attach() {
+                Ok(()) => return Ok(()),
+                Err(error) if is_passing(&error) => error,
+                Err(error) => return Err(error),
+            };
+            let left = patience.saturating_sub(start.elapsed());
+            match &self.arrivals {
+                Some(arrivals) if !left.is_zero() => {
+                    wait_readable(arrivals.as_fd(), left.min(RETRY));
+                    drain_arrivals(arrivals);
+                }
+                _ => return Err(error),
+            }
+        }
+    }
+
+    fn attach(&mut self) -> Result<()> {
+        let inlet = Inlet::connect(&self.domain, &self.name, &self.device, &self.bell)?;
+        listen_to(&self.readable, inlet.wake.as_fd())?;
+        let ring = ReceiverRing::new(inlet.segment().clone());
+        let regions = inlet.regions().clone();
+        self.attached = Some(Attached { inlet, ring, regions, last_sequence: 0, region_missing_since: None });
+        Ok(())
+    }
+
+    /// The name it listens to.
+    pub fn name(&self) -> &str {
+        self.name.as_str()
+    }
+
+    /// How its publisher fares; `None` while there is none.
+    pub fn publisher_state(&self) -> Option<PeerState> {
+        self.attached.as_ref().map(|attached| attached.inlet.peer_state())
+    }
+
+    /// The publisher's process id; `None` while there is none.
+    pub fn publisher_pid(&self) -> Option<i32> {
+        self.attached.as_ref().map(|attached| attached.inlet.peer.pid)
+    }
+
+    /// Samples that it did not get because of the publisher's policy.
+    pub fn dropped(&self) -> u64 {
+        self.dropped_before + self.attached.as_ref().map_or(0, |attached| attached.inlet.dropped())
+    }
+
+    /// Waits for the next sample, as long as the builder's timeout says. `stream` will wait, on the device, until
+    /// the sample's data is complete.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]; [`Error::PublisherGone`] once everything that it completed has been received (not with
+    /// `reconnect`); [`Error::Evicted`]; [`Error::Protocol`]; [`Error::Forked`]; what the device says.
+    pub fn receive(&mut self, stream: &Stream) -> Result<Sample> {
+        self.receive_timeout(stream, self.options.timeout)
+    }
+
+    /// [`receive`](Self::receive) with another timeout.
+    ///
+    /// # Errors
+    /// As [`receive`](Self::receive).
+    pub fn receive_timeout(&mut self, stream: &Stream, timeout: Duration) -> Result<Sample> {
+        let start = Instant::now();
+        if let Some(sample) = self.poll(stream)? {
+            return Ok(sample);
+        }
+        loop {
+            if let Some(sample) = self.spin(stream, timeout)? {
+                return Ok(sample);
+            }
+            self.fall_asleep();
+            // Whatever came before the flag went up did not ring.
+            if let Some(sample) = self.poll(stream)? {
+                self.wake_up();
+                return Ok(sample);
+            }
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                self.wake_up();
+                return Err(Error::Timeout { what: format!("a sample of {:?}", self.name), waited: timeout });
+            }
+            wait_readable(self.readable.as_fd(), left.min(self.patience()));
+            self.wake_up();
+        }
+    }
+
+    /// The next sample if there is one.
+    ///
+    /// # Errors
+    /// As [`receive`](Self::receive), without the timeout.
+    pub fn try_receive(&mut self, stream: &Stream) -> Result<Option<Sample>> {
+        if let Some(sample) = self.poll(stream)? {
+            return Ok(Some(sample));
+        }
+        if !self.is_polled.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        self.drain();
+        self.fall_asleep();
+        self.poll(stream)
+    }
+
+    /// All samples until the publisher has gone: the iterator ends when it said goodbye, and gives the error
+    /// once for any other end.
+    pub fn samples<'a>(&'a mut self, stream: &'a Stream) -> Samples<'a> {
+        Samples { subscriber: self, stream, is_over: false }
+    }
+
+    /// How long a sleep may last before the next look without having been woken.
+    fn patience(&self) -> Duration {
+        let retries = self.attached.is_none();
+        let awaits_region = self.attached.as_ref().is_some_and(|attached| attached.region_missing_since.is_some());
+        if retries || awaits_region { RETRY } else { Duration::from_secs(3600) }
+    }
+
+    fn spin(&mut self, stream: &Stream, timeout: Duration) -> Result<Option<Sample>> {
+        let (start, limit) = (Instant::now(), self.options.spin.min(timeout));
+        while start.elapsed() < limit {
+            for _ in 0..64 {
+                if self.attached.as_ref().is_some_and(|attached| attached.ring.may_have_news()) {
+                    return self.poll(stream);
+                }
+                std::hint::spin_loop();
+            }
+        }
+        Ok(None)
+    }
+
+    fn fall_asleep(&self) {
+        if let Some(attached) = &self.attached {
+            attached.ring.fall_asleep();
+        }
+    }
+
+    fn wake_up(&self) {
+        if let Some(attached) = &self.attached
+            && !self.is_polled.load(Ordering::Relaxed)
+        {
+            attached.ring.wake_up();
+        }
+        self.drain();
+    }
+
+    fn drain(&self) {
+        self.bell.drain();
+        if let Some(attached) = &self.attached {
+            attached.inlet.wake.drain();
+        }
+        self.arrivals.iter().for_each(drain_arrivals);
+    }
+
+    /// One look, following the next incarnation if that is wanted.
+    fn poll(&mut self, stream: &Stream) -> Result<Option<Sample>> {
+        self.home.check()?;
+        if stream.device().info().id != self.device.info().id {
+            let allowed = format!("a stream of {}, which this subscriber reads with", self.device);
+            return Err(Error::argument("stream", stream.device(), allowed));
+        }
+        match &mut self.attached {
+            Some(attached) => match attached.poll(&self.device, stream, &mut self.discontinuity) {
+                Err(error) if self.options.reconnect && is_an_end(&error) => {
+                    self.detach(&error);
+                    Ok(None)
+                }
+                other => other,
+            },
+            None => match self.attach() {
+                Ok(()) => Ok(None),
+                Err(error) if is_passing(&error) => Ok(None),
+                Err(error) => Err(error),
+            },
+        }
+    }
+
+    fn detach(&mut self, end: &Error) {
+        if let Some(old) = self.attached.take() {
+            self.dropped_before += old.inlet.dropped();
+            old.inlet.leave();
+            let graceful = matches!(end, Error::PublisherGone { graceful: true, .. });
+            self.discontinuity.get_or_insert(Discontinuity { previous_pid: old.inlet.peer.pid, graceful });
+            let _ = epoll::delete(&self.readable, old.inlet.wake.as_fd());
+        }
+    }
+}
+
+impl Attached {
+    fn poll(
+        &mut self,
+        device: &Device,
+        stream: &Stream,
+        discontinuity: &mut Option<Discontinuity>,
+    ) -> Result<Option<Sample>> {
+        loop {
+            // Before the ring: what was sent before the end must be found before the end is told.
+            let standing = self.inlet.standing();
+            if standing == Standing::Failed {
+                return Err(self.inlet.why_over());
+            }
+            let (position, copy) = match self.take() {
+                Ok(Found::Sample(position, copy)) => (position, copy),
+                Ok(Found::Nothing) if standing == Standing::Open => return self.wait_for_region(),
+                Ok(Found::Nothing) => return Err(self.inlet.why_over()),
+                Err(violation) => return Err(self.fail(violation)),
+            };
+            let (region, description) = match self.check(&copy) {
+                Ok(checked) => checked,
+                Err(violation) => return Err(self.fail(violation)),
+            };
+            debug_assert_eq!(device.info().id, stream.device().info().id);
+            if self.inlet.admit(position, stream)? {
+                self.last_sequence = description.sequence;
+                let (inlet, gap) = (self.inlet.clone(), discontinuity.take());
+                return Ok(Some(Sample::new(inlet, region, position, description, stream, gap)));
+            }
+        }
+    }
+
+    fn take(&mut self) -> Result<Found, Violation> {
+        let (inlet, regions) = (&self.inlet, &mut self.regions);
+        let missing = &mut self.region_missing_since;
+        self.ring.take(|id| {
+            if id as usize >= regions.len() {
+                regions.clone_from(&inlet.regions());
+            }
+            let known = (id as usize) < regions.len();
+            *missing = if known { None } else { missing.or_else(|| Some(Instant::now())) };
+            known
+        })
+    }
+
+    /// Nothing to take: either nothing was sent, or its region is still on its way, for a while.
+    fn wait_for_region(&mut self) -> Result<Option<Sample>> {
+        match self.region_missing_since {
+            Some(since) if since.elapsed() > REGION_TIMEOUT => {
+                let allowed = format!("one of the {} announced", self.regions.len());
+                Err(self.fail(Violation { field: "region", found: "one never announced".into(), allowed }))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    fn check(&self, copy: &Allegation) -> Result<(Arc<Region>, crate::link::entry::Description), Violation> {
+        let region = &self.regions[copy.region() as usize];
+        let description = copy.check(region.bytes())?;
+        let follows = match self.last_sequence {
+            0 => description.sequence > 0,
+            last if self.inlet.lossless => description.sequence == last + 1,
+            last => description.sequence > last,
+        };
+        if !follows {
+            let allowed = if self.inlet.lossless { "the next after" } else { "more than" };
+            let allowed = format!("{allowed} {}", self.last_sequence);
+            return Err(Violation { field: "sequence", found: description.sequence.to_string(), allowed });
+        }
+        Ok((region.clone(), description))
+    }
+
+    fn fail(&self, violation: Violation) -> Error {
+        self.inlet.fail(self.inlet.violation(violation));
+        self.inlet.why_over()
+    }
+}
+
+impl AsFd for Subscriber {
+    /// A descriptor that is readable when a sample, or the end, may have come (an epoll descriptor; it nests).
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.is_polled.store(true, Ordering::Relaxed);
+        self.fall_asleep();
+        if self.attached.as_ref().is_none_or(|attached| attached.ring.may_have_news()) {
+            self.bell.ring();
+        }
+        self.readable.as_fd()
+    }
+}
+
+impl std::os::fd::AsRawFd for Subscriber {
+    fn as_raw_fd(&self) -> std::os::fd::RawFd {
+        self.as_fd().as_raw_fd()
+    }
+}
+
+impl Drop for Subscriber {
+    fn drop(&mut self) {
+        if let Some(attached) = &self.attached {
+            if self.home.is_here() {
+                attached.inlet.leave();
+            } else {
+                // A forked child: the parent's link is not ours to close.
+                std::mem::forget((attached.inlet.clone(), attached.regions.clone()));
+            }
+        }
+    }
+}
+
+/// See [`Subscriber::samples`].
+#[derive(Debug)]
+pub struct Samples<'a> {
+    subscriber: &'a mut Subscriber,
+    stream: &'a Stream,
+    is_over: bool,
+}
+
+impl Iterator for Samples<'_> {
+    type Item = Result<Sample>;
+
+    fn next(&mut self) -> Option<Result<Sample>> {
+        if self.is_over {
+            return None;
+        }
+        match self.subscriber.receive(self.stream) {
+            Err(Error::PublisherGone { graceful: true, .. }) => {
+                self.is_over = true;
+                None
+            }
+            Err(error) => {
+                self.is_over = !matches!(error, Error::Timeout { .. });
+                Some(Err(error))
+            }
+            Ok(sample) => Some(Ok(sample)),
+        }
+    }
+}
+
+/// Whether trying again later can help.
+fn is_passing(error: &Error) -> bool {
+    use crate::error::HandshakeFault::{Closed, Silent};
+    matches!(error, Error::NoPublisher { .. } | Error::Handshake { fault: Closed | Silent(_), .. })
+}
+
+/// Whether the error is the end of one incarnation.
+fn is_an_end(error: &Error) -> bool {
+    matches!(error, Error::PublisherGone { .. } | Error::Evicted { .. })
+}
+
+fn listen_to(readable: &PrivateFd, fd: BorrowedFd<'_>) -> Result<()> {
+    epoll::add(readable, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)
+        .map_err(|e| Error::os("epoll_ctl", "a subscriber's descriptor", e))
+}
+
+fn drain_arrivals(arrivals: &PrivateFd) {
+    let mut events = [0u8; 4096];
+    let _ = rustix::io::read(arrivals, &mut events);
+}

@@ -1,0 +1,431 @@
+//! Names and who may have them: a domain is a directory, an endpoint is a socket in it.
+//!
+//! Beside the socket `NAME.sock` lies `NAME.lock`, on which the living owner holds an OFD lock
+//! (`fcntl(F_OFD_SETLK)`). A lock dies with its owner's last descriptor, so a socket whose lock is free is the
+//! leaving of a dead process, and only that is ever removed. What is neither is somebody else's file and stays.
+//!
+//! All paths are walked from the directory's own descriptor, which was opened and verified once
+//! (`O_DIRECTORY | O_NOFOLLOW`, owner, mode); nobody can swap the directory underneath.
+
+use std::fmt;
+use std::io::Write as _;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use crate::error::{Error, Holder, Result};
+use crate::fork::PrivateFd;
+use crate::os;
+
+/// The longest endpoint name: it, the longest suffix and a path through `/proc/self/fd` fill a `sun_path`.
+pub const NAME_BYTES_MAX: usize = 80;
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 128;
+
+/// Claims are retried when a dying owner removes the lock file under us; more often than this is no accident.
+const CLAIM_TRIES: u32 = 64;
+
+/// A checked endpoint name.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct EndpointName(String);
+
+impl EndpointName {
+    /// Checks `name`: 1 to [`NAME_BYTES_MAX`] bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`; no part is
+    /// empty or starts with a dot.
+    ///
+    /// # Errors
+    /// [`Error::Name`], with the rule that it breaks.
+    ///
+    /// ```
+    /// # use warpipe::EndpointName;
+    /// assert!(EndpointName::new("camera/front").is_ok());
+    /// assert!(EndpointName::new("../etc").is_err());
+    /// ```
+    pub fn new(name: &str) -> Result<EndpointName> {
+        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | '/');
+        let reason = if name.is_empty() {
+            "it is empty"
+        } else if name.len() > NAME_BYTES_MAX {
+            "it is longer than 80 bytes"
+        } else if !name.chars().all(allowed) {
+            "it has a character that is not allowed"
+        } else if name.split('/').any(str::is_empty) {
+            "it has an empty part"
+        } else if name.split('/').any(|part| part.starts_with('.')) {
+            "a part starts with a dot"
+        } else {
+            return Ok(EndpointName(name.to_owned()));
+        };
+        Err(Error::Name { name: name.chars().take(2 * NAME_BYTES_MAX).collect(), reason })
+    }
+
+    /// The name.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The name of a file of this endpoint: `/` becomes `+`, which no name contains.
+    fn file(&self, prefix: &str, suffix: &str) -> String {
+        format!("{prefix}{}{suffix}", self.0.replace('/', "+"))
+    }
+
+    fn from_file(file: &str) -> Option<EndpointName> {
+        let stem = file.strip_suffix(".lock").or_else(|| file.strip_suffix(".sock"))?;
+        EndpointName::new(&stem.replace('+', "/")).ok()
+    }
+}
+
+impl fmt::Display for EndpointName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Debug for EndpointName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.0)
+    }
+}
+
+/// The directory in which names live. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Domain {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    path: PathBuf,
+    directory: OwnedFd,
+    owner: u32,
+}
+
+/// What [`Domain::endpoints`] found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Endpoint {
+    /// Its name.
+    pub name: EndpointName,
+    /// Its living owner; `None` for what a dead process left.
+    pub holder: Option<Holder>,
+}
+
+impl Domain {
+    /// The domain of the environment: `$WARPIPE_DOMAIN`, else `$XDG_RUNTIME_DIR/warpipe`, else
+    /// `/run/user/UID/warpipe`, else `/tmp/warpipe-UID`.
+    ///
+    /// # Errors
+    /// [`Error::Domain`] when the directory cannot be made or trusted.
+    pub fn from_environment() -> Result<Domain> {
+        if let Some(path) = std::env::var_os("WARPIPE_DOMAIN") {
+            return Domain::at(path);
+        }
+        let uid = rustix::process::geteuid().as_raw();
+        let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute());
+        let runtime = runtime.unwrap_or_else(|| PathBuf::from(format!("/run/user/{uid}")));
+        if runtime.is_dir() { Domain::at(runtime.join("warpipe")) } else { Domain::at(format!("/tmp/warpipe-{uid}")) }
+    }
+
+    /// A domain of this user, made with mode 0700 if it is not there.
+    ///
+    /// # Errors
+    /// [`Error::Domain`]: a symlink, no directory, another owner, writable by group or others.
+    pub fn at(path: impl AsRef<Path>) -> Result<Domain> {
+        Domain::owned_by(path.as_ref(), rustix::process::geteuid().as_raw(), true)
+    }
+
+    /// A domain that another user owns and whose endpoints may admit this one. Trusts that user's names.
+    ///
+    /// # Errors
+    /// As for [`Domain::at`].
+    pub fn of_user(path: impl AsRef<Path>, owner_uid: u32) -> Result<Domain> {
+        Domain::owned_by(path.as_ref(), owner_uid, false)
+    }
+
+    fn owned_by(path: &Path, owner: u32, create: bool) -> Result<Domain> {
+        let fail = |reason: String| Error::Domain { path: path.to_owned(), reason };
+        if create {
+            match rustix::fs::mkdir(path, Mode::RWXU) {
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(error) => return Err(fail(format!("it cannot be made: {error}"))),
+            }
+        }
+        let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::RDONLY;
+        let directory = match rustix::fs::open(path, flags, Mode::empty()) {
+            Ok(fd) => fd,
+            Err(Errno::LOOP | Errno::NOTDIR) => return Err(fail("it is a symlink or no directory".into())),
+            Err(error) => return Err(fail(format!("it cannot be opened: {error}"))),
+        };
+        let stat = rustix::fs::fstat(&directory).map_err(|e| fail(format!("fstat: {e}")))?;
+        if stat.st_uid != owner {
+            return Err(fail(format!("uid {} owns it, not uid {owner}", stat.st_uid)));
+        }
+        if stat.st_mode & 0o022 != 0 {
+            return Err(fail(format!("group or others may write to it (mode {:o})", stat.st_mode & 0o7777)));
+        }
+        Ok(Domain { inner: Arc::new(Inner { path: path.to_owned(), directory, owner }) })
+    }
+
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        &self.inner.path
+    }
+
+    /// Every endpoint in the domain, living or left by the dead, sorted by name.
+    ///
+    /// # Errors
+    /// [`Error::Os`] when the directory cannot be read.
+    pub fn endpoints(&self) -> Result<Vec<Endpoint>> {
+        let mut names: Vec<_> = self.files()?.iter().filter_map(|file| EndpointName::from_file(file)).collect();
+        names.sort();
+        names.dedup();
+        Ok(names.into_iter().map(|name| Endpoint { holder: self.holder(&name), name }).collect())
+    }
+
+    /// Removes what dead endpoints left, and nothing else. Returns their names.
+    ///
+    /// # Errors
+    /// [`Error::Os`] when the directory cannot be read.
+    pub fn clean(&self) -> Result<Vec<EndpointName>> {
+        let stale = self.endpoints()?.into_iter().filter(|endpoint| endpoint.holder.is_none());
+        Ok(stale.filter(|endpoint| self.lock(&endpoint.name).is_ok()).map(|endpoint| endpoint.name).collect())
+    }
+
+    fn files(&self) -> Result<Vec<String>> {
+        let failed = |e| Error::os("getdents", self.inner.path.display().to_string(), e);
+        let mut files = Vec::new();
+        for entry in rustix::fs::Dir::read_from(&self.inner.directory).map_err(failed)? {
+            if let Ok(file) = entry.map_err(failed)?.file_name().to_str() {
+                files.push(file.to_owned());
+            }
+        }
+        Ok(files)
+    }
+
+    /// Who holds a name, if anybody does.
+    fn holder(&self, name: &EndpointName) -> Option<Holder> {
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let lock = rustix::fs::openat(&self.inner.directory, name.file("", ".lock"), flags, Mode::empty()).ok()?;
+        match ofd_lock(&lock) {
+            Err(Errno::AGAIN | Errno::ACCESS) => Some(Holder { pid: read_pid(&lock) }),
+            _ => None,
+        }
+    }
+
+    /// Takes `name` for this process: its lock, and a listening socket under it.
+    pub(crate) fn claim(&self, name: &EndpointName, open_to_others: bool) -> Result<Claim> {
+        let lock = self.lock(name)?;
+        let listener = self.listen(name, if open_to_others { 0o666 } else { 0o600 })?;
+        Ok(Claim { listener: PrivateFd::new(listener), lock: lock.disarm(), domain: self.clone(), name: name.clone() })
+    }
+
+    /// Takes the lock of `name` and clears away what its dead owner left.
+    fn lock(&self, name: &EndpointName) -> Result<Locked> {
+        let file = name.file("", ".lock");
+        for _ in 0..CLAIM_TRIES {
+            let Some(lock) = self.try_lock(name, &file)? else { continue };
+            let locked = Locked { fd: Some(lock), domain: self.clone(), file };
+            self.clear(name)?;
+            return Ok(locked);
+        }
+        Err(Error::NameTaken { name: name.to_string(), holder: Holder { pid: None } })
+    }
+
+    /// One try; `None` when the file was removed between opening and locking it.
+    fn try_lock(&self, name: &EndpointName, file: &str) -> Result<Option<OwnedFd>> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let lock = match rustix::fs::openat(&self.inner.directory, file, flags, Mode::RUSR | Mode::WUSR) {
+            Ok(fd) => fd,
+            Err(Errno::LOOP) => return Err(self.foreign(file, "a symlink")),
+            Err(Errno::ISDIR) => return Err(self.foreign(file, "a directory")),
+            Err(Errno::NXIO) => return Err(self.foreign(file, "a socket")),
+            Err(error) => return Err(Error::os("openat", self.shown(file), error)),
+        };
+        let stat = rustix::fs::fstat(&lock).map_err(|e| Error::os("fstat", self.shown(file), e))?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(self.foreign(file, "no regular file"));
+        }
+        match ofd_lock(&lock) {
+            Ok(()) => {}
+            Err(Errno::AGAIN | Errno::ACCESS) => {
+                return Err(Error::NameTaken { name: name.to_string(), holder: Holder { pid: read_pid(&lock) } });
+            }
+            Err(error) => return Err(Error::os("fcntl(F_OFD_SETLK)", self.shown(file), error)),
+        }
+        let same = rustix::fs::statat(&self.inner.directory, file, AtFlags::SYMLINK_NOFOLLOW)
+            .is_ok_and(|now| (now.st_dev, now.st_ino) == (stat.st_dev, stat.st_ino));
+        if !same {
+            return Ok(None);
+        }
+        write_pid(&lock).map_err(|e| Error::os("pwrite", self.shown(file), e))?;
+        Ok(Some(lock))
+    }
+
+    /// Removes a dead owner's sockets. The lock is held, so no living owner of ours can be there.
+    fn clear(&self, name: &EndpointName) -> Result<()> {
+        for file in [name.file("", ".sock"), name.file(".", ".new")] {
+            let kind = match rustix::fs::statat(&self.inner.directory, &file, AtFlags::SYMLINK_NOFOLLOW) {
+                Err(_) => continue,
+                Ok(stat) => FileType::from_raw_mode(stat.st_mode),
+            };
+            match kind {
+                FileType::Socket if self.dial(&file).is_ok() => {
+                    return Err(self.foreign(&file, "a live socket of another program"));
+                }
+                FileType::Socket => self.unlink(&file),
+                FileType::Fifo => return Err(self.foreign(&file, "a FIFO")),
+                FileType::Symlink => return Err(self.foreign(&file, "a symlink")),
+                FileType::Directory => return Err(self.foreign(&file, "a directory")),
+                _ => return Err(self.foreign(&file, "a regular file")),
+            }
+        }
+        Ok(())
+    }
+
+    /// A listening socket under `name`, which appears there ready to be connected to.
+    fn listen(&self, name: &EndpointName, mode: u32) -> Result<OwnedFd> {
+        let (new, file) = (name.file(".", ".new"), name.file("", ".sock"));
+        let failed = |call| move |e: Errno| Error::os(call, format!("endpoint {name}"), e);
+        let socket = seqpacket().map_err(failed("socket"))?;
+        rustix::net::bind(&socket, &self.address(&new)?).map_err(failed("bind"))?;
+        let ready = rustix::fs::chmodat(&self.inner.directory, &new, Mode::from_raw_mode(mode), AtFlags::empty())
+            .map_err(failed("fchmodat"))
+            .and_then(|()| rustix::net::listen(&socket, BACKLOG).map_err(failed("listen")))
+            .and_then(|()| {
+                let directory = &self.inner.directory;
+                rustix::fs::renameat(directory, &new, directory, &file).map_err(failed("renameat"))
+            });
+        ready.inspect_err(|_| self.unlink(&new))?;
+        Ok(socket)
+    }
+
+    /// Connects to the endpoint `name`; tries again while its backlog is full.
+    pub(crate) fn connect(&self, name: &EndpointName, timeout: Duration) -> Result<OwnedFd> {
+        let file = name.file("", ".sock");
+        let start = Instant::now();
+        let mut backoff = crate::stream::Backoff::default();
+        loop {
+            match self.dial(&file) {
+                Ok(socket) => return Ok(socket),
+                Err(Errno::NOENT | Errno::CONNREFUSED) => {
+                    return Err(Error::NoPublisher { name: name.to_string() });
+                }
+                Err(Errno::ACCESS | Errno::PERM) => {
+                    let detail = "the socket's permissions".to_string();
+                    return Err(Error::AccessDenied { name: name.to_string(), detail });
+                }
+                Err(Errno::AGAIN) if start.elapsed() < timeout => backoff.pause(),
+                Err(Errno::PROTOTYPE | Errno::NOTSOCK) => return Err(self.foreign(&file, "no endpoint's socket")),
+                Err(error) => return Err(Error::os("connect", format!("endpoint {name}"), error)),
+            }
+        }
+    }
+
+    fn dial(&self, file: &str) -> std::result::Result<OwnedFd, Errno> {
+        let socket = seqpacket()?;
+        let address = self.address(file).map_err(|_| Errno::NAMETOOLONG)?;
+        rustix::net::connect(&socket, &address)?;
+        Ok(socket)
+    }
+
+    /// The uid whose endpoints these are.
+    pub(crate) fn owner(&self) -> u32 {
+        self.inner.owner
+    }
+
+    /// A descriptor that becomes readable when something new appears in the directory.
+    pub(crate) fn arrivals(&self) -> Result<OwnedFd> {
+        use rustix::fs::inotify;
+        let failed = |call| move |e: Errno| Error::os(call, "watching the domain", e);
+        let fd = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)
+            .map_err(failed("inotify_init"))?;
+        let own = format!("/proc/self/fd/{}/.", self.inner.directory.as_raw_fd());
+        inotify::add_watch(&fd, own.as_str(), inotify::WatchFlags::MOVED_TO).map_err(failed("inotify_add_watch"))?;
+        Ok(fd)
+    }
+
+    fn address(&self, file: &str) -> Result<SocketAddrUnix> {
+        let path = format!("/proc/self/fd/{}/{file}", self.inner.directory.as_raw_fd());
+        SocketAddrUnix::new(path.as_str()).map_err(|e| Error::os("bind", path, e))
+    }
+
+    fn unlink(&self, file: &str) {
+        let _ = rustix::fs::unlinkat(&self.inner.directory, file, AtFlags::empty());
+    }
+
+    fn shown(&self, file: &str) -> String {
+        self.inner.path.join(file).display().to_string()
+    }
+
+    fn foreign(&self, file: &str, found: &'static str) -> Error {
+        Error::ForeignFile { path: self.inner.path.join(file), found }
+    }
+}
+
+/// The lock of a name, removed with its file unless it is kept.
+struct Locked {
+    fd: Option<OwnedFd>,
+    domain: Domain,
+    file: String,
+}
+
+impl Locked {
+    fn disarm(mut self) -> PrivateFd {
+        PrivateFd::new(self.fd.take().expect("present until disarmed"))
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        // The file goes while the lock is held: who opened it meanwhile sees that it is another file by now.
+        if self.fd.is_some() {
+            self.domain.unlink(&self.file);
+        }
+    }
+}
+
+/// A name held by this process: its lock, and the socket that listens under it. Dropping gives the name up.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    pub(crate) listener: PrivateFd,
+    #[expect(dead_code, reason = "held, not used: the lock lives as long as its descriptor")]
+    lock: PrivateFd,
+    domain: Domain,
+    name: EndpointName,
+}
+
+impl Claim {
+    /// Removes the endpoint's files: nobody new can connect, and the name is free once this is dropped.
+    pub(crate) fn withdraw(&self) {
+        self.domain.unlink(&self.name.file("", ".sock"));
+        self.domain.unlink(&self.name.file("", ".lock"));
+    }
+}
+
+fn seqpacket() -> std::result::Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+}
+
+/// `fcntl(F_OFD_SETLK)`: a write lock on the whole file, owned by the open file and not by the process.
+fn ofd_lock(fd: &impl AsFd) -> std::result::Result<(), Errno> {
+    os::ofd_write_lock(fd.as_fd())
+}
+
+fn write_pid(fd: &OwnedFd) -> std::result::Result<(), Errno> {
+    let mut text = [b' '; 16];
+    let _ = writeln!(&mut text[..15], "{}", std::process::id());
+    rustix::fs::ftruncate(fd, 0)?;
+    rustix::io::pwrite(fd, text.trim_ascii(), 0).map(drop)
+}
+
+fn read_pid(fd: &OwnedFd) -> Option<i32> {
+    let mut text = [0u8; 16];
+    let length = rustix::io::pread(fd, &mut text, 0).ok()?;
+    std::str::from_utf8(&text[..length]).ok()?.trim().parse().ok().filter(|&pid| pid > 0)
+}

@@ -1,0 +1,228 @@
+//! What an entry says of its sample: packed by the sender, copied once and checked by the receiver.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::segment::{Entry, META_BYTES_MAX};
+use crate::error::{Error, Result};
+use crate::tensor::{DType, Layout, RANK_MAX};
+
+/// User metadata of at most [`META_BYTES_MAX`] bytes, in place.
+#[derive(Clone, Copy)]
+pub(crate) struct Metadata {
+    length: u16,
+    bytes: [u8; META_BYTES_MAX],
+}
+
+impl Metadata {
+    pub(crate) const EMPTY: Metadata = Metadata { length: 0, bytes: [0; META_BYTES_MAX] };
+
+    pub(crate) fn new(bytes: &[u8]) -> Result<Metadata> {
+        if bytes.len() > META_BYTES_MAX {
+            return Err(Error::argument("metadata", format!("{} bytes", bytes.len()), "at most 256 bytes"));
+        }
+        let mut metadata = Metadata::EMPTY;
+        metadata.bytes[..bytes.len()].copy_from_slice(bytes);
+        metadata.length = bytes.len() as u16;
+        Ok(metadata)
+    }
+
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..usize::from(self.length)]
+    }
+}
+
+impl std::fmt::Debug for Metadata {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes", self.length)
+    }
+}
+
+/// A sample's description.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Description {
+    pub(crate) sequence: u64,
+    pub(crate) sent_ns: u64,
+    pub(crate) region: u32,
+    /// Where the slot begins in its region, in bytes.
+    pub(crate) slot: u64,
+    pub(crate) layout: Layout,
+    pub(crate) metadata: Metadata,
+}
+
+// The words, counted from byte 32 of the entry. Words 0 to 3 share a cache line with the turn.
+const PACKED: usize = 0;
+const SLOT: usize = 1;
+const SLOT_BYTES: usize = 2;
+const SENT: usize = 3;
+const OFFSET: usize = 4;
+const SHAPE: usize = 5;
+const STRIDES: usize = SHAPE + RANK_MAX;
+const META: usize = STRIDES + RANK_MAX;
+const META_WORDS: usize = META_BYTES_MAX / 8;
+const _: () = assert!(META + META_WORDS <= 60);
+
+/// The strides follow from the shape and are not written.
+const CONTIGUOUS: u64 = 1;
+
+/// Word 0: region (32 bits), metadata length (9), type code (6), type bits / 8 (5), rank (4), flags (8).
+fn pack(region: u32, meta: u16, dtype: DType, rank: usize, flags: u64) -> u64 {
+    u64::from(region)
+        | u64::from(meta) << 32
+        | u64::from(dtype.code()) << 41
+        | u64::from(dtype.bits() / 8) << 47
+        | (rank as u64) << 52
+        | flags << 56
+}
+
+impl Description {
+    /// Writes the description. The entry is the sender's: nobody reads it before its turn is published.
+    pub(crate) fn write(&self, entry: &Entry) {
+        let layout = &self.layout;
+        let put = |index: usize, value: u64| entry.words[index].store(value, Relaxed);
+        let plain = layout.is_contiguous() && layout.elements() != 0;
+        let rank = layout.shape().len();
+        let flags = if plain { CONTIGUOUS } else { 0 };
+        entry.sequence.store(self.sequence, Relaxed);
+        put(PACKED, pack(self.region, self.metadata.length, layout.dtype(), rank, flags));
+        put(SLOT, self.slot);
+        put(SLOT_BYTES, layout.bytes());
+        put(SENT, self.sent_ns);
+        put(OFFSET, layout.offset());
+        for (index, &length) in layout.shape().iter().enumerate() {
+            put(SHAPE + index, length);
+        }
+        if !plain {
+            for (index, &stride) in layout.strides().iter().enumerate() {
+                put(STRIDES + index, stride as u64);
+            }
+        }
+        for (index, chunk) in self.metadata.as_bytes().chunks(8).enumerate() {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            put(META + index, u64::from_le_bytes(word));
+        }
+    }
+}
+
+/// A copy of what a peer wrote. It proves nothing yet: [`Allegation::check`] makes a [`Description`] of it.
+pub(crate) struct Allegation {
+    sequence: u64,
+    packed: u64,
+    slot: u64,
+    slot_bytes: u64,
+    sent_ns: u64,
+    offset: u64,
+    shape: [u64; RANK_MAX],
+    strides: [i64; RANK_MAX],
+    metadata: Metadata,
+}
+
+/// What a field was, and what it may be.
+#[derive(Debug)]
+pub(crate) struct Violation {
+    pub(crate) field: &'static str,
+    pub(crate) found: String,
+    pub(crate) allowed: String,
+}
+
+fn violation(field: &'static str, found: impl ToString, allowed: impl ToString) -> Violation {
+    Violation { field, found: found.to_string(), allowed: allowed.to_string() }
+}
+
+impl Allegation {
+    /// Copies the entry, every word once. Lengths are clamped here and judged in `check`.
+    pub(crate) fn copy(entry: &Entry) -> Allegation {
+        let get = |index: usize| entry.words[index].load(Relaxed);
+        let packed = get(PACKED);
+        let mut copy = Allegation {
+            sequence: entry.sequence.load(Relaxed),
+            packed,
+            slot: get(SLOT),
+            slot_bytes: get(SLOT_BYTES),
+            sent_ns: get(SENT),
+            offset: get(OFFSET),
+            shape: [0; RANK_MAX],
+            strides: [0; RANK_MAX],
+            metadata: Metadata::EMPTY,
+        };
+        for index in 0..copy.rank().min(RANK_MAX) {
+            copy.shape[index] = get(SHAPE + index);
+            if !copy.is_contiguous() {
+                copy.strides[index] = get(STRIDES + index) as i64;
+            }
+        }
+        let length = copy.meta_length().min(META_BYTES_MAX);
+        copy.metadata.length = length as u16;
+        for index in 0..length.div_ceil(8) {
+            copy.metadata.bytes[index * 8..][..8].copy_from_slice(&get(META + index).to_le_bytes());
+        }
+        copy
+    }
+
+    pub(crate) fn region(&self) -> u32 {
+        self.packed as u32
+    }
+
+    fn meta_length(&self) -> usize {
+        (self.packed >> 32 & 0x1ff) as usize
+    }
+
+    fn rank(&self) -> usize {
+        (self.packed >> 52 & 0xf) as usize
+    }
+
+    fn is_contiguous(&self) -> bool {
+        self.packed >> 56 & CONTIGUOUS != 0
+    }
+
+    /// Judges the copy against a region of `region_bytes` bytes.
+    pub(crate) fn check(&self, region_bytes: u64) -> Result<Description, Violation> {
+        let (code, bits) = ((self.packed >> 41 & 0x3f) as u8, (self.packed >> 47 & 0x1f) as u8 * 8);
+        let dtype = DType::from_dlpack(code, bits)
+            .ok_or_else(|| violation("dtype", format!("code {code}, {bits} bits"), "a DLPack type"))?;
+        let rank = self.rank();
+        if rank > RANK_MAX {
+            return Err(violation("rank", rank, format!("0 to {RANK_MAX}")));
+        }
+        if self.meta_length() > META_BYTES_MAX {
+            return Err(violation("metadata length", self.meta_length(), "0 to 256"));
+        }
+        if self.packed >> 57 != 0 {
+            return Err(violation("flags", format!("{:#x}", self.packed >> 56), "0 or 1"));
+        }
+        let layout = self.layout(dtype, rank)?;
+        if layout.bytes() != self.slot_bytes {
+            return Err(violation(
+                "slot length",
+                self.slot_bytes,
+                format!("{}, which the layout needs", layout.bytes()),
+            ));
+        }
+        let fits = self.slot.checked_add(self.slot_bytes).is_some_and(|end| end <= region_bytes);
+        if !fits {
+            let found = format!("{} + {} bytes", self.slot, self.slot_bytes);
+            return Err(violation("slot", found, format!("inside the region's {region_bytes} bytes")));
+        }
+        Ok(Description {
+            sequence: self.sequence,
+            sent_ns: self.sent_ns,
+            region: self.region(),
+            slot: self.slot,
+            layout,
+            metadata: self.metadata,
+        })
+    }
+
+    fn layout(&self, dtype: DType, rank: usize) -> Result<Layout, Violation> {
+        let shape = &self.shape[..rank];
+        let layout = if self.is_contiguous() && self.offset == 0 {
+            Layout::contiguous(dtype, shape)
+        } else if self.is_contiguous() {
+            Layout::contiguous(dtype, shape)
+                .and_then(|plain| Layout::strided(dtype, shape, plain.strides(), self.offset))
+        } else {
+            Layout::strided(dtype, shape, &self.strides[..rank], self.offset)
+        };
+        layout.map_err(|error| violation("layout", error, "a layout inside its slot"))
+    }
+}

@@ -1,0 +1,200 @@
+//! What goes over a link's socket: small postcard messages with descriptors, one per packet.
+//!
+//! A packet is eight bytes of frame (magic, version, zero) and the message; `SOCK_SEQPACKET` keeps its borders.
+//! Nothing read here is trusted: lengths and counts of descriptors are exact or the packet is refused, and every
+//! descriptor of a refused packet is closed.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+use serde::{Deserialize, Serialize};
+
+use super::segment::VERSION;
+use crate::backend::{Access, DeviceId};
+use crate::error::{Error, HandshakeFault, Result};
+
+/// The longest packet, frame included.
+pub(crate) const PACKET_BYTES_MAX: usize = 1024;
+
+/// The most descriptors that are looked at in one packet; no message carries more than two.
+const DESCRIPTORS_MAX: usize = 8;
+
+/// The longest text in a message.
+const TEXT_BYTES_MAX: usize = 256;
+
+const MAGIC: [u8; 4] = *b"WARP";
+const FRAME_BYTES: usize = 8;
+
+/// Everything that is ever said over a link's socket.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Message {
+    /// Subscriber, first: who I am and what device I read with.
+    Hello { generation: [u8; 16], device: DeviceId },
+    /// Publisher: the link. Descriptors: the segment, the wake channel.
+    Welcome { generation: [u8; 16], device: DeviceId, depth: u32, access: Access, lossless: bool, regions: u32 },
+    /// Publisher: one region of its memory, in order from 0. Descriptor: the memory.
+    Region { id: u32, bytes: u64 },
+    /// Subscriber: everything is mapped, samples may come.
+    Attached,
+    /// Either: I close. The publisher's last word, or the subscriber's wish for no more samples.
+    Bye(Farewell),
+    /// Publisher, instead of `Welcome`.
+    Refused { denied: bool, text: String },
+}
+
+/// Why an end closes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Farewell {
+    /// It is done.
+    Closed,
+    /// The subscriber stood still for too long.
+    Evicted(String),
+    /// The peer broke the protocol, or this end cannot go on.
+    Failed(String),
+}
+
+impl Message {
+    fn name(&self) -> &'static str {
+        match self {
+            Message::Hello { .. } => "Hello",
+            Message::Welcome { .. } => "Welcome",
+            Message::Region { .. } => "Region",
+            Message::Attached => "Attached",
+            Message::Bye(_) => "Bye",
+            Message::Refused { .. } => "Refused",
+        }
+    }
+
+    /// How many descriptors go with it.
+    fn descriptors(&self) -> usize {
+        match self {
+            Message::Welcome { .. } => 2,
+            Message::Region { .. } => 1,
+            _ => 0,
+        }
+    }
+
+    pub(crate) fn unexpected(&self, wanted: &'static str) -> HandshakeFault {
+        HandshakeFault::Unexpected { found: self.name().to_string(), wanted }
+    }
+}
+
+/// Cuts a text to what a message may carry.
+pub(crate) fn text(message: impl ToString) -> String {
+    let mut text = message.to_string();
+    let end = (0..=TEXT_BYTES_MAX.min(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
+    text.truncate(end);
+    text
+}
+
+/// Sends one message without blocking. `EAGAIN` means that the peer does not read.
+pub(crate) fn send(
+    socket: BorrowedFd<'_>,
+    message: &Message,
+    fds: &[BorrowedFd<'_>],
+) -> std::result::Result<(), Errno> {
+    debug_assert_eq!(fds.len(), message.descriptors());
+    let mut packet = frame(VERSION).to_vec();
+    packet.extend(postcard::to_stdvec(message).map_err(|_| Errno::MSGSIZE)?);
+    send_packet(socket, &packet, fds)
+}
+
+/// The eight bytes before a message.
+fn frame(version: u16) -> [u8; FRAME_BYTES] {
+    let [low, high] = version.to_le_bytes();
+    [MAGIC[0], MAGIC[1], MAGIC[2], MAGIC[3], low, high, 0, 0]
+}
+
+fn send_packet(socket: BorrowedFd<'_>, packet: &[u8], fds: &[BorrowedFd<'_>]) -> std::result::Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(Errno::MSGSIZE);
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    rustix::net::sendmsg(socket, &[IoSlice::new(packet)], &mut ancillary, flags).map(drop)
+}
+
+/// What a socket had.
+#[derive(Debug)]
+pub(crate) enum Received {
+    /// Nothing yet.
+    Nothing,
+    /// The end: the peer has closed.
+    End,
+    /// A message with exactly its descriptors.
+    Message(Message, Vec<OwnedFd>),
+}
+
+/// Receives one message without blocking.
+///
+/// # Errors
+/// [`Error::Handshake`] for anything that is not a whole message of this version with its exact descriptors;
+/// [`Error::DescriptorLimit`] when they came and this process had no room for them.
+pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
+    let mut packet = [0u8; PACKET_BYTES_MAX];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let got = match rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut packet)], &mut ancillary, flags) {
+        Ok(got) => got,
+        Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
+        Err(Errno::CONNRESET | Errno::PIPE) => return Ok(Received::End),
+        Err(error) => return Err(Error::os("recvmsg", format!("the link of {name:?}"), error)),
+    };
+    let fds: Vec<OwnedFd> = ancillary
+        .drain()
+        .filter_map(|message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None })
+        .flatten()
+        .collect();
+    let fault = |fault| Error::Handshake { name: name.to_string(), fault };
+    if got.flags.contains(ReturnFlags::TRUNC) {
+        return Err(fault(HandshakeFault::Oversized { limit: PACKET_BYTES_MAX }));
+    }
+    if got.bytes == 0 && fds.is_empty() {
+        return Ok(Received::End);
+    }
+    let message = decode(&packet[..got.bytes]).map_err(fault)?;
+    let wanted = message.descriptors();
+    if got.flags.contains(ReturnFlags::CTRUNC) && fds.len() < wanted.max(1) {
+        return Err(Error::os("recvmsg", format!("the descriptors of {name:?}"), Errno::MFILE));
+    }
+    if fds.len() != wanted || got.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(fault(HandshakeFault::Descriptors { found: fds.len(), wanted }));
+    }
+    Ok(Received::Message(message, fds))
+}
+
+fn decode(packet: &[u8]) -> Result<Message, HandshakeFault> {
+    let garbled = HandshakeFault::Garbled { bytes: packet.len() };
+    let Some((frame, body)) = packet.split_at_checked(FRAME_BYTES) else { return Err(garbled) };
+    if frame[..4] != MAGIC {
+        return Err(HandshakeFault::Magic);
+    }
+    let theirs = u16::from_le_bytes([frame[4], frame[5]]);
+    if theirs != VERSION {
+        return Err(HandshakeFault::Version { theirs, ours: VERSION });
+    }
+    match postcard::take_from_bytes::<Message>(body) {
+        Ok((message, [])) => Ok(message),
+        _ => Err(garbled),
+    }
+}
+
+/// Waits until `socket` has something to read; false when `timeout` ran out.
+pub(crate) fn wait_readable(socket: BorrowedFd<'_>, timeout: std::time::Duration) -> bool {
+    use rustix::event::{PollFd, PollFlags};
+    let mut poll = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)];
+    rustix::event::poll(&mut poll, Some(&timespec(timeout))).is_ok_and(|ready| ready > 0)
+}
+
+pub(crate) fn timespec(duration: std::time::Duration) -> rustix::event::Timespec {
+    let tv_sec = i64::try_from(duration.as_secs()).unwrap_or(i64::MAX);
+    rustix::event::Timespec { tv_sec, tv_nsec: i64::from(duration.subsec_nanos()) }
+}

@@ -1,0 +1,254 @@
+//! The ring of a link: whose turn an entry is.
+//!
+//! Positions count a link's samples from 1; position `p` falls on entry `p % depth`. The entry's `turn` word
+//! holds `position << 2 | state`:
+//!
+//! ```text
+//!            sender                  receiver
+//!   (free) ────────▶ PUBLISHED(p) ─────CAS─────▶ TAKEN(p) ──▶ `released` reaches p: free
+//!                        │ sender, CAS
+//!                        └──────────▶ REVOKED(p): free
+//!   TAKEN(q), not released ──sender──▶ SKIPPED(p): stays the receiver's until `released` reaches q
+//! ```
+//!
+//! The compare-and-swap out of PUBLISHED decides, once, whether the receiver has the sample or the sender has it
+//! back. A sample that is held long does not stop the ring: the sender steps over its entry and tells so. All
+//! other stores have one writer at a time: an entry that is free, or taken, is the sender's to write `turn` of.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
+use std::sync::atomic::fence;
+
+use super::entry::{Allegation, Description, Violation};
+use super::segment::Segment;
+
+const PUBLISHED: u64 = 0;
+const TAKEN: u64 = 1;
+const REVOKED: u64 = 2;
+const SKIPPED: u64 = 3;
+
+fn turn(position: u64, state: u64) -> u64 {
+    position << 2 | state
+}
+
+/// What the sender knows of one entry.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sent {
+    /// The position last published here; 0 for none.
+    position: u64,
+    /// The sender has taken it back.
+    revoked: bool,
+}
+
+/// Where the next sample can go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Room {
+    /// At this position.
+    At(u64),
+    /// Nowhere: the receiver has not taken what lies there, or holds everything.
+    Full,
+}
+
+/// The sender's end.
+#[derive(Debug)]
+pub(crate) struct SenderRing {
+    segment: Arc<Segment>,
+    next: u64,
+    sent: Vec<Sent>,
+    /// Nobody reads any more: what the receiver held is over once its own data is complete.
+    receiver_dead: bool,
+}
+
+impl SenderRing {
+    pub(crate) fn new(segment: Arc<Segment>) -> SenderRing {
+        let depth = segment.depth() as usize;
+        SenderRing { segment, next: 1, sent: vec![Sent::default(); depth], receiver_dead: false }
+    }
+
+    pub(crate) fn segment(&self) -> &Arc<Segment> {
+        &self.segment
+    }
+
+    /// Whether the sample at `position` is nobody's any more: released, or taken back *and* complete. (Until the
+    /// sender's stream has written a revoked position's `ready`, a later position's could be overwritten by it.)
+    pub(crate) fn is_over(&self, position: u64) -> bool {
+        let sent = self.sent[self.segment.index(position) as usize];
+        let entry = self.segment.entry(position);
+        sent.position != position
+            || ((sent.revoked || self.receiver_dead) && entry.ready.reached(position))
+            || entry.released.reached(position)
+    }
+
+    /// The receiver is *proven* dead. (Suspicion is not enough: its device may still be reading.)
+    pub(crate) fn receiver_is_dead(&mut self) {
+        self.receiver_dead = true;
+    }
+
+    /// Finds room without changing anything.
+    pub(crate) fn room(&self) -> Room {
+        for position in self.next..self.next + u64::from(self.segment.depth()) {
+            let last = self.sent[self.segment.index(position) as usize].position;
+            if last == 0 || self.is_over(last) {
+                return Room::At(position);
+            }
+            if self.segment.entry(position).turn.load(Acquire) == turn(last, PUBLISHED) {
+                return Room::Full;
+            }
+        }
+        Room::Full
+    }
+
+    /// Publishes at a position that [`room`](Self::room) gave just now. Returns whether the receiver sleeps.
+    pub(crate) fn publish(&mut self, position: u64, description: &Description) -> bool {
+        self.step_over(position);
+        let entry = self.segment.entry(position);
+        description.write(entry);
+        entry.turn.store(turn(position, PUBLISHED), Release);
+        self.sent[self.segment.index(position) as usize] = Sent { position, revoked: false };
+        self.next = position + 1;
+        // Pairs with the fence in `ReceiverRing::fall_asleep`: either we see the sleeper, or it sees the sample.
+        fence(SeqCst);
+        self.segment.header().receiver.asleep.load(Acquire) != 0
+    }
+
+    /// Gives up a position whose `ready` word may have been signalled for a sample that is not sent after all:
+    /// the word must never be reached early by the next one.
+    pub(crate) fn burn(&mut self, position: u64) {
+        self.step_over(position + 1);
+    }
+
+    fn step_over(&mut self, position: u64) {
+        for skipped in self.next..position {
+            self.segment.entry(skipped).turn.store(turn(skipped, SKIPPED), Release);
+        }
+        self.next = self.next.max(position);
+    }
+
+    /// Takes the oldest sample back that the receiver has not taken, if its data is complete: an incomplete one
+    /// would not make room yet. Returns its position.
+    pub(crate) fn revoke_oldest_complete(&mut self) -> Option<u64> {
+        let lap = self.lap();
+        lap.into_iter().find(|&position| self.segment.entry(position).ready.reached(position) && self.revoke(position))
+    }
+
+    /// Whether the sample at `position` was taken back.
+    pub(crate) fn is_revoked(&self, position: u64) -> bool {
+        let sent = self.sent[self.segment.index(position) as usize];
+        sent.position == position && sent.revoked
+    }
+
+    /// The positions that may still lie in the ring, oldest first.
+    fn lap(&self) -> std::ops::Range<u64> {
+        self.next.saturating_sub(u64::from(self.segment.depth())).max(1)..self.next
+    }
+
+    fn revoke(&mut self, position: u64) -> bool {
+        let sent = &mut self.sent[self.segment.index(position) as usize];
+        if sent.position != position || sent.revoked {
+            return false;
+        }
+        let (from, to) = (turn(position, PUBLISHED), turn(position, REVOKED));
+        sent.revoked = self.segment.entry(position).turn.compare_exchange(from, to, AcqRel, Acquire).is_ok();
+        sent.revoked
+    }
+
+    /// Takes back everything that the receiver has not taken.
+    pub(crate) fn revoke_all(&mut self) {
+        for position in self.lap() {
+            let _taken_back = self.revoke(position);
+        }
+    }
+
+    /// Whether every signal enqueued for this link has been executed, so that its memory may go.
+    pub(crate) fn is_quiet(&self) -> bool {
+        let signalled = self.sent.iter().filter(|sent| sent.position != 0);
+        signalled.into_iter().all(|sent| self.segment.entry(sent.position).ready.reached(sent.position))
+    }
+}
+
+/// What the receiver finds at its cursor.
+pub(crate) enum Found {
+    /// Nothing new.
+    Nothing,
+    /// The entry at this position is the receiver's now; this is what it says.
+    Sample(u64, Allegation),
+}
+
+/// The receiver's end.
+#[derive(Debug)]
+pub(crate) struct ReceiverRing {
+    segment: Arc<Segment>,
+    cursor: u64,
+}
+
+impl ReceiverRing {
+    pub(crate) fn new(segment: Arc<Segment>) -> ReceiverRing {
+        ReceiverRing { segment, cursor: 1 }
+    }
+
+    /// Whether something may lie at the cursor; cheap, for a reader that polls.
+    #[inline]
+    pub(crate) fn may_have_news(&self) -> bool {
+        self.segment.entry(self.cursor).turn.load(Acquire) >> 2 >= self.cursor
+    }
+
+    /// Takes the next sample, if there is one and `knows_region` says that its region has arrived.
+    pub(crate) fn take(&mut self, mut knows_region: impl FnMut(u32) -> bool) -> Result<Found, Violation> {
+        let depth = u64::from(self.segment.depth());
+        // Each round moves the cursor or returns; two laps of moves mean that the sender runs rings around us,
+        // and the next call goes on from there.
+        for _ in 0..2 * depth + 2 {
+            let entry = self.segment.entry(self.cursor);
+            let now = entry.turn.load(Acquire);
+            let (position, state) = (now >> 2, now & 3);
+            if position < self.cursor {
+                return Ok(Found::Nothing);
+            }
+            if position > self.cursor {
+                self.jump(position, depth)?;
+                continue;
+            }
+            match state {
+                SKIPPED | REVOKED => self.cursor += 1,
+                PUBLISHED => {
+                    // Copied before it is taken, because an entry whose region has not arrived yet must stay
+                    // where it is. A turn never has the same value twice, so if the exchange succeeds, the sender
+                    // has not touched the entry since `now` was read and the copy is of one piece.
+                    let copy = Allegation::copy(entry);
+                    if !knows_region(copy.region()) {
+                        return Ok(Found::Nothing);
+                    }
+                    if entry.turn.compare_exchange(now, turn(position, TAKEN), AcqRel, Acquire).is_ok() {
+                        self.cursor += 1;
+                        return Ok(Found::Sample(position, copy));
+                    }
+                }
+                _ => {
+                    let found = format!("taken at {position}");
+                    return Err(Violation { field: "turn", found, allowed: "published, revoked or skipped".into() });
+                }
+            }
+        }
+        Ok(Found::Nothing)
+    }
+
+    /// The sender has overtaken the cursor: goes to the oldest position that can still be there.
+    fn jump(&mut self, position: u64, depth: u64) -> Result<(), Violation> {
+        if (position - self.cursor) % depth != 0 {
+            let allowed = format!("{} and a multiple of {depth} more", self.cursor);
+            return Err(Violation { field: "position", found: position.to_string(), allowed });
+        }
+        self.cursor = (self.cursor + 1).max(position - depth + 1);
+        Ok(())
+    }
+
+    /// Tells the sender to wake this end from now on. Look once more before sleeping.
+    pub(crate) fn fall_asleep(&self) {
+        self.segment.header().receiver.asleep.store(1, Release);
+        fence(SeqCst);
+    }
+
+    pub(crate) fn wake_up(&self) {
+        self.segment.header().receiver.asleep.store(0, Release);
+    }
+}

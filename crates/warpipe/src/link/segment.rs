@@ -1,0 +1,285 @@
+//! The link segment: the memory that both ends of a link map. **This module is marked for unsafe.**
+//!
+//! A sealed memfd: a header page, then `depth` entries. Everything in it is atomics, because the other process
+//! may write any byte at any time; what is read from here is a peer's *allegation* and proves nothing until it
+//! has been copied once and the copy has been checked (see [`entry`](super::entry)).
+//!
+//! Drawn byte by byte in `docs/design/link.md`; the offsets are asserted below.
+
+use std::mem::offset_of;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::backend::{DevicePtr, TimelineWord, host};
+use crate::device::Device;
+use crate::error::{Error, HandshakeFault, Result};
+
+/// `WARPLINK`, little endian.
+const MAGIC: u64 = u64::from_le_bytes(*b"WARPLINK");
+
+/// The version of the layout, and of the handshake.
+pub(crate) const VERSION: u16 = 1;
+
+/// The most entries a ring may have.
+pub(crate) const DEPTH_MAX: u32 = 4096;
+
+/// 64-bit words of an entry that describe the sample: line 0 from byte 32, lines 1 to 7.
+pub(crate) const META_BYTES_MAX: usize = 256;
+
+/// The first page of the segment. Each group has one writer and a pair of cache lines of its own.
+#[repr(C)]
+pub(crate) struct Header {
+    magic: AtomicU64,
+    version: AtomicU32,
+    depth: AtomicU32,
+    generation: [AtomicU64; 2],
+    _identity: [AtomicU64; 12],
+    /// Written by the sender.
+    pub(crate) sender: SenderWords,
+    /// Written by the receiver.
+    pub(crate) receiver: ReceiverWords,
+    _reserved: [AtomicU64; 416],
+}
+
+/// What only the sender writes.
+#[repr(C)]
+pub(crate) struct SenderWords {
+    /// `CLOCK_MONOTONIC` nanoseconds of the sender's last sign of life.
+    pub(crate) heartbeat_ns: AtomicU64,
+    /// Samples that this receiver did not get because of its policy.
+    pub(crate) dropped: AtomicU64,
+    _quiet: [AtomicU64; 14],
+    /// 1 while the sender sleeps and wants to be woken by a release.
+    pub(crate) asleep: AtomicU32,
+    _pad: AtomicU32,
+    _line: [AtomicU64; 15],
+}
+
+/// What only the receiver writes.
+#[repr(C)]
+pub(crate) struct ReceiverWords {
+    /// `CLOCK_MONOTONIC` nanoseconds of the receiver's last sign of life.
+    pub(crate) heartbeat_ns: AtomicU64,
+    _quiet: [AtomicU64; 15],
+    /// 1 while the receiver sleeps and wants to be woken by a sample.
+    pub(crate) asleep: AtomicU32,
+    _pad: AtomicU32,
+    _line: [AtomicU64; 15],
+    /// Releases enqueued so far; the device completes them later.
+    pub(crate) released: AtomicU64,
+    _line_2: [AtomicU64; 15],
+}
+
+/// One entry of the ring.
+#[repr(C)]
+pub(crate) struct Entry {
+    /// Whose turn it is: `position << 2 | state`. The one word with two writers, by compare-and-swap.
+    pub(crate) turn: AtomicU64,
+    /// The publisher's sequence number.
+    pub(crate) sequence: AtomicU64,
+    /// Reaches the position when the sample's data is complete. Written by the sender's stream (or, after its
+    /// proven death, by the receiver's watcher).
+    pub(crate) ready: TimelineWord,
+    /// The rest of the description, as [`entry`](super::entry) packs it.
+    pub(crate) words: [AtomicU64; 60],
+    /// Reaches the position when the receiver's work on the sample is done. Written by the receiver's stream.
+    pub(crate) released: TimelineWord,
+    _reserved: [AtomicU64; 14],
+}
+
+/// The header's size.
+const HEADER_BYTES: usize = 4096;
+
+const _: () = {
+    assert!(size_of::<Header>() == HEADER_BYTES);
+    assert!(offset_of!(Header, generation) == 16);
+    assert!(offset_of!(Header, sender) == 128 && offset_of!(Header, receiver) == 384);
+    assert!(offset_of!(SenderWords, dropped) == 8 && offset_of!(SenderWords, asleep) == 128);
+    assert!(offset_of!(ReceiverWords, asleep) == 128 && offset_of!(ReceiverWords, released) == 256);
+    assert!(size_of::<Entry>() == 640);
+    assert!(offset_of!(Entry, sequence) == 8 && offset_of!(Entry, ready) == 16);
+    assert!(offset_of!(Entry, words) == 32 && offset_of!(Entry, released) == 512);
+};
+
+/// The length of a segment with `depth` entries, in bytes: whole pages.
+pub(crate) fn bytes_for(depth: u32) -> u64 {
+    (HEADER_BYTES + depth as usize * size_of::<Entry>()).next_multiple_of(4096) as u64
+}
+
+/// A mapped link segment, registered with the device. Unregistered and unmapped when dropped.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    map: Map,
+    device: Device,
+    device_ptr: DevicePtr,
+    depth: u32,
+}
+
+/// The mapping alone.
+#[derive(Debug)]
+struct Map {
+    base: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: the mapping is shared memory made of atomics only, at a fixed address until drop.
+unsafe impl Send for Map {}
+// SAFETY: as above.
+unsafe impl Sync for Map {}
+
+impl Map {
+    fn new(fd: BorrowedFd<'_>, bytes: u64) -> Result<Map> {
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let bytes = bytes as usize;
+        // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, 0) };
+        let base = base.map_err(|e| Error::os("mmap", format!("a link segment of {bytes} bytes"), e))?;
+        Ok(Map { base: base.cast(), bytes })
+    }
+
+    fn header(&self) -> &Header {
+        // SAFETY: the mapping is at least a header long (checked before it is made), page-aligned, and lives as
+        // long as self; `Header` is atomics only, for which every bit pattern is valid.
+        unsafe { &*self.base.cast::<Header>() }
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // SAFETY: exactly the range that `new` mapped; references into it borrow self.
+        let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.bytes) };
+    }
+}
+
+impl Segment {
+    /// Makes a segment: `memfd_create`, `ftruncate`, seals, `mmap`, and registration with the device. Returns it
+    /// and the descriptor for the peer.
+    pub(crate) fn create(device: &Device, depth: u32, generation: [u8; 16]) -> Result<(Segment, OwnedFd)> {
+        let bytes = bytes_for(depth);
+        let context = || format!("a link segment of {bytes} bytes");
+        let fd = rustix::fs::memfd_create(c"warpipe-link", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .map_err(|e| Error::os("memfd_create", context(), e))?;
+        rustix::fs::ftruncate(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
+        let map = Map::new(fd.as_fd(), bytes)?;
+        write_identity(map.header(), depth, generation);
+        Ok((Segment::register(map, device, depth)?, fd))
+    }
+
+    /// Maps a segment that a peer made, once it has been checked to be a sealed memfd of the right length with
+    /// the right identity.
+    pub(crate) fn open(
+        device: &Device,
+        fd: BorrowedFd<'_>,
+        depth: u32,
+        generation: [u8; 16],
+    ) -> Result<Segment, OpenError> {
+        if depth == 0 || depth > DEPTH_MAX {
+            return Err(OpenError::Fault(HandshakeFault::Segment(format!("a depth of {depth}"))));
+        }
+        let bytes = bytes_for(depth);
+        host::check_sealed_memfd(fd, bytes).map_err(|found| OpenError::Fault(HandshakeFault::Segment(found)))?;
+        let map = Map::new(fd, bytes).map_err(OpenError::Local)?;
+        check_identity(map.header(), depth, generation).map_err(OpenError::Fault)?;
+        Segment::register(map, device, depth).map_err(OpenError::Local)
+    }
+
+    fn register(map: Map, device: &Device, depth: u32) -> Result<Segment> {
+        // SAFETY: `map` is page-aligned mapped memory; it is unmapped only after `unregister` (see `Drop`).
+        let device_ptr = unsafe { device.backend().register(map.base, map.bytes)? };
+        Ok(Segment { map, device: device.clone(), device_ptr, depth })
+    }
+
+    pub(crate) fn depth(&self) -> u32 {
+        self.depth
+    }
+
+    pub(crate) fn header(&self) -> &Header {
+        self.map.header()
+    }
+
+    /// The entry that `position` (from 1) falls on.
+    pub(crate) fn entry(&self, position: u64) -> &Entry {
+        self.entry_at(self.index(position))
+    }
+
+    /// The index of the entry that `position` falls on.
+    pub(crate) fn index(&self, position: u64) -> u32 {
+        (position % u64::from(self.depth)) as u32
+    }
+
+    fn entry_at(&self, index: u32) -> &Entry {
+        debug_assert!(index < self.depth);
+        // SAFETY: index < depth and the mapping holds `depth` entries behind the header, 128-aligned in a page-
+        // aligned mapping that lives as long as self; `Entry` is atomics only.
+        unsafe { &*self.map.base.add(HEADER_BYTES).cast::<Entry>().add(index as usize) }
+    }
+
+    /// The device address of the `ready` word of `position`'s entry.
+    pub(crate) fn ready_word(&self, position: u64) -> DevicePtr {
+        self.word(position, offset_of!(Entry, ready))
+    }
+
+    /// The device address of the `released` word of `position`'s entry.
+    pub(crate) fn released_word(&self, position: u64) -> DevicePtr {
+        self.word(position, offset_of!(Entry, released))
+    }
+
+    fn word(&self, position: u64, field: usize) -> DevicePtr {
+        let entry = HEADER_BYTES + self.index(position) as usize * size_of::<Entry>();
+        self.device_ptr + (entry + field) as u64
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // SAFETY: registered in `register`, once; the link is dropped only when no stream uses its words
+        // (see `watcher::retire`).
+        let _ = unsafe { self.device.backend().unregister(self.map.base) };
+    }
+}
+
+/// Why a peer's segment could not be opened: its fault, or ours.
+#[derive(Debug)]
+pub(crate) enum OpenError {
+    Fault(HandshakeFault),
+    Local(Error),
+}
+
+fn write_identity(header: &Header, depth: u32, generation: [u8; 16]) {
+    use std::sync::atomic::Ordering::{Relaxed, Release};
+    let (low, high) = halves(generation);
+    header.generation[0].store(low, Relaxed);
+    header.generation[1].store(high, Relaxed);
+    header.version.store(u32::from(VERSION), Relaxed);
+    header.depth.store(depth, Relaxed);
+    header.magic.store(MAGIC, Release);
+}
+
+fn check_identity(header: &Header, depth: u32, generation: [u8; 16]) -> Result<(), HandshakeFault> {
+    use std::sync::atomic::Ordering::{Acquire, Relaxed};
+    let wrong = |what: &str| Err(HandshakeFault::Segment(format!("its header has another {what}")));
+    let (low, high) = halves(generation);
+    if header.magic.load(Acquire) != MAGIC {
+        return wrong("magic");
+    }
+    if header.version.load(Relaxed) != u32::from(VERSION) {
+        return wrong("version");
+    }
+    if header.depth.load(Relaxed) != depth {
+        return wrong("depth");
+    }
+    if (header.generation[0].load(Relaxed), header.generation[1].load(Relaxed)) != (low, high) {
+        return wrong("generation");
+    }
+    Ok(())
+}
+
+fn halves(generation: [u8; 16]) -> (u64, u64) {
+    let value = u128::from_le_bytes(generation);
+    (value as u64, (value >> 64) as u64)
+}

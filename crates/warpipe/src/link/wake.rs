@@ -1,0 +1,87 @@
+//! The wake channel: how an end that sleeps is woken.
+//!
+//! A connected pair of sockets and not an eventfd, for one reason: both ends of an eventfd share one open file,
+//! so a peer can clear its `O_NONBLOCK`, fill its counter, and the next wake-up of ours would block for ever.
+//! A socket takes `MSG_DONTWAIT` with each call, which no peer can take back.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::FileType;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+
+use crate::error::{Error, HandshakeFault, Result};
+use crate::fork::PrivateFd;
+
+/// One end of the channel.
+#[derive(Debug)]
+pub(crate) struct Wake {
+    socket: PrivateFd,
+}
+
+impl Wake {
+    /// A new channel: our end, and the peer's descriptor.
+    pub(crate) fn pair() -> Result<(Wake, OwnedFd)> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+            .map_err(|e| Error::os("socketpair", "a link's wake channel", e))?;
+        Ok((Wake { socket: PrivateFd::new(ours) }, theirs))
+    }
+
+    /// The end that a peer sent, once it is seen to be a socket.
+    pub(crate) fn adopt(fd: OwnedFd) -> Result<Wake, HandshakeFault> {
+        let stat = rustix::fs::fstat(&fd).map_err(|e| HandshakeFault::Wake(e.to_string()))?;
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Socket => Ok(Wake { socket: PrivateFd::new(fd) }),
+            other => Err(HandshakeFault::Wake(format!("a {other:?} instead of a socket"))),
+        }
+    }
+
+    /// Wakes the other end. A full channel wakes it as well; a closed one has nobody to wake.
+    pub(crate) fn ring(&self) {
+        let _ = rustix::net::send(&self.socket, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    }
+
+    /// Takes in the wake-ups so far. Bounded: a peer that rings without end does not keep us here.
+    pub(crate) fn drain(&self) {
+        let mut byte = [0u8; 8];
+        for _ in 0..64 {
+            if !rustix::net::recv(&self.socket, &mut byte, RecvFlags::DONTWAIT).is_ok_and(|(length, _)| length > 0) {
+                return;
+            }
+        }
+    }
+}
+
+impl AsFd for Wake {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// A wake-up inside this process, from the watcher's thread: an eventfd that never leaves it.
+#[derive(Debug)]
+pub(crate) struct Bell {
+    eventfd: PrivateFd,
+}
+
+impl Bell {
+    pub(crate) fn new() -> Result<Bell> {
+        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
+        let eventfd = rustix::event::eventfd(0, flags).map_err(|e| Error::os("eventfd", "a wake-up", e))?;
+        Ok(Bell { eventfd: PrivateFd::new(eventfd) })
+    }
+
+    pub(crate) fn ring(&self) {
+        let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
+    }
+
+    pub(crate) fn drain(&self) {
+        let _ = rustix::io::read(&self.eventfd, &mut [0u8; 8]);
+    }
+}
+
+impl AsFd for Bell {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.eventfd.as_fd()
+    }
+}

@@ -1,0 +1,268 @@
+//! The watcher: the process's one background thread. It serves handshakes, sees deaths, keeps heartbeats and
+//! lets memory go that a device may still be writing.
+//!
+//! It sleeps in `epoll_wait` until a descriptor speaks; while links exist it also ticks every
+//! [`TICK`], which is what a heartbeat costs.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+
+use super::message::timespec;
+use super::wake::Bell;
+use crate::clock::now_ns;
+use crate::error::{Error, Result};
+use crate::fork::{self, PrivateFd};
+
+/// How often heartbeats are written and looked at.
+pub(crate) const TICK: Duration = Duration::from_millis(100);
+
+/// How often memory that waits for a device is looked at again.
+const RETIRE_TICK: Duration = Duration::from_millis(2);
+
+/// After this the device is taken for hung, and the memory stays until the process ends.
+const RETIRE_MAX: Duration = Duration::from_secs(60);
+
+/// A heartbeat older than this means *stalled*, to people.
+pub(crate) const STALLED_AFTER: Duration = Duration::from_millis(500);
+
+/// Whether to go on watching a descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Next {
+    Keep,
+    Stop,
+}
+
+/// What the watcher watches. Called on its thread; must not block.
+pub(crate) trait Watched: Send + Sync {
+    /// The descriptor that was registered with `tag` is readable or closed.
+    fn on_ready(&self, tag: u64) -> Next;
+
+    /// [`TICK`] has passed.
+    fn on_tick(&self, _now_ns: u64) {}
+}
+
+struct Entry {
+    target: Weak<dyn Watched>,
+    tag: u64,
+    fd: RawFd,
+}
+
+#[derive(Default)]
+struct Tables {
+    watches: HashMap<u64, Entry>,
+    ticked: Vec<Weak<dyn Watched>>,
+    retired: Vec<Retired>,
+}
+
+struct Retired {
+    is_quiet: Box<dyn FnMut() -> bool + Send>,
+    since: Instant,
+}
+
+/// The watcher of this process.
+pub(crate) struct Watcher {
+    epoll: PrivateFd,
+    bell: Bell,
+    tables: Mutex<Tables>,
+    next_id: AtomicU64,
+}
+
+impl std::fmt::Debug for Watcher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Watcher")
+    }
+}
+
+/// A descriptor being watched; dropping it ends that. Drop it before the descriptor.
+pub(crate) struct Watch {
+    watcher: Arc<Watcher>,
+    id: u64,
+}
+
+impl std::fmt::Debug for Watch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Watch({})", self.id)
+    }
+}
+
+/// The bell's key in the epoll set.
+const BELL: u64 = 0;
+
+impl Watcher {
+    /// The watcher of this process, started on first use; a forked child starts its own.
+    pub(crate) fn of_process() -> Result<Arc<Watcher>> {
+        static CURRENT: Mutex<Option<(u64, Arc<Watcher>)>> = Mutex::new(None);
+        let mut current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*current {
+            Some((generation, watcher)) if *generation == fork::generation() => Ok(watcher.clone()),
+            _ => {
+                let watcher = Watcher::start()?;
+                if let Some((_, inherited)) = current.replace((fork::generation(), watcher.clone())) {
+                    // The parent's: its thread is not here and its descriptors are closed.
+                    std::mem::forget(inherited);
+                }
+                Ok(watcher)
+            }
+        }
+    }
+
+    fn start() -> Result<Arc<Watcher>> {
+        let epoll =
+            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| Error::os("epoll_create1", "the watcher", e))?;
+        let watcher = Arc::new(Watcher {
+            epoll: PrivateFd::new(epoll),
+            bell: Bell::new()?,
+            tables: Mutex::default(),
+            next_id: AtomicU64::new(BELL + 1),
+        });
+        watcher.add(watcher.bell.as_fd(), BELL)?;
+        let runner = watcher.clone();
+        std::thread::Builder::new()
+            .name("warpipe-watcher".into())
+            .spawn(move || runner.run())
+            .map_err(|e| Error::os("clone", "the watcher's thread", e))?;
+        Ok(watcher)
+    }
+
+    fn add(&self, fd: BorrowedFd<'_>, id: u64) -> Result<()> {
+        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(id), epoll::EventFlags::IN)
+            .map_err(|e| Error::os("epoll_ctl", "a watched descriptor", e))
+    }
+
+    /// Watches `fd` for `target` until the result is dropped or `on_ready` answers [`Next::Stop`].
+    pub(crate) fn watch(self: &Arc<Self>, fd: BorrowedFd<'_>, target: &Weak<dyn Watched>, tag: u64) -> Result<Watch> {
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let entry = Entry { target: target.clone(), tag, fd: fd.as_raw_fd() };
+        let mut tables = self.lock();
+        tables.watches.insert(id, entry);
+        if let Err(error) = self.add(fd, id) {
+            tables.watches.remove(&id);
+            return Err(error);
+        }
+        Ok(Watch { watcher: self.clone(), id })
+    }
+
+    /// Ticks `target` as long as it lives.
+    pub(crate) fn tick(&self, target: Weak<dyn Watched>) {
+        self.lock().ticked.push(target);
+        self.bell.ring();
+    }
+
+    /// Calls `is_quiet` until it is true, then drops it with all that it owns: memory that a stream may still
+    /// write is let go only when its words say that the stream is past it.
+    pub(crate) fn retire(&self, is_quiet: impl FnMut() -> bool + Send + 'static) {
+        self.lock().retired.push(Retired { is_quiet: Box::new(is_quiet), since: Instant::now() });
+        self.bell.ring();
+    }
+
+    fn run(&self) {
+        let mut events = Vec::with_capacity(64);
+        let mut last_tick = Instant::now();
+        loop {
+            events.clear();
+            let timeout = self.pause(last_tick).map(timespec);
+            // A failing epoll_wait can only be an interruption: the descriptor is ours and open.
+            let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref());
+            for event in &events {
+                self.dispatch(event.data.u64());
+            }
+            self.reap();
+            if last_tick.elapsed() >= TICK {
+                last_tick = Instant::now();
+                self.tick_all();
+            }
+        }
+    }
+
+    /// How long to sleep at most.
+    fn pause(&self, last_tick: Instant) -> Option<Duration> {
+        let tables = self.lock();
+        if !tables.retired.is_empty() {
+            return Some(RETIRE_TICK);
+        }
+        (!tables.ticked.is_empty()).then(|| TICK.saturating_sub(last_tick.elapsed()))
+    }
+
+    fn dispatch(&self, id: u64) {
+        if id == BELL {
+            return self.bell.drain();
+        }
+        let found = self.lock().watches.get(&id).map(|entry| (entry.target.upgrade(), entry.tag));
+        let next = match found {
+            Some((Some(target), tag)) => target.on_ready(tag),
+            Some((None, _)) => Next::Stop,
+            None => return,
+        };
+        if next == Next::Stop {
+            self.forget(id);
+        }
+    }
+
+    fn forget(&self, id: u64) {
+        let mut tables = self.lock();
+        if let Some(entry) = tables.watches.remove(&id) {
+            // The descriptor is open: `Watch` is dropped before it, and the lock keeps that drop out.
+            remove_from(&self.epoll, entry.fd);
+        }
+    }
+
+    fn reap(&self) {
+        let mut waiting = std::mem::take(&mut self.lock().retired);
+        let mut done = Vec::new();
+        let mut index = 0;
+        while index < waiting.len() {
+            let retired = &mut waiting[index];
+            if (retired.is_quiet)() {
+                done.push(waiting.swap_remove(index));
+            } else if retired.since.elapsed() > RETIRE_MAX {
+                // Unmapping under a device that may yet write is worse than keeping the memory.
+                std::mem::forget(waiting.swap_remove(index));
+            } else {
+                index += 1;
+            }
+        }
+        self.lock().retired.append(&mut waiting);
+        drop(done);
+    }
+
+    fn tick_all(&self) {
+        let targets = {
+            let mut tables = self.lock();
+            tables.ticked.retain(|target| target.strong_count() > 0);
+            tables.ticked.clone()
+        };
+        let now = now_ns();
+        targets.iter().filter_map(Weak::upgrade).for_each(|target| target.on_tick(now));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Tables> {
+        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.watcher.forget(self.id);
+    }
+}
+
+fn remove_from(epoll: &impl AsFd, fd: RawFd) {
+    // SAFETY: the descriptor is open (see the caller), and only borrowed for the call.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    let _ = epoll::delete(epoll, fd);
+}
+
+/// Random bytes for an endpoint's generation: `getrandom(2)`.
+pub(crate) fn new_generation() -> [u8; 16] {
+    let mut bytes = [0u8; 16];
+    let mut filled = 0;
+    while filled < bytes.len() {
+        filled += rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()).unwrap_or(0);
+    }
+    bytes
+}

@@ -1,0 +1,287 @@
+//! The publisher's memory: regions that grow up to a limit, cut into slots. Its own bookkeeping, no shared state.
+
+use std::sync::Arc;
+
+use super::region::Region;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::PrivateFd;
+
+/// The most slots that may be in use at once.
+pub(crate) const SLOTS_MAX: usize = 8192;
+
+/// The most regions: each one costs every link a descriptor in passing.
+pub(crate) const REGIONS_MAX: usize = 512;
+
+/// Slots begin at multiples of this: the alignment of `cuMemAlloc`, and more than any element needs.
+const ALIGNMENT: u64 = 512;
+
+/// A slot's number.
+pub(crate) type SlotId = u32;
+
+/// A range of a region in use.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Slot {
+    pub(crate) region: u32,
+    pub(crate) offset: u64,
+    /// What was taken, a multiple of the alignment.
+    bytes: u64,
+    /// Who holds it: a loan, links, the history. 0 for a number not in use.
+    holders: u32,
+    /// The value that the slot's word on the board must reach before it is free; 0 for none.
+    fence: u64,
+}
+
+impl Slot {
+    /// What the slot takes of its region, in bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+/// A region with its free ranges.
+#[derive(Debug)]
+pub(crate) struct Chunk {
+    pub(crate) region: Arc<Region>,
+    pub(crate) export: PrivateFd,
+    /// Free ranges `(offset, bytes)`, by offset, never adjacent.
+    free: Vec<(u64, u64)>,
+}
+
+/// The arena.
+#[derive(Debug)]
+pub(crate) struct Arena {
+    device: Device,
+    limit: u64,
+    total: u64,
+    chunks: Vec<Chunk>,
+    slots: Vec<Slot>,
+    unused: Vec<SlotId>,
+    /// Slots without holders whose fence has not been reached.
+    waiting: Vec<SlotId>,
+    /// Counts what was let go or freed.
+    changes: u64,
+}
+
+/// Why there is no slot.
+#[derive(Debug)]
+pub(crate) enum NoSlot {
+    /// What is in use must be released first; `used` of `limit` bytes are.
+    Exhausted { used: u64, limit: u64 },
+    /// It could never fit, or the device refused.
+    Failed(Error),
+}
+
+impl Arena {
+    pub(crate) fn new(device: &Device, limit: u64) -> Arena {
+        let device = device.clone();
+        Arena { device, limit, total: 0, chunks: vec![], slots: vec![], unused: vec![], waiting: vec![], changes: 0 }
+    }
+
+    pub(crate) fn chunks(&self) -> &[Chunk] {
+        &self.chunks
+    }
+
+    pub(crate) fn slot(&self, id: SlotId) -> &Slot {
+        &self.slots[id as usize]
+    }
+
+    /// Bytes of regions, used and free.
+    pub(crate) fn total(&self) -> u64 {
+        self.total
+    }
+
+    pub(crate) fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// Takes a slot of `bytes` from the free ranges, with one holder; none if no range is long enough.
+    pub(crate) fn take(&mut self, bytes: u64) -> Option<SlotId> {
+        if self.unused.is_empty() && self.slots.len() >= SLOTS_MAX {
+            return None;
+        }
+        let bytes = needed(bytes)?;
+        let (region, offset) = self.chunks.iter_mut().enumerate().find_map(|(index, chunk)| {
+            let fit = chunk.free.iter().position(|&(_, length)| length >= bytes)?;
+            Some((index as u32, carve(&mut chunk.free, fit, bytes)))
+        })?;
+        let slot = Slot { region, offset, bytes, holders: 1, fence: 0 };
+        match self.unused.pop() {
+            Some(id) => {
+                self.slots[id as usize] = slot;
+                Some(id)
+            }
+            None => {
+                self.slots.push(slot);
+                Some(self.slots.len() as SlotId - 1)
+            }
+        }
+    }
+
+    /// Adds a region in which `bytes` fit: twice the memory so far if the limit allows, `exempt` bytes beside it.
+    /// Returns the new region's number.
+    pub(crate) fn grow(&mut self, bytes: u64, exempt: u64) -> Result<u32, NoSlot> {
+        let limit = self.limit.saturating_add(exempt);
+        let exhausted = NoSlot::Exhausted { used: self.total, limit: self.limit };
+        let room = limit.saturating_sub(self.total);
+        let Some(least) = needed(bytes).and_then(|bytes| bytes.checked_next_multiple_of(self.granularity())) else {
+            return Err(exhausted);
+        };
+        if least > room || self.chunks.len() >= REGIONS_MAX {
+            return Err(exhausted);
+        }
+        let generous = self.total.next_multiple_of(self.granularity()).clamp(least, room - room % self.granularity());
+        let chunk = match self.chunk(generous) {
+            Err(Error::DeviceMemory { .. }) if generous > least => self.chunk(least),
+            other => other,
+        };
+        let chunk = chunk.map_err(NoSlot::Failed)?;
+        self.total += chunk.region.bytes();
+        self.chunks.push(chunk);
+        Ok(self.chunks.len() as u32 - 1)
+    }
+
+    fn chunk(&self, bytes: u64) -> Result<Chunk> {
+        let region = Region::allocate(&self.device, bytes)?;
+        let export = region.export()?;
+        Ok(Chunk { free: vec![(0, region.bytes())], region: Arc::new(region), export })
+    }
+
+    fn granularity(&self) -> u64 {
+        // A page of host memory would make a region of every small slot; a GPU's 2 MiB is right for both.
+        self.device.backend().granularity().max(2 << 20)
+    }
+
+    pub(crate) fn hold(&mut self, id: SlotId) {
+        self.slots[id as usize].holders += 1;
+    }
+
+    /// The slot is not free before its word on the board reaches `value`.
+    pub(crate) fn fence(&mut self, id: SlotId, value: u64) {
+        self.slots[id as usize].fence = value;
+    }
+
+    pub(crate) fn fence_of(&self, id: SlotId) -> u64 {
+        self.slots[id as usize].fence
+    }
+
+    /// One holder less; without holders the slot is free, or waits for its fence.
+    pub(crate) fn let_go(&mut self, id: SlotId) {
+        let slot = &mut self.slots[id as usize];
+        slot.holders -= 1;
+        self.changes += 1;
+        if slot.holders == 0 {
+            if slot.fence == 0 { self.free(id) } else { self.waiting.push(id) }
+        }
+    }
+
+    /// Frees the slots whose fence `is_reached`.
+    pub(crate) fn collect(&mut self, is_reached: impl Fn(SlotId, u64) -> bool) {
+        let mut index = 0;
+        while index < self.waiting.len() {
+            let id = self.waiting[index];
+            if is_reached(id, self.slots[id as usize].fence) {
+                self.waiting.swap_remove(index);
+                self.free(id);
+            } else {
+                index += 1;
+            }
+        }
+    }
+
+    /// A number that changes whenever something was let go or freed.
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes
+    }
+
+    /// Whether no slot waits for a fence.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    fn free(&mut self, id: SlotId) {
+        let Slot { region, offset, bytes, .. } = self.slots[id as usize];
+        self.changes += 1;
+        give_back(&mut self.chunks[region as usize].free, offset, bytes);
+        self.unused.push(id);
+    }
+}
+
+/// What a slot of `bytes` takes: at least one unit, so that an empty tensor has an address.
+fn needed(bytes: u64) -> Option<u64> {
+    bytes.max(1).checked_next_multiple_of(ALIGNMENT)
+}
+
+fn carve(free: &mut Vec<(u64, u64)>, index: usize, bytes: u64) -> u64 {
+    let (offset, length) = free[index];
+    if length == bytes {
+        free.remove(index);
+    } else {
+        free[index] = (offset + bytes, length - bytes);
+    }
+    offset
+}
+
+/// Returns a range, joined with its neighbours.
+fn give_back(free: &mut Vec<(u64, u64)>, offset: u64, bytes: u64) {
+    let index = free.partition_point(|&(start, _)| start < offset);
+    let joins_next = free.get(index).is_some_and(|&(start, _)| start == offset + bytes);
+    let joins_last = index > 0 && free[index - 1].0 + free[index - 1].1 == offset;
+    match (joins_last, joins_next) {
+        (true, true) => free[index - 1].1 += bytes + free.remove(index).1,
+        (true, false) => free[index - 1].1 += bytes,
+        (false, true) => free[index] = (offset, bytes + free[index].1),
+        (false, false) => free.insert(index, (offset, bytes)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arena(limit: u64) -> Arena {
+        Arena::new(&Device::host(), limit)
+    }
+
+    #[test]
+    fn freed_neighbours_become_one_range_again() {
+        let mut arena = arena(2 << 20);
+        arena.grow(1, 0).unwrap();
+        let slots: Vec<_> = (0..4).map(|_| arena.take(512 << 10).unwrap()).collect();
+        assert!(arena.take(1).is_none());
+        for id in [1, 3, 0, 2] {
+            arena.let_go(slots[id]);
+        }
+        assert!(arena.take(2 << 20).is_some(), "four quarters make a whole");
+    }
+
+    #[test]
+    fn the_limit_holds_and_says_what_is_used() {
+        let mut arena = arena(4 << 20);
+        arena.grow(3 << 20, 0).unwrap();
+        assert!(matches!(arena.grow(1, 0), Err(NoSlot::Exhausted { used: 4194304, limit: 4194304 })));
+        assert!(matches!(arena.grow(u64::MAX, 0), Err(NoSlot::Exhausted { .. })));
+        assert!(arena.grow(1, 2 << 20).is_ok(), "what the dead and the evicted hold does not count");
+    }
+
+    #[test]
+    fn a_fenced_slot_is_free_only_when_its_word_is_reached() {
+        let mut arena = arena(2 << 20);
+        arena.grow(1, 0).unwrap();
+        let slot = arena.take(2 << 20).unwrap();
+        arena.fence(slot, 7);
+        arena.let_go(slot);
+        arena.collect(|_, value| value < 7);
+        assert!(arena.take(1).is_none());
+        arena.collect(|_, value| value <= 7);
+        assert!(arena.take(1).is_some());
+    }
+
+    #[test]
+    fn an_empty_slot_still_has_a_place_of_its_own() {
+        let mut arena = arena(2 << 20);
+        arena.grow(0, 0).unwrap();
+        let (a, b) = (arena.take(0).unwrap(), arena.take(0).unwrap());
+        assert_ne!(arena.slot(a).offset, arena.slot(b).offset);
+    }
+}

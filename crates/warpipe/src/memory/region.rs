@@ -1,0 +1,58 @@
+//! One exportable allocation, or one import of a peer's. **This module is marked for unsafe**: it owns raw regions.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use crate::backend::{Access, DeviceId, DevicePtr, RawRegion};
+use crate::device::Device;
+use crate::error::Result;
+use crate::fork::PrivateFd;
+
+/// A mapped region; released when dropped. Whoever enqueues work on it keeps it alive until that work is done.
+#[derive(Debug)]
+pub(crate) struct Region {
+    device: Device,
+    raw: RawRegion,
+}
+
+impl Region {
+    /// Allocates `bytes`, rounded up to the device's granularity.
+    pub(crate) fn allocate(device: &Device, bytes: u64) -> Result<Region> {
+        let raw = device.backend().allocate(bytes)?;
+        Ok(Region { device: device.clone(), raw })
+    }
+
+    /// Maps a peer's region; the descriptor is checked by the backend.
+    pub(crate) fn import(
+        device: &Device,
+        fd: BorrowedFd<'_>,
+        bytes: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<Region> {
+        let raw = device.backend().import(fd.as_fd(), bytes, access, owner)?;
+        Ok(Region { device: device.clone(), raw })
+    }
+
+    /// The descriptor that is the right to this memory.
+    pub(crate) fn export(&self) -> Result<PrivateFd> {
+        // SAFETY: `raw` is live as long as self.
+        let fd = unsafe { self.device.backend().export(&self.raw)? };
+        Ok(PrivateFd::new(fd))
+    }
+
+    pub(crate) fn ptr(&self) -> DevicePtr {
+        self.raw.ptr
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.raw.bytes
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: allocated or imported once, released here only. That no enqueued work uses it is kept by the
+        // owners: a publisher retires its arena, a subscriber its imports (see `watcher::retire`).
+        let _ = unsafe { self.device.backend().release(self.raw) };
+    }
+}

@@ -1,0 +1,173 @@
+//! `cargo xtask gpu-bundle`: one folder that tests a machine with a GPU and a driver, and no Rust.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::Outcome;
+use crate::workspace::{Workspace, cargo};
+
+/// Packages whose test programs are worth running on a GPU machine.
+const TESTED_PACKAGES: &[&str] = &["warpipe", "warpipe-kernels"];
+/// Programs that are run there, each with its package.
+const PROGRAMS: &[(&str, &str)] = &[("warpipe-cli", "warpipe"), ("warpipe-conformance", "conformance")];
+/// What is written beside them.
+const SCRIPTS: &[(&str, &str, u32)] =
+    &[("run", include_str!("../bundle/run"), 0o755), ("report.py", include_str!("../bundle/report.py"), 0o644)];
+/// The profile in the root manifest: release, stripped.
+const PROFILE: &str = "bundle";
+/// The folder has to travel; 64 MiB is what a machine lent for an hour may take.
+const BYTES_MAX: u64 = 48 << 20;
+
+/// A test program that cargo built.
+struct TestProgram {
+    name: String,
+    path: PathBuf,
+}
+
+/// Builds the programs and fills `target/gpu-bundle/`.
+pub fn assemble(workspace: &Workspace) -> Outcome<()> {
+    let programs = build_programs(workspace)?;
+    let tests = build_tests(workspace)?;
+    let folder = workspace.target.join("gpu-bundle");
+    let _ = fs::remove_dir_all(&folder);
+    make(&folder.join("tests"))?;
+    for (name, path) in &programs {
+        place(path, &folder.join(name))?;
+    }
+    for TestProgram { name, path } in &tests {
+        place(path, &folder.join("tests").join(name))?;
+    }
+    for (name, text, mode) in SCRIPTS {
+        write(&folder.join(name), text, *mode)?;
+    }
+    let bytes = size_of_files(&folder)? + size_of_files(&folder.join("tests"))?;
+    println!("{}: {} programs, {:.1} MiB", folder.display(), programs.len() + tests.len(), mebibytes(bytes));
+    if bytes > BYTES_MAX {
+        return Err(format!("the bundle is larger than {} MiB; drop test programs", BYTES_MAX >> 20));
+    }
+    Ok(())
+}
+
+fn build_programs(workspace: &Workspace) -> Outcome<Vec<(&'static str, PathBuf)>> {
+    let packages = PROGRAMS.iter().flat_map(|(package, _)| ["-p", package]);
+    let messages = build(workspace, packages.chain(["--bins"]))?;
+    let find = |name: &'static str| {
+        let path = messages.iter().find_map(|message| program(message, name));
+        Ok((name, path.ok_or_else(|| format!("no package builds the program {name}"))?))
+    };
+    PROGRAMS.iter().map(|(_, name)| find(name)).collect()
+}
+
+fn build_tests(workspace: &Workspace) -> Outcome<Vec<TestProgram>> {
+    let packages = TESTED_PACKAGES.iter().flat_map(|package| ["-p", package]);
+    let messages = build(workspace, packages.chain(["--tests"]))?;
+    let tests: Vec<TestProgram> = messages.iter().filter(|message| is_test(message)).filter_map(test_program).collect();
+    if tests.is_empty() {
+        return Err("cargo built no test program; see TESTED_PACKAGES in xtask/src/bundle.rs".into());
+    }
+    Ok(tests)
+}
+
+/// Runs `cargo build` and returns what it says of each artifact.
+fn build<'a>(workspace: &Workspace, arguments: impl Iterator<Item = &'a str>) -> Outcome<Vec<serde_json::Value>> {
+    let mut command = Command::new(cargo());
+    command.args(["build", "--profile", PROFILE, "--message-format=json-render-diagnostics"]).args(arguments);
+    command.current_dir(&workspace.root).stdin(Stdio::null()).stderr(Stdio::inherit());
+    let output = command.output().map_err(|error| format!("cargo build did not start: {error}"))?;
+    if !output.status.success() {
+        return Err("cargo build failed; its words are above".into());
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    let messages = text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    Ok(messages.filter(|message| message["reason"] == "compiler-artifact").collect())
+}
+
+fn is_test(message: &serde_json::Value) -> bool {
+    message["profile"]["test"] == true
+}
+
+fn executable(message: &serde_json::Value) -> Option<PathBuf> {
+    message["executable"].as_str().map(PathBuf::from)
+}
+
+/// Where the program `name` was built, if this message is of it; a library of the same name has no executable.
+fn program(message: &serde_json::Value, name: &str) -> Option<PathBuf> {
+    (!is_test(message) && message["target"]["name"] == name).then(|| executable(message))?
+}
+
+/// A test's name in the bundle: the target's, and `-unit` behind it for the tests inside a library.
+fn test_program(message: &serde_json::Value) -> Option<TestProgram> {
+    let name = message["target"]["name"].as_str()?;
+    let inside = message["target"]["kind"].as_array()?.iter().any(|kind| kind != "test");
+    let name = if inside { format!("{name}-unit") } else { name.to_owned() };
+    Some(TestProgram { name, path: executable(message)? })
+}
+
+fn make(folder: &Path) -> Outcome<()> {
+    fs::create_dir_all(folder).map_err(|error| format!("{} not made: {error}", folder.display()))
+}
+
+fn place(from: &Path, to: &Path) -> Outcome<()> {
+    if to.exists() {
+        return Err(format!("two programs of the bundle are called {}; rename one", to.display()));
+    }
+    fs::copy(from, to).map(drop).map_err(|error| format!("{} not copied: {error}", from.display()))
+}
+
+fn write(path: &Path, text: &str, mode: u32) -> Outcome<()> {
+    fs::write(path, text)
+        .and_then(|()| fs::set_permissions(path, fs::Permissions::from_mode(mode)))
+        .map_err(|error| format!("{} not written: {error}", path.display()))
+}
+
+fn size_of_files(folder: &Path) -> Outcome<u64> {
+    let unreadable = |error: std::io::Error| format!("{} cannot be read: {error}", folder.display());
+    let mut bytes = 0;
+    for entry in fs::read_dir(folder).map_err(unreadable)? {
+        let metadata = entry.and_then(|entry| entry.metadata()).map_err(unreadable)?;
+        if metadata.is_file() {
+            bytes += metadata.len();
+        }
+    }
+    Ok(bytes)
+}
+
+fn mebibytes(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn artifact(kind: &str, test: bool, executable: Option<&str>) -> serde_json::Value {
+        serde_json::json!({
+            "reason": "compiler-artifact",
+            "target": { "name": "warpipe", "kind": [kind] },
+            "profile": { "test": test },
+            "executable": executable,
+        })
+    }
+
+    #[test]
+    fn the_tests_inside_a_library_and_a_test_program_of_one_name_are_told_apart() {
+        let name = |kind| test_program(&artifact(kind, true, Some("/p"))).map(|program| program.name);
+        assert_eq!(name("lib").as_deref(), Some("warpipe-unit"));
+        assert_eq!(name("test").as_deref(), Some("warpipe"));
+    }
+
+    #[test]
+    fn an_artifact_that_cannot_be_run_is_no_test_program() {
+        assert!(test_program(&artifact("lib", true, None)).is_none());
+        assert!(!is_test(&artifact("bin", false, Some("/p"))));
+    }
+
+    #[test]
+    fn a_program_is_found_beside_a_library_of_its_name() {
+        assert_eq!(program(&artifact("lib", false, None), "warpipe"), None);
+        assert_eq!(program(&artifact("bin", true, Some("/p")), "warpipe"), None);
+        assert_eq!(program(&artifact("bin", false, Some("/p")), "warpipe"), Some("/p".into()));
+    }
+}

@@ -1,0 +1,128 @@
+//! Running a program under a time limit while showing and keeping what it prints.
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, PipeReader, Write};
+use std::path::Path;
+use std::process::Command;
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use crate::Outcome;
+
+/// Lines kept of one program: enough for the results of some thousand test programs.
+const LINES_MAX: usize = 20_000;
+/// How long output may go on after the program's end, if a process that it left behind holds the pipe.
+const DRAIN: Duration = Duration::from_secs(5);
+
+/// A program to run.
+pub struct Task {
+    program: OsString,
+    arguments: Vec<OsString>,
+    variables: Vec<(&'static str, OsString)>,
+}
+
+/// What a program came to.
+pub struct Finished {
+    /// Whether its exit code was zero.
+    pub success: bool,
+    /// The last lines that it printed on either stream.
+    pub lines: Vec<String>,
+}
+
+impl Task {
+    /// A program, by name or path.
+    pub fn new(program: impl Into<OsString>) -> Task {
+        Task { program: program.into(), arguments: Vec::new(), variables: Vec::new() }
+    }
+
+    /// Adds arguments.
+    pub fn args<A: Into<OsString>>(mut self, arguments: impl IntoIterator<Item = A>) -> Task {
+        self.arguments.extend(arguments.into_iter().map(Into::into));
+        self
+    }
+
+    /// Sets an environment variable.
+    pub fn env(mut self, name: &'static str, value: impl Into<OsString>) -> Task {
+        self.variables.push((name, value.into()));
+        self
+    }
+
+    /// Runs in `folder`, killed with all its process group after `limit`. Its output is shown as it comes.
+    pub fn run(self, folder: &Path, limit: Duration) -> Outcome<Finished> {
+        let name = self.program.to_string_lossy().into_owned();
+        let failed = |error: std::io::Error| format!("{name} did not start under coreutils' `timeout`: {error}");
+        let (reader, writer) = std::io::pipe().map_err(failed)?;
+        // `timeout` rather than a kill of our own: it ends the whole process group, test programs included.
+        let mut command = Command::new("timeout");
+        command.arg("--kill-after=10").arg(limit.as_secs().to_string()).arg(&self.program).args(&self.arguments);
+        command.envs(self.variables).env("CARGO_TERM_COLOR", "never").env("NO_COLOR", "1").current_dir(folder);
+        command.stdin(std::process::Stdio::null()).stdout(writer.try_clone().map_err(failed)?).stderr(writer);
+        let mut child = command.spawn().map_err(failed)?;
+        drop(command);
+        let (kept, ended) = show_and_keep(reader);
+        let status = child.wait().map_err(failed)?;
+        if ended.recv_timeout(DRAIN).is_err() {
+            println!("(a process that {name} left behind still holds its output)");
+        }
+        if status.code() == Some(124) {
+            println!("(ended: it ran longer than {} s)", limit.as_secs());
+        }
+        let lines = kept.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect();
+        Ok(Finished { success: status.success(), lines })
+    }
+}
+
+type Kept = Arc<Mutex<VecDeque<String>>>;
+
+fn show_and_keep(reader: PipeReader) -> (Kept, mpsc::Receiver<()>) {
+    let kept = Kept::default();
+    let (end, ended) = mpsc::channel();
+    let keep = kept.clone();
+    thread::spawn(move || {
+        let mut reader = BufReader::new(reader);
+        let mut line = Vec::new();
+        while reader.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
+            let _ = std::io::stdout().write_all(&line);
+            let mut lines = keep.lock().unwrap_or_else(PoisonError::into_inner);
+            if lines.len() == LINES_MAX {
+                lines.pop_front();
+            }
+            lines.push_back(String::from_utf8_lossy(&line).trim_end().to_owned());
+            line.clear();
+        }
+        let _ = end.send(());
+    });
+    (kept, ended)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str, limit: Duration) -> Finished {
+        Task::new("sh").args(["-c", script]).run(Path::new("/"), limit).expect("sh starts")
+    }
+
+    #[test]
+    fn both_streams_of_a_program_are_kept_in_order() {
+        let finished = shell("echo one; echo two >&2; printf three", Duration::from_secs(60));
+        assert!(finished.success);
+        assert_eq!(finished.lines, ["one", "two", "three"]);
+    }
+
+    #[test]
+    fn a_program_past_its_limit_is_ended_and_has_failed() {
+        let finished = shell("echo begun; sleep 600", Duration::from_secs(1));
+        assert!(!finished.success);
+        assert_eq!(finished.lines, ["begun"]);
+    }
+
+    #[test]
+    fn a_program_that_is_not_there_has_failed() {
+        let finished = Task::new("no-such-program-here").run(Path::new("/"), Duration::from_secs(60));
+        assert!(finished.is_ok_and(|finished| !finished.success));
+    }
+}

@@ -1,0 +1,136 @@
+//! `cargo xtask test`: every check that needs no GPU, one after the other, and their sum.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::Outcome;
+use crate::counts::{Counts, Dialect};
+use crate::process::Task;
+use crate::ptx;
+use crate::workspace::{Workspace, cargo};
+
+const BUILD_LIMIT: Duration = Duration::from_secs(3600);
+const TEST_LIMIT: Duration = Duration::from_secs(3600);
+const LONG_LIMIT: Duration = Duration::from_secs(4 * 3600);
+
+/// One line of the table.
+struct Step {
+    name: String,
+    counts: Counts,
+    took: Duration,
+}
+
+/// The steps made so far.
+struct Suite<'a> {
+    workspace: &'a Workspace,
+    steps: Vec<Step>,
+}
+
+/// Runs everything, also after a failure. Says whether all of it passed.
+pub fn run(workspace: &Workspace, long: bool) -> bool {
+    let mut suite = Suite { workspace, steps: Vec::new() };
+    suite.static_checks();
+    suite.tests();
+    suite.conformance(long);
+    suite.report()
+}
+
+impl Suite<'_> {
+    fn static_checks(&mut self) {
+        self.cargo("fmt", &["fmt", "--all", "--check"], Dialect::ExitCode);
+        let deny = ["--", "-D", "warnings"];
+        self.cargo("clippy", &[&["clippy", "--workspace", "--all-targets"], &deny[..]].concat(), Dialect::ExitCode);
+        let cudarc = ["clippy", "-p", "warpipe", "--features", "cudarc", "--all-targets"];
+        self.cargo("clippy, feature cudarc", &[&cudarc[..], &deny].concat(), Dialect::ExitCode);
+        self.check("PTX is fresh", ptx::check_fresh);
+        self.check("PTX atomics are .sys", ptx::check_scope);
+    }
+
+    fn tests(&mut self) {
+        if has_nextest() {
+            let arguments = ["nextest", "run", "--workspace", "--no-fail-fast", "--no-tests=pass"];
+            self.cargo("tests (nextest)", &arguments, Dialect::Nextest);
+        } else {
+            let arguments = ["test", "--workspace", "--no-fail-fast", "--lib", "--bins", "--tests"];
+            self.cargo("tests (cargo test)", &arguments, Dialect::CargoTest);
+        }
+        self.cargo("doc tests", &["test", "--workspace", "--no-fail-fast", "--doc"], Dialect::CargoTest);
+    }
+
+    /// The conformance suite on the host, and on the CUDA backend over the driver's test double.
+    fn conformance(&mut self, long: bool) {
+        let packages = ["build", "-p", "warpipe-conformance", "-p", "cuda-double", "-p", "warpipe-cli"];
+        self.cargo("build of the conformance suite", &packages, Dialect::ExitCode);
+        self.run_conformance("conformance, host", "host", None, long);
+        match place_double(&self.workspace.target) {
+            Ok(folder) => self.run_conformance("conformance, cuda over the double", "cuda", Some(&folder), long),
+            Err(message) => self.check("conformance, cuda over the double", |_| Err(message)),
+        }
+    }
+
+    fn run_conformance(&mut self, name: &str, backend: &str, library: Option<&Path>, long: bool) {
+        let program = self.workspace.target.join("debug/conformance");
+        let mut task = Task::new(program).args(["--backend", backend]).args(long.then_some("--long"));
+        if let Some(folder) = library {
+            task = task.env("LD_LIBRARY_PATH", folder);
+        }
+        self.program(name, task, if long { LONG_LIMIT } else { TEST_LIMIT }, Dialect::LastLine);
+    }
+
+    fn cargo(&mut self, name: &str, arguments: &[&str], dialect: Dialect) {
+        self.program(name, Task::new(cargo()).args(arguments), BUILD_LIMIT, dialect);
+    }
+
+    fn program(&mut self, name: &str, task: Task, limit: Duration, dialect: Dialect) {
+        self.step(name, |workspace| {
+            let finished = task.run(&workspace.root, limit)?;
+            Ok(Counts::of(dialect, &finished.lines, finished.success))
+        });
+    }
+
+    fn check(&mut self, name: &str, check: impl FnOnce(&Workspace) -> Outcome<()>) {
+        self.step(name, |workspace| check(workspace).map(|()| Counts::ONE_PASSED));
+    }
+
+    fn step(&mut self, name: &str, work: impl FnOnce(&Workspace) -> Outcome<Counts>) {
+        println!("\n=== {name}");
+        let start = Instant::now();
+        let counts = work(self.workspace).unwrap_or_else(|message| {
+            println!("error: {message}");
+            Counts::ONE_FAILED
+        });
+        self.steps.push(Step { name: name.into(), counts, took: start.elapsed() });
+    }
+
+    fn report(&self) -> bool {
+        let mut total = Counts::default();
+        println!("\n{:<36} {:>7} {:>7} {:>7} {:>8}", "step", "passed", "failed", "skipped", "seconds");
+        for Step { name, counts, took } in &self.steps {
+            let Counts { passed, failed, skipped } = counts;
+            println!("{name:<36} {passed:>7} {failed:>7} {skipped:>7} {:>8.1}", took.as_secs_f64());
+            total += *counts;
+        }
+        println!("\n{total}");
+        total.failed == 0
+    }
+}
+
+fn has_nextest() -> bool {
+    let mut command = Command::new(cargo());
+    command.args(["nextest", "--version"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.status().is_ok_and(|status| status.success())
+}
+
+/// Puts the double where the loader finds it under the driver's name. Returns that folder.
+fn place_double(target: &Path) -> Outcome<std::path::PathBuf> {
+    let (built, folder) = (target.join("debug/libcuda_double.so"), target.join("cuda-double"));
+    fs::create_dir_all(&folder).map_err(|error| format!("{} not made: {error}", folder.display()))?;
+    let placed = folder.join("libcuda.so.1");
+    // A new file, not new bytes in the old one, which a program that is still running may have mapped.
+    let _ = fs::remove_file(&placed);
+    let next = "see whether the build above made it (`cargo build -p cuda-double`)";
+    fs::copy(&built, &placed).map_err(|error| format!("{} not copied: {error}; {next}", built.display()))?;
+    Ok(folder)
+}

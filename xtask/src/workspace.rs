@@ -1,0 +1,67 @@
+//! Where things are: the workspace's root and its target folder, as cargo says.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::Outcome;
+
+/// Folders deeper than this are no part of a crate's sources.
+const DEPTH_MAX: u32 = 16;
+
+/// The workspace that this program was built in.
+pub struct Workspace {
+    /// The folder of the root manifest.
+    pub root: PathBuf,
+    /// Where cargo builds.
+    pub target: PathBuf,
+}
+
+impl Workspace {
+    /// Asks `cargo metadata`.
+    pub fn find() -> Outcome<Workspace> {
+        let output = Command::new(cargo())
+            .args(["metadata", "--no-deps", "--format-version=1", "--manifest-path"])
+            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"))
+            .output()
+            .map_err(|error| format!("cargo metadata did not start: {error}"))?;
+        let said: serde_json::Value = serde_json::from_slice(&output.stdout)
+            .map_err(|_| format!("cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr)))?;
+        let folder = |key: &str| {
+            said[key].as_str().map(PathBuf::from).ok_or_else(|| format!("cargo metadata does not say its {key}"))
+        };
+        Ok(Workspace { root: folder("workspace_root")?, target: folder("target_directory")? })
+    }
+
+    /// Every file below `crates/` whose name ends in `.extension`, sorted.
+    pub fn sources(&self, extension: &str) -> Outcome<Vec<PathBuf>> {
+        let mut found = Vec::new();
+        collect(&self.root.join("crates"), extension, DEPTH_MAX, &mut found)?;
+        found.sort();
+        Ok(found)
+    }
+
+    /// A path as people write it: relative to the root.
+    pub fn show<'a>(&self, path: &'a Path) -> std::path::Display<'a> {
+        path.strip_prefix(&self.root).unwrap_or(path).display()
+    }
+}
+
+/// The cargo that runs this program.
+pub fn cargo() -> String {
+    std::env::var("CARGO").unwrap_or_else(|_| "cargo".into())
+}
+
+fn collect(folder: &Path, extension: &str, depth: u32, found: &mut Vec<PathBuf>) -> Outcome<()> {
+    let unreadable = |error: std::io::Error| format!("{} cannot be read: {error}", folder.display());
+    for entry in fs::read_dir(folder).map_err(unreadable)? {
+        let entry = entry.map_err(unreadable)?;
+        let (path, kind) = (entry.path(), entry.file_type().map_err(unreadable)?);
+        if kind.is_dir() && depth > 0 && entry.file_name() != "target" {
+            collect(&path, extension, depth - 1, found)?;
+        } else if kind.is_file() && path.extension().is_some_and(|found| found == extension) {
+            found.push(path);
+        }
+    }
+    Ok(())
+}
