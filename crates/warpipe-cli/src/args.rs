@@ -97,7 +97,7 @@ pub struct PubArgs {
     /// Wait for this many subscribers before the first sample (0: do not wait)
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub wait_subscribers: u32,
-    /// The longest wait, in seconds: for subscribers, for room, and for the last sample's release
+    /// The longest wait, in seconds: for subscribers, for room, and for the device
     #[arg(long, value_name = "S", default_value = "60", value_parser = seconds)]
     pub timeout: Duration,
     /// What to do when a subscriber has no room

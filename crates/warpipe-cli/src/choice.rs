@@ -33,7 +33,8 @@ impl DeviceChoice {
             DeviceChoice::Auto => {
                 let preferred = Device::preferred();
                 // How to get a GPU is for `doctor` to say.
-                let why = split_next(&preferred.why).0.to_owned();
+                let why = split_next(&preferred.why).0;
+                let why = why.split(" (libcuda").next().unwrap_or_default().to_owned();
                 Ok(Chosen { device: preferred.device, why })
             }
             DeviceChoice::Host => Ok(Chosen { device: Device::host(), why: asked }),

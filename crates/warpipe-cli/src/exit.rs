@@ -83,9 +83,16 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(closed)
 }
 
-/// Errors of the library end in `; the next step`: what happened, and that step.
-pub fn split_next(message: &str) -> (&str, Option<&str>) {
-    message.rsplit_once("; ").map_or((message, None), |(happened, next)| (happened, Some(next)))
+/// Errors of the library end in `; the next step`: what happened, and that step, in the command line's terms.
+pub fn split_next(message: &str) -> (String, Option<String>) {
+    let (happened, next) = message.rsplit_once("; ").map_or((message, None), |(happened, next)| (happened, Some(next)));
+    (happened.to_owned(), next.map(in_command_terms))
+}
+
+fn in_command_terms(step: &str) -> String {
+    step.replace("Device::host()", "--device host")
+        .replace("wait for it with `wait_for_publisher`", "wait longer with --timeout")
+        .replace("turn `reconnect` on", "use --reconnect")
 }
 
 #[cfg(test)]
@@ -113,7 +120,7 @@ mod tests {
         let error = Error::DriverSymbol { symbol: "cuMemCreate" }.to_string();
         let (happened, next) = split_next(&error);
         assert!(happened.ends_with("cuMemCreate"), "{happened}");
-        assert!(next.is_some_and(|next| next.starts_with("update the driver")), "{next:?}");
-        assert_eq!(split_next("broken"), ("broken", None));
+        assert_eq!(next.as_deref(), Some("update the driver (R525 or newer), or use --device host"));
+        assert_eq!(split_next("broken"), ("broken".to_owned(), None));
     }
 }

@@ -1,6 +1,7 @@
 //! The `warpipe` command.
 
 mod args;
+mod attach;
 mod choice;
 mod demo;
 mod doctor;
@@ -53,8 +54,8 @@ fn run(command: &Command) -> anyhow::Result<Exit> {
 /// What went wrong, and on a line of its own what to do.
 fn complain(message: &str) {
     let (happened, next) = exit::split_next(message);
-    eprintln!("warpipe: {}", output::printable(happened));
+    eprintln!("warpipe: {}", output::printable(&happened));
     if let Some(next) = next {
-        eprintln!("  next: {}", output::printable(next));
+        eprintln!("  next: {}", output::printable(&next));
     }
 }

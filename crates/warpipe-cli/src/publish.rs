@@ -56,7 +56,8 @@ pub fn run(args: &PubArgs) -> anyhow::Result<Exit> {
         return run.end();
     }
     run.send_all(&sources)?;
-    run.wait_for_release()?;
+    // Complete is what every subscriber can still read when this process has gone: its memory lives on with them.
+    run.stream.synchronize(args.timeout)?;
     run.end()
 }
 
@@ -157,23 +158,6 @@ impl Run<'_> {
         let (dtype, shape) = (layout.dtype().name(), layout.shape().to_vec());
         let sent = Sent { event: "sent", sequence, file: file.clone(), dtype, shape, bytes: layout.bytes() };
         Ok(self.output.say(text, &sent)?)
-    }
-
-    /// Stays until every subscriber has released what it was given, or has gone.
-    fn wait_for_release(&self) -> anyhow::Result<()> {
-        self.stream.synchronize(self.args.timeout)?;
-        let deadline = Instant::now() + self.args.timeout;
-        while self.publisher.subscribers().iter().any(|subscriber| subscriber.in_flight > 0) {
-            if self.interrupt.came() {
-                return Ok(());
-            }
-            if Instant::now() > deadline {
-                let what = "the release of the last sample".to_owned();
-                return Err(Error::Timeout { what, waited: self.args.timeout }.into());
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        Ok(())
     }
 
     fn end(self) -> anyhow::Result<Exit> {

@@ -9,9 +9,24 @@ use serde::{Deserialize, Serialize};
 const PRECISION_BITS: u32 = 5;
 
 /// Counts in buckets of about 3 % width, over all of `u64` nanoseconds; at most 1,920 buckets.
+///
+/// As JSON a list of pairs: a map's keys would be strings, which do not come back as numbers everywhere.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Vec<(u16, u64)>", into = "Vec<(u16, u64)>")]
 pub struct Histogram {
     buckets: BTreeMap<u16, u64>,
+}
+
+impl From<Vec<(u16, u64)>> for Histogram {
+    fn from(pairs: Vec<(u16, u64)>) -> Histogram {
+        Histogram { buckets: pairs.into_iter().collect() }
+    }
+}
+
+impl From<Histogram> for Vec<(u16, u64)> {
+    fn from(histogram: Histogram) -> Vec<(u16, u64)> {
+        histogram.buckets.into_iter().collect()
+    }
 }
 
 impl Histogram {
@@ -103,7 +118,7 @@ mod tests {
         histogram.record(Duration::from_micros(77));
         let text = serde_json::to_string(&histogram).unwrap();
         assert_eq!(serde_json::from_str::<Histogram>(&text).unwrap(), histogram);
-        let strange: Histogram = serde_json::from_str(r#"{"buckets":{"65535":1}}"#).unwrap();
+        let strange: Histogram = serde_json::from_str("[[65535,1]]").unwrap();
         assert_eq!(strange.quantile(500), Some(Duration::from_nanos(u64::MAX)));
     }
 }

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use warpipe::{Device, Domain, EndpointName, Error, Layout, Sample, Stream, Subscriber, clock};
+use warpipe::{EndpointName, Error, Layout, Sample, Stream, Subscriber, clock};
 
 use crate::args::SubArgs;
+use crate::attach::attach;
 use crate::exit::Exit;
 use crate::interrupt::{Interrupt, LOOK};
 use crate::output::{Output, Style, bytes, count, duration, printable, styled};
@@ -55,29 +56,14 @@ pub fn run(args: &SubArgs) -> anyhow::Result<Exit> {
     let listening = Listening { event: "listening", name: &args.name, device, why: &chosen.why };
     output.say(|| styled(Style::Bold, &text), &listening)?;
     let stream = chosen.device.stream()?;
-    let Some(subscriber) = attach(args, &chosen.device, &interrupt)? else {
+    let attached = attach(&args.name, &chosen.device, args.reconnect, args.timeout, &interrupt)?;
+    let Some(subscriber) = attached else {
         return Ok(Exit::Interrupted);
     };
     let mut run = Run { args, output, interrupt, directory, subscriber, stream, samples: 0, lost: 0 };
     let ending = run.receive_all();
     run.tell_end()?;
     ending
-}
-
-/// Waits for the publisher, with a look at Ctrl-C in between; none when it came.
-fn attach(args: &SubArgs, device: &Device, interrupt: &Interrupt) -> anyhow::Result<Option<Subscriber>> {
-    let domain = Domain::from_environment()?;
-    let deadline = Instant::now() + args.timeout;
-    loop {
-        let builder = Subscriber::builder(&args.name).domain(&domain).device(device).reconnect(args.reconnect);
-        match builder.wait_for_publisher(Some(LOOK)).build() {
-            Ok(subscriber) => return Ok(Some(subscriber)),
-            Err(Error::Timeout { .. } | Error::NoPublisher { .. }) if interrupt.came() => return Ok(None),
-            Err(Error::Timeout { .. } | Error::NoPublisher { .. }) if Instant::now() < deadline => {}
-            Err(Error::Timeout { .. }) => return Err(Error::NoPublisher { name: args.name.clone() }.into()),
-            Err(error) => return Err(error.into()),
-        }
-    }
 }
 
 struct Run<'a> {

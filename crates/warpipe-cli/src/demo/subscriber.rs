@@ -4,10 +4,12 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use warpipe::{Device, Domain, Error, Sample, Stream, Subscriber, clock};
+use warpipe::backend::StreamOp;
+use warpipe::{Device, Error, Receipt, Sample, Stream, Subscriber, clock};
 
 use super::event::{Event, Received};
 use super::{ChildArgs, DEPTH, ENDPOINT, ITEM_PATIENCE, START_PATIENCE, TELL_EVERY};
+use crate::attach::attach;
 use crate::exit::Exit;
 use crate::interrupt::{Interrupt, LOOK};
 use crate::output::Output;
@@ -24,7 +26,7 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     let interrupt = Interrupt::install()?;
     let device = args.device.open()?.device;
     warpipe_kernels::preload(&device)?;
-    let Some(subscriber) = attach(&device, &interrupt)? else {
+    let Some(subscriber) = attach(ENDPOINT, &device, false, START_PATIENCE, &interrupt)? else {
         return Ok(Exit::Done);
     };
     let mut checker = Checker::new(&device, subscriber)?;
@@ -35,25 +37,21 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     Ok(Exit::Done)
 }
 
-fn attach(device: &Device, interrupt: &Interrupt) -> anyhow::Result<Option<Subscriber>> {
-    let domain = Domain::from_environment()?;
-    let deadline = Instant::now() + START_PATIENCE;
-    loop {
-        let builder = Subscriber::builder(ENDPOINT).domain(&domain).device(device);
-        match builder.wait_for_publisher(Some(LOOK)).build() {
-            Ok(subscriber) => return Ok(Some(subscriber)),
-            Err(Error::Timeout { .. } | Error::NoPublisher { .. }) if interrupt.came() => return Ok(None),
-            Err(Error::Timeout { .. } | Error::NoPublisher { .. }) if Instant::now() < deadline => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
+/// A sample whose check has been enqueued, and behind it its release.
+struct UnderWay {
+    receipt: Receipt,
+    sent_ns: u64,
+    number: u64,
+    /// Its turn among all checks, which chooses its word of the page.
+    turn: u64,
 }
 
-/// A sample whose check has been enqueued.
-struct UnderWay {
-    sample: Sample,
-    word: usize,
-    number: u64,
+/// The page's word that says how many checks the device has done.
+const DONE: usize = 0;
+
+/// The page's word in which the check of this turn counts wrong words. None that is under way shares it.
+fn errors_word(turn: u64) -> usize {
+    1 + (turn % UNDER_WAY_MAX as u64) as usize
 }
 
 struct Checker {
@@ -64,7 +62,7 @@ struct Checker {
     page: &'static RegisteredPage,
     counts: Received,
     latency: Histogram,
-    enqueued: u64,
+    turns: u64,
     told: Instant,
 }
 
@@ -77,7 +75,7 @@ impl Checker {
             page: Box::leak(Box::new(RegisteredPage::new(device)?)),
             counts: Received::default(),
             latency: Histogram::default(),
-            enqueued: 0,
+            turns: 0,
             told: Instant::now(),
         })
     }
@@ -118,23 +116,32 @@ impl Checker {
 
     fn enqueue(&mut self, sample: Sample) -> anyhow::Result<()> {
         let number = sample.metadata().try_into().map(u64::from_le_bytes).context("an item came without its number")?;
-        self.enqueued += 1;
-        let word = (self.enqueued as usize) % (UNDER_WAY_MAX + 1);
-        self.page.word(word).store(0);
+        self.turns += 1;
+        let (turn, page) = (self.turns, self.page);
+        page.word(errors_word(turn)).store(0);
         let (words, count) = (sample.ptr(), sample.layout().bytes() / 8);
-        // SAFETY: the sample's slot is ours until it is finished, behind this kernel on the same stream; the page
-        // is never unregistered, and this word's last check was concluded before.
-        unsafe { warpipe_kernels::check(&self.stream, words, count, number, self.page.address(word)) }?;
-        self.under_way.push_back(UnderWay { sample, word, number });
+        // SAFETY: the sample's slot is ours until its release, behind this kernel on the same stream; the page is
+        // never unregistered, and the last check that counted in this word was concluded before.
+        unsafe { warpipe_kernels::check(&self.stream, words, count, number, page.address(errors_word(turn))) }?;
+        let done = [StreamOp::Signal { word: page.address(DONE), value: turn }];
+        // SAFETY: the stream is live, and the page is never unregistered.
+        unsafe { self.stream.device().backend().batch(self.stream.raw(), &done) }?;
+        let sent_ns = sample.sent_at_ns();
+        self.under_way.push_back(UnderWay { receipt: sample.release()?, sent_ns, number, turn });
         Ok(())
     }
 
     fn conclude(&mut self, under_way: UnderWay) -> anyhow::Result<()> {
-        let sent_ns = under_way.sample.sent_at_ns();
-        under_way.sample.finish(ITEM_PATIENCE)?;
+        let UnderWay { receipt, sent_ns, number, turn } = under_way;
+        let backend = self.stream.device().backend();
+        anyhow::ensure!(
+            backend.wait_word(self.page.word(DONE), turn, ITEM_PATIENCE)?,
+            "the device did not check item {number} within {ITEM_PATIENCE:?}"
+        );
         let now_ns = clock::now_ns();
-        let in_order = under_way.number == self.counts.verified + self.counts.wrong + 1;
-        if in_order && self.page.word(under_way.word).load() == 0 {
+        receipt.wait(ITEM_PATIENCE)?;
+        let in_order = number == self.counts.verified + self.counts.wrong + 1;
+        if in_order && self.page.word(errors_word(turn)).load() == 0 {
             self.counts.verified += 1;
         } else {
             self.counts.wrong += 1;

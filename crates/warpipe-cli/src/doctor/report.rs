@@ -52,7 +52,7 @@ impl Check {
             Err(error) => {
                 let message = format!("{error:#}");
                 let (detail, own) = split_next(&message);
-                Check::failed(check, detail, own.unwrap_or(next))
+                Check::failed(check, detail, own.unwrap_or_else(|| next.to_owned()))
             }
         }
     }
@@ -137,8 +137,8 @@ fn line(check: &Check) -> String {
         Verdict::No => (Style::Yellow, "no"),
         Verdict::Failed => (Style::Red, "failed"),
     };
-    let next = check.next.as_ref().map(|next| format!("\n{:34}next: {next}", "")).unwrap_or_default();
-    format!("  {:<22}  {}  {}{next}", check.check, styled(style, &format!("{word:<6}")), check.detail)
+    let next = check.next.as_ref().map(|next| format!("\n{:36}next: {next}", "")).unwrap_or_default();
+    format!("  {:<24}  {}  {}{next}", check.check, styled(style, &format!("{word:<6}")), check.detail)
 }
 
 #[cfg(test)]
