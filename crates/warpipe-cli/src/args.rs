@@ -137,7 +137,7 @@ pub enum PolicyName {
 ///
 /// With --save, tensors become .npy files, bit for bit what was published, and files that were published as plain
 /// bytes become those bytes again. Types that NumPy lacks are saved as ml_dtypes saves them: bfloat16 as '<V2',
-/// float8 types as '<V1' (float8_e5m2 as '<f1'), complex32 as '<V4'. Strides other than row- or column-major are
+/// float8 types as '<V1', complex32 as '<V4'. Strides other than row- or column-major are
 /// gathered into row-major order. A file's name is its sequence number and what is harmless of the name that the
 /// publisher sent; nothing is written outside DIR, and no file is overwritten: a taken name gets -2, -3, ...
 #[derive(Debug, Args)]

@@ -124,6 +124,20 @@ fn without_a_count_a_subscriber_ends_with_its_publisher() {
 }
 
 #[test]
+fn a_publisher_that_is_killed_ends_its_subscriber_with_a_reason() {
+    let world = World::new();
+    let (device, source) = (device(), world.write("a.bin", b"abc"));
+    let mut subscriber = world.start(&["sub", "one", "--device", &device, "--json"]);
+    let arguments = ["pub", "one", source.to_str().unwrap(), "--device", &device, "--loop", "--rate", "20", "--json"];
+    let publisher = world.start(&arguments);
+    subscriber.wait_for("received", 2);
+    publisher.signal(rustix::process::Signal::KILL);
+    let received = subscriber.end();
+    assert_eq!(received.code, Some(4), "{received:?}");
+    assert!(received.err.contains("has died") && received.err.contains("--reconnect"), "{}", received.err);
+}
+
+#[test]
 fn a_damaged_file_is_named_and_nothing_at_all_is_published() {
     let world = World::new();
     let whole = npy("<f4", false, &[2, 2], &bytes(16));

@@ -41,7 +41,7 @@ fn wrong_usage_ends_with_2_and_says_what_would_be_right() {
         (&["pub"], "required"),
         (&["demo", "--device", "gpu"], "cuda:N"),
         (&["demo", "--subscribers", "0"], "1..=32"),
-        (&["demo", "--seconds", "-1"], "seconds"),
+        (&["demo", "--seconds", "0"], "a number above 0"),
         (&["sub", "x", "--count", "0"], "count"),
         (&["pub", "x", file, "--rate", "0"], "samples a second"),
         (&["pub", "x", file, "--void-as", "float7"], "bfloat16"),

@@ -104,7 +104,17 @@ pub fn shared(device: &Device) -> Check {
 }
 
 /// Lets a child map memory for reading, and see its write refused.
+///
+/// On a GPU the refusal is a fault of the child's context, which under MPS takes every other client's with it: not
+/// something to provoke in somebody's working day.
 pub fn read_only(device: &Device) -> Check {
+    if device.info().id.kind == DeviceKind::Cuda && super::system::mps_answers() {
+        return Check::no(
+            "read-only mapping",
+            "not tried: under MPS the fault that it provokes ends every client of the daemon",
+            "to have it tried, stop the MPS daemon and run this again",
+        );
+    }
     let tried = || -> anyhow::Result<String> {
         let stream = device.stream()?;
         let owned = Scratch::allocate(device)?;

@@ -107,10 +107,10 @@ impl Report {
         Ok(value)
     }
 
-    /// Counts `device` as working if all its checks are ok.
+    /// Counts `device` as working if none of its checks failed.
     pub fn judge(&mut self, device: &str) {
         let mut own = self.checks.iter().filter(|check| check.device.as_deref() == Some(device));
-        if own.all(|check| check.verdict == Verdict::Ok) {
+        if own.all(|check| check.verdict != Verdict::Failed) {
             self.working.push(device.to_owned());
         }
     }
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_works_only_if_all_its_checks_do() {
+    fn a_device_with_a_failed_check_does_not_count_as_working() {
         let mut report = Report::new(Output::new(true));
         report.checks.push(Check::ok("a", "").of("host"));
         report.checks.push(Check::ok("a", "").of("cuda:0"));

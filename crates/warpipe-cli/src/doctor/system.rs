@@ -82,8 +82,7 @@ pub fn domain() -> (Check, Option<Domain>) {
 
 /// Knocks at the control pipe of an MPS daemon.
 pub fn mps() -> Check {
-    let directory = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").map_or("/tmp/nvidia-mps".into(), PathBuf::from);
-    let control = directory.join("control");
+    let control = mps_control();
     match knock(&control) {
         Ok(()) => Check::ok(
             "MPS",
@@ -95,6 +94,16 @@ pub fn mps() -> Check {
             "for hand-overs between kernels on one GPU in 10 us instead of 290, start `nvidia-cuda-mps-control -d`",
         ),
     }
+}
+
+/// Whether a daemon is there, so that this process's GPU work goes through it.
+pub fn mps_answers() -> bool {
+    knock(&mps_control()).is_ok()
+}
+
+fn mps_control() -> PathBuf {
+    let directory = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").map_or("/tmp/nvidia-mps".into(), PathBuf::from);
+    directory.join("control")
 }
 
 fn knock(control: &Path) -> io::Result<()> {

@@ -4,7 +4,8 @@ use warpipe::DType;
 
 use super::Fault;
 
-/// NumPy's names, without the byte order. `f1` is what `ml_dtypes` saves `float8_e5m2` as.
+/// NumPy's names, without the byte order. `f1` is what `ml_dtypes` saves `float8_e5m2` as;
+/// NumPy itself cannot load it, so it is read here and never written.
 const NAMES: &[(&str, DType)] = &[
     ("b1", DType::BOOL),
     ("i1", DType::I8),
@@ -67,8 +68,7 @@ fn component_bytes(dtype: DType) -> usize {
 /// What to call `dtype` in a file: NumPy's name, or for the types it lacks the void of that width, as `ml_dtypes` does.
 pub fn descr(dtype: DType) -> String {
     let name = NAMES.iter().find(|(_, known)| *known == dtype).map(|(name, _)| *name);
-    match name {
-        Some("f1") => "<f1".to_owned(),
+    match name.filter(|name| *name != "f1") {
         Some(name) if dtype.bytes() == 1 => format!("|{name}"),
         Some(name) => format!("<{name}"),
         None => format!("<V{}", dtype.bytes()),

@@ -124,6 +124,14 @@ fn big_endian_files_are_turned_around_number_by_number() {
 }
 
 #[test]
+fn what_ml_dtypes_calls_f1_is_read_and_saved_as_something_numpy_can_load() {
+    let (layout, data) = read(file(&header_text("'<f1'", "(2,)"), b"ab"), None).unwrap();
+    assert_eq!(layout.dtype(), DType::F8_E5M2);
+    let saved = written(&layout, &data);
+    assert!(saved.starts_with(b"\x93NUMPY\x01\x00v\x00{'descr': '<V1'"), "{}", String::from_utf8_lossy(&saved));
+}
+
+#[test]
 fn versions_2_and_3_have_a_longer_length_field() {
     for version in [2, 3] {
         let text = header_text("'<u2'", "(2,)");
