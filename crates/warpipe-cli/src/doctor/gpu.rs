@@ -19,7 +19,7 @@ pub fn find(report: &mut Report) -> anyhow::Result<Vec<(String, Device)>> {
             return Ok(Vec::new());
         }
     };
-    report.add(Check::ok("driver", format!("loaded; it lists {count} GPUs")))?;
+    report.add(Check::ok("driver", format!("loaded; GPUs listed: {count}")))?;
     let mut gpus = Vec::new();
     for ordinal in 0..count.min(GPUS_MAX) {
         let name = format!("cuda:{ordinal}");

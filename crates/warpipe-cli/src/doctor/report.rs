@@ -124,7 +124,8 @@ impl Report {
         let human = || {
             let working = if works { self.working.join(", ") } else { "nothing".to_owned() };
             let open = if failed > 0 { format!("; {failed} failed, see the next steps above") } else { String::new() };
-            format!("\n{} works completely{open}", styled(Style::Bold, &working))
+            let verb = if self.working.len() > 1 { "work" } else { "works" };
+            format!("\n{} {verb} completely{open}", styled(Style::Bold, &working))
         };
         self.output.say(human, &summary)?;
         Ok(if works { Exit::Done } else { Exit::Failed })
