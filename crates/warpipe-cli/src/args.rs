@@ -22,15 +22,10 @@ pub struct Arguments {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Shows it working: one publisher, several subscribers, every word checked
     Demo(DemoArgs),
-    /// Publishes files as tensors
     Pub(PubArgs),
-    /// Receives tensors, and saves them if asked to
     Sub(SubArgs),
-    /// Finds out, by doing it, what works on this machine
     Doctor(DoctorArgs),
-    /// Lists the names in the domain and who holds them
     Ls(LsArgs),
     #[command(hide = true)]
     DemoPublisher(demo::ChildArgs),
@@ -40,8 +35,9 @@ pub enum Command {
     DoctorChild(doctor::ChildArgs),
 }
 
-/// Runs one publisher and N subscribers as processes of their own, in a private temporary domain.
+/// Shows it working: one publisher, several subscribers, every word checked
 ///
+/// All are processes of their own, in a private temporary domain.
 /// The publisher fills each tensor on the device with a pattern of its sequence number; every subscriber checks
 /// every word on the device. No byte of a tensor is copied on the way. Ctrl-C ends it cleanly.
 #[derive(Debug, Args)]
@@ -70,7 +66,7 @@ pub struct DemoArgs {
     pub sabotage: Option<u64>,
 }
 
-/// Publishes files, each as one sample.
+/// Publishes files as tensors, each as one sample
 ///
 /// .npy  NumPy arrays of bool, int8-64, uint8-64, float16-64, complex64-128; Fortran order becomes strides;
 ///       big-endian data is turned into little-endian. V1, V2, V4 (as ml_dtypes saves) need --void-as.
@@ -133,7 +129,9 @@ pub enum PolicyName {
     Fail,
 }
 
-/// Receives samples and prints a line for each: sequence, type, shape, bytes, latency, file name.
+/// Receives tensors, and saves them if asked to
+///
+/// Prints a line for each: sequence, type, shape, bytes, latency, file name.
 ///
 /// With --save, tensors become .npy files, bit for bit what was published, and files that were published as plain
 /// bytes become those bytes again. Types that NumPy lacks are saved as ml_dtypes saves them: bfloat16 as '<V2',
@@ -165,8 +163,9 @@ pub struct SubArgs {
     pub json: bool,
 }
 
-/// Tries everything that warpipe needs on every device, and says what to do about what does not work.
+/// Finds out, by doing it, what works on this machine
 ///
+/// Tries everything that warpipe needs on every device, and says what to do about what does not work.
 /// Each verdict is `ok`, `no` (not there, and nothing is broken) or `failed`. Ends well if at least one backend works
 /// completely; a machine without a GPU is no error.
 #[derive(Debug, Args)]
@@ -177,6 +176,7 @@ pub struct DoctorArgs {
     pub json: bool,
 }
 
+/// Lists the names in the domain and who holds them
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP)]
 pub struct LsArgs {

@@ -24,6 +24,11 @@ fn every_command_explains_itself_and_its_exit_codes() {
             assert!(ended.out.contains(code), "{arguments:?} does not say {code:?}");
         }
     }
+    for (command, detail) in
+        [("demo", "on the device"), ("pub", "Fortran order becomes strides"), ("sub", "'<V2'"), ("doctor", "verdict")]
+    {
+        assert!(world.run(&[command, "--help"]).out.contains(detail), "{command} does not explain {detail:?}");
+    }
     let help = world.run(&["--help"]).out;
     for command in ["demo", "pub", "sub", "doctor", "ls", "WARPIPE_DOMAIN"] {
         assert!(help.contains(command), "{command}");

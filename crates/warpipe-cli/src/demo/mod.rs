@@ -100,7 +100,7 @@ fn choose(choice: DeviceChoice) -> anyhow::Result<(String, DeviceChoice, String)
 fn private_domain() -> anyhow::Result<TempDir> {
     let private = std::fs::Permissions::from_mode(0o700);
     let made = tempfile::Builder::new().prefix("warpipe-demo-").permissions(private).tempdir();
-    made.with_context(|| format!("cannot make a directory in {}; set TMPDIR", std::env::temp_dir().display()))
+    made.with_context(|| format!("cannot make a directory in {} (TMPDIR says where)", std::env::temp_dir().display()))
 }
 
 fn headline(args: &DemoArgs, device: &str) -> String {

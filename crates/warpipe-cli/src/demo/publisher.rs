@@ -31,9 +31,11 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
         .build()?;
     let mut published = Published::default();
     if everybody_came(&publisher, args.subscribers, &interrupt)? {
-        publish(&publisher, &stream, args, &interrupt, &mut published)?;
+        let ending = publish(&publisher, &stream, args, &interrupt, &mut published);
+        // Told even after a fault: what was sent until then was sent.
+        tell(published)?;
+        ending?;
     }
-    tell(published)?;
     // Whoever is late still reads what this process's device wrote.
     stream.synchronize(ITEM_PATIENCE)?;
     Ok(Exit::Done)
