@@ -578,7 +578,11 @@ impl Core {
                 Ok(Received::Nothing) => return Next::Keep,
                 Ok(Received::Message(Message::Attached, _)) if outlet.phase == Phase::Attaching => {
                     outlet.phase = Phase::Live;
+                    let told = message::send(outlet.socket(), &Message::Attached, &[]).is_ok();
                     self.replay(state, id);
+                    if !told {
+                        state.find(id).into_iter().for_each(|outlet| outlet.leave(None));
+                    }
                     self.bell.ring();
                 }
                 Ok(Received::Message(Message::Bye(_), _)) => {

@@ -129,8 +129,9 @@ impl Inlet {
         let generation = crate::link::watcher::new_generation();
         greeter.say(&Message::Hello { generation, device: device.info().id })?;
         let welcome = greeter.welcome(device)?;
-        let regions = greeter.regions(device, &welcome)?;
+        let mut regions = greeter.regions(device, &welcome)?;
         greeter.say(&Message::Attached)?;
+        greeter.admission(device, &welcome, &mut regions)?;
         Inlet::assemble(welcome, regions, name, device, bell, socket, peer, watcher)
     }
 
@@ -511,6 +512,21 @@ impl Greeter<'_> {
             regions.push(import(device, (id, bytes), regions.len(), &fds, access, owner, self.name)?);
         }
         Ok(regions)
+    }
+
+    /// Waits for the publisher's word that samples go to this link from now on, and maps what it adds meanwhile:
+    /// whoever subscribes before somebody sends shall get what is sent.
+    fn admission(&self, device: &Device, welcome: &Welcome, regions: &mut Vec<Arc<Region>>) -> Result<()> {
+        loop {
+            match self.hear()? {
+                (Message::Attached, _) => return Ok(()),
+                (Message::Region { id, bytes }, fds) => {
+                    let (access, owner) = (welcome.access, welcome.owner);
+                    regions.push(import(device, (id, bytes), regions.len(), &fds, access, owner, self.name)?);
+                }
+                (other, _) => return Err(self.fault(other.unexpected("Attached"))),
+            }
+        }
     }
 }
 
