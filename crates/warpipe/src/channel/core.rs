@@ -21,9 +21,10 @@ use crate::link::entry::{Description, Metadata};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
 use crate::link::proof::{Proof, Streams};
+use crate::link::segment::Segment;
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
-use crate::memory::arena::{Arena, NoSlot, SLOTS_MAX, SlotId};
+use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
 use crate::memory::board::Board;
 use crate::stream::{Backoff, Stream};
 use crate::tensor::Layout;
@@ -57,9 +58,12 @@ pub(super) struct Core {
     pub(super) name: String,
     pub(super) device: Device,
     generation: [u8; 16],
+    this: Weak<Core>,
     me: Weak<dyn Watched>,
     watcher: Arc<Watcher>,
     state: Mutex<State>,
+    /// All that have worked on the links or the board.
+    streams: Arc<Mutex<Streams>>,
     greetings: Mutex<HashMap<u64, Greeting>>,
     next_id: AtomicU64,
     bell: Bell,
@@ -81,8 +85,23 @@ pub(super) struct State {
     closed: bool,
     ops: Vec<StreamOp>,
     places: Vec<(usize, u64)>,
-    /// All that have worked on the links or the board.
-    streams: Streams,
+}
+
+/// A sample that was announced and is not complete yet.
+#[derive(Debug)]
+pub(super) struct Pending {
+    pub(super) sequence: u64,
+    /// Held so that the words outlive the signals, however the links end meanwhile.
+    words: Box<[(Arc<Segment>, u64)]>,
+    ops: Box<[StreamOp]>,
+}
+
+/// Why a sample did not go out, and whether anybody had heard of it by then.
+pub(super) enum Unsent {
+    /// Nobody: the loan is as it was.
+    Untold(Error),
+    /// The subscribers, who are told that it is lost; the slot is theirs to release.
+    Told(Error),
 }
 
 /// A connection whose `Hello` is due.
@@ -111,6 +130,7 @@ impl Core {
         let core = Arc::new_cyclic(|me: &Weak<Core>| Core {
             home: Home::here(),
             generation: new_generation(),
+            this: me.clone(),
             me: me.clone(),
             watcher: watcher.clone(),
             state: Mutex::new(State {
@@ -122,8 +142,8 @@ impl Core {
                 closed: false,
                 ops: Vec::new(),
                 places: Vec::new(),
-                streams,
             }),
+            streams: Arc::new(Mutex::new(streams)),
             greetings: Mutex::default(),
             next_id: AtomicU64::new(1),
             bell,
@@ -162,20 +182,25 @@ impl Core {
                 return Ok((slot, state.address(slot)));
             }
             let exempt = state.quarantined();
-            match state.arena.grow(bytes, exempt) {
-                Ok(region) => {
-                    state.announce(region);
-                    continue;
-                }
-                Err(NoSlot::Failed(error)) => return Err(error),
-                Err(NoSlot::Exhausted { used, limit }) => {
-                    let left = self.options.loan_timeout.saturating_sub(start.elapsed());
-                    if left.is_zero() || bytes > limit {
-                        return Err(Error::MemoryLimit { name: self.name.clone(), bytes, used, limit });
-                    }
-                    state = self.wait_for_release(state, left, &mut backoff);
-                }
+            if let Some(growth) = state.arena.plan(bytes, exempt) {
+                // Without the lock: a driver may take its time, and the watcher must not wait for it.
+                drop(state);
+                let made = growth.make(&self.device);
+                state = self.lock();
+                let region = state.arena.adopt(growth, made)?;
+                state.announce(region);
+                continue;
             }
+            self.reclaim(&mut state, true);
+            if let Some(slot) = state.arena.take(bytes) {
+                return Ok((slot, state.address(slot)));
+            }
+            let (used, limit) = (state.arena.total(), state.arena.limit());
+            let left = self.options.loan_timeout.saturating_sub(start.elapsed());
+            if left.is_zero() || bytes > limit {
+                return Err(Error::MemoryLimit { name: self.name.clone(), bytes, used, limit });
+            }
+            state = self.wait_for_release(state, left, &mut backoff);
         }
     }
 
@@ -184,7 +209,7 @@ impl Core {
         let mut state = self.lock();
         let result = match stream {
             Some(stream) => {
-                state.streams.note(stream);
+                self.note(stream);
                 let value = state.next_fence();
                 let op = StreamOp::Signal { word: self.board.device_word(slot as usize), value };
                 // SAFETY: the board outlives its signals (`close` retires the core until they are done).
@@ -196,49 +221,104 @@ impl Core {
         result
     }
 
-    /// Sends what lies in `slot` to every subscriber, behind the work enqueued on `stream`. On an error nobody
-    /// has got it, and the slot is still the caller's.
-    pub(super) fn send(&self, slot: SlotId, layout: Layout, metadata: &Metadata, stream: &Stream) -> Result<u64> {
-        self.home.check()?;
-        let mut state = self.make_room()?;
-        let state = &mut *state;
-        let sequence = state.next_sequence;
-        state.place_all();
-        state.streams.note(stream);
-        let keep = self.options.history > 0;
-        // Without a reader's word that says when the slot is done, its own word on the board does.
-        let fence = (keep || state.places.is_empty()).then(|| state.next_fence());
-        state.ops.clear();
-        state.ops.extend(state.places.iter().map(|&(index, position)| state.outlets[index].ready_op(position)));
-        if let Some(value) = fence {
-            state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
-        }
-        // SAFETY: the words lie in link segments and the board, which outlive their signals (`close` retires the
-        // core until all are done; `drop_outlet` likewise a link).
-        if let Err(error) = unsafe { stream.batch(&state.ops) } {
-            state.places.iter().for_each(|&(index, position)| state.outlets[index].ring.burn(position));
-            return Err(error);
-        }
-        if let Some(value) = fence {
-            state.arena.fence(slot, value);
-        }
-        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
-        let description =
-            Description { sequence, sent_ns: now_ns(), region, slot: offset, layout, metadata: *metadata };
-        for &(index, position) in &state.places {
-            state.arena.hold(slot);
-            state.outlets[index].publish(position, slot, &description);
-        }
-        state.next_sequence += 1;
-        if keep {
-            state.remember(slot, description, self.options.history as usize);
+    /// Sends what lies in `slot` to every subscriber, behind the work enqueued on `stream`.
+    pub(super) fn send(
+        &self,
+        slot: SlotId,
+        layout: Layout,
+        metadata: &Metadata,
+        stream: &Stream,
+    ) -> Result<u64, Unsent> {
+        let mut state = self.make_room().map_err(Unsent::Untold)?;
+        self.note(stream);
+        let sequence = self.tell(&mut state, slot, layout, metadata);
+        // The entries are out before the driver is asked: a subscriber on another core enqueues its wait and its
+        // kernels meanwhile. It is `ready` that orders the devices.
+        //
+        // SAFETY: the words lie in link segments and the board, which are let go only when this stream, noted above,
+        // is proven to be past them (`close`, `drop_outlet`).
+        let enqueued = unsafe { stream.batch(&state.ops) };
+        if let Err(error) = enqueued {
+            self.abort(&mut state, slot, &[]);
+            return Err(Unsent::Told(error));
         }
         state.arena.let_go(slot);
         Ok(sequence)
     }
 
+    /// Tells every subscriber of what will lie in `slot`, before the work that fills it is enqueued.
+    pub(super) fn announce(&self, slot: SlotId, layout: Layout, metadata: &Metadata) -> Result<Pending, Unsent> {
+        let mut state = self.make_room().map_err(Unsent::Untold)?;
+        let sequence = self.tell(&mut state, slot, layout, metadata);
+        let words =
+            state.places.iter().map(|&(index, position)| (state.outlets[index].ring.segment().clone(), position));
+        Ok(Pending { sequence, words: words.collect(), ops: state.ops.as_slice().into() })
+    }
+
+    /// Completes what was announced, behind the work enqueued on `stream`.
+    pub(super) fn complete(&self, slot: SlotId, pending: &Pending, stream: &Stream) -> Result<()> {
+        self.home.check()?;
+        self.note(stream);
+        // SAFETY: as in `send`; `pending` holds the segments of links that have ended, until this stream is noted.
+        unsafe { stream.batch(&pending.ops)? };
+        self.lock().arena.let_go(slot);
+        Ok(())
+    }
+
+    /// Ends what was announced and will not be completed.
+    pub(super) fn give_up(&self, slot: SlotId, pending: &Pending) {
+        self.abort(&mut self.lock(), slot, &pending.words);
+    }
+
+    /// Writes the entries of one sample and leaves the signals that complete it in `state.ops`.
+    fn tell(&self, state: &mut State, slot: SlotId, layout: Layout, metadata: &Metadata) -> u64 {
+        let sequence = state.next_sequence;
+        state.next_sequence += 1;
+        state.place_all();
+        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
+        let description =
+            Description { sequence, sent_ns: now_ns(), region, slot: offset, layout, metadata: *metadata };
+        let State { arena, outlets, places, ops, .. } = state;
+        ops.clear();
+        for &(index, position) in places.iter() {
+            arena.hold(slot);
+            outlets[index].publish(position, slot, &description);
+            ops.push(outlets[index].ready_op(position));
+        }
+        let keep = self.options.history as usize;
+        // Without a reader's word that says when the slot is done, its own word on the board does.
+        if keep > 0 || state.places.is_empty() {
+            let value = state.next_fence();
+            state.arena.fence(slot, value);
+            state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
+        }
+        if keep > 0 {
+            state.remember(slot, description, keep);
+        }
+        sequence
+    }
+
+    /// Ends a sample whose data will never be complete, for all who were told of it: `words` on links that may be
+    /// gone by now, and whoever got it from the history.
+    fn abort(&self, state: &mut State, slot: SlotId, words: &[(Arc<Segment>, u64)]) {
+        words.iter().for_each(|(segment, position)| crate::link::ring::abort(segment, *position));
+        state.outlets.iter_mut().for_each(|outlet| outlet.abort(slot));
+        let State { arena, history, .. } = state;
+        history.retain(|&(kept, _)| {
+            if kept == slot {
+                arena.let_go(slot);
+            }
+            kept != slot
+        });
+        if arena.fence_of(slot) != 0 {
+            self.board.word(slot as usize).store(arena.fence_of(slot));
+        }
+        arena.let_go(slot);
+    }
+
     /// Waits until every subscriber that may not miss a sample has room for one.
     fn make_room(&self) -> Result<MutexGuard<'_, State>> {
+        self.home.check()?;
         let start = Instant::now();
         let mut backoff = Backoff::default();
         let mut state = self.lock();
@@ -348,11 +428,11 @@ impl Core {
         self.bell.ring();
         // Two owners here: the publisher that is being dropped, and this call. A third is a loan still out.
         let core = self.clone();
-        if Arc::strong_count(&core) > 2 || !self.lock().streams.mark().is_passed() {
+        if Arc::strong_count(&core) > 2 || !mark(&self.streams).is_passed() {
             let mut proof = None;
             self.watcher.retire(move || {
                 let is_last = Arc::strong_count(&core) == 1;
-                is_last && proof.get_or_insert_with(|| core.lock().streams.mark()).is_passed()
+                is_last && proof.get_or_insert_with(|| mark(&core.streams)).is_passed()
             });
         }
     }
@@ -494,13 +574,25 @@ impl Core {
         let Some(greeting) = greetings.remove(&id) else { return Next::Stop };
         drop(greetings);
         match received {
-            Ok(Received::Message(Message::Hello { device, .. }, _)) => self.attach(id, greeting, device),
+            Ok(Received::Message(Message::Hello { device, .. }, _)) => self.attach_soon(id, greeting, device),
             Ok(Received::Message(other, _)) => refuse(&greeting.socket, false, other.unexpected("Hello")),
             Ok(_) => {}
             Err(Error::Handshake { fault, .. }) => refuse(&greeting.socket, false, fault),
             Err(error) => refuse(&greeting.socket, false, error),
         }
         Next::Stop
+    }
+
+    /// Leaves the making of a link to the attendant: registering memory is the driver's and may take its time.
+    fn attach_soon(&self, id: u64, greeting: Greeting, device: crate::backend::DeviceId) {
+        let core = self.this.clone();
+        let attach = move || {
+            if let Some(core) = core.upgrade() {
+                core.attach(id, greeting, device);
+            }
+        };
+        // A full queue drops the connection, and the subscriber sees it closed.
+        let _ = self.watcher.attend(Box::new(attach));
     }
 
     /// Makes the link and sends it.
@@ -543,7 +635,11 @@ impl Core {
                 Ok(Received::Nothing) => return Next::Keep,
                 Ok(Received::Message(Message::Attached, _)) if outlet.phase == Phase::Attaching => {
                     outlet.phase = Phase::Live;
+                    let told = message::send(outlet.socket(), &Message::Attached, &[]).is_ok();
                     self.replay(state, id);
+                    if !told {
+                        state.find(id).into_iter().for_each(|outlet| outlet.leave(None));
+                    }
                     self.bell.ring();
                 }
                 Ok(Received::Message(Message::Bye(_), _)) => {
@@ -583,9 +679,10 @@ impl Core {
     /// Proven dead: nothing of that process can touch memory any more, so all that it held is free as soon as
     /// this process's own streams are done with it.
     fn on_death(&self, state: &mut State, id: u64) -> Next {
-        let proof = state.streams.mark();
         if let Some(outlet) = state.find(id) {
-            outlet.die(proof);
+            outlet.ring.receiver_is_dead();
+            outlet.leave(None);
+            self.free_soon(id);
             self.bury(state);
             self.bell.ring();
         }
@@ -597,20 +694,42 @@ impl Core {
         self.reclaim(state, true);
         let is_done = |o: &mut Outlet| matches!(o.phase, Phase::Leaving | Phase::Suspect) && o.holds_nothing();
         let done: Vec<Outlet> = state.outlets.extract_if(.., is_done).collect();
-        done.into_iter().for_each(|outlet| self.drop_outlet(outlet, state.streams.mark()));
+        done.into_iter().for_each(|outlet| self.drop_outlet(outlet));
     }
 
-    /// Lets a link's memory go once this process's streams have written their last word into it.
-    fn drop_outlet(&self, mut outlet: Outlet, mut proof: Proof) {
+    /// Lets a link's memory go once this process's streams are past it, and nothing announced is to be completed.
+    fn drop_outlet(&self, mut outlet: Outlet) {
         outlet.watches.clear();
         // The segment alone: what waits for a stream must not keep descriptors.
-        let ring = outlet.ring;
-        if !proof.is_passed() {
-            self.watcher.retire(move || {
-                let _kept_until_then = &ring;
-                proof.is_passed()
-            });
-        }
+        let (segment, streams) = (outlet.ring.segment().clone(), self.streams.clone());
+        drop(outlet);
+        let mut proof = None;
+        self.watcher.retire(move || {
+            Arc::strong_count(&segment) == 1 && proof.get_or_insert_with(|| mark(&streams)).is_passed()
+        });
+    }
+
+    /// Frees what a dead subscriber held once this process's streams are past it, whatever it left in its words.
+    fn free_soon(&self, id: u64) {
+        let (core, streams, mut proof) = (self.this.clone(), self.streams.clone(), None);
+        self.watcher.retire(move || {
+            if !proof.get_or_insert_with(|| mark(&streams)).is_passed() {
+                return false;
+            }
+            if let Some(core) = core.upgrade() {
+                let mut state = core.lock();
+                if let Some(outlet) = state.find(id) {
+                    outlet.ring.signals_are_done();
+                    core.bury(&mut state);
+                    core.bell.ring();
+                }
+            }
+            true
+        });
+    }
+
+    fn note(&self, stream: &Stream) {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner).note(stream);
     }
 
     /// Gives a late joiner the history. A sample whose data is not complete yet gets its `ready` from the device,
@@ -628,7 +747,7 @@ impl Core {
                 let wait = StreamOp::Wait { word: self.board.device_word(index), value: fence };
                 // SAFETY: the board and the link's segment outlive their operations (see `send`).
                 if unsafe { stream.batch(&[wait, outlet.ready_op(position)]) }.is_err() {
-                    return outlet.ring.burn(position);
+                    return;
                 }
             }
             arena.hold(*slot);
@@ -682,6 +801,10 @@ impl Watched for Core {
 
 fn refuse(socket: &PrivateFd, denied: bool, reason: impl ToString) {
     let _ = message::send(socket.as_fd(), &Message::Refused { denied, text: message::text(reason) }, &[]);
+}
+
+fn mark(streams: &Mutex<Streams>) -> Proof {
+    streams.lock().unwrap_or_else(PoisonError::into_inner).mark()
 }
 
 fn own_pid() -> i32 {

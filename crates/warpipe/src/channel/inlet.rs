@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, fence};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,9 @@ use crate::stream::Stream;
 
 const SOCKET: u64 = 0;
 const PIDFD: u64 = 1;
+
+/// Regions announced and not mapped yet; memory doubles with each, so nobody honest comes near.
+const MAPPING_MAX: u32 = 128;
 
 /// Messages taken from the socket before other links have their turn.
 const MESSAGES_AT_ONCE: usize = 16;
@@ -74,6 +77,9 @@ struct Memory {
 pub(crate) struct Inlet {
     /// Declared first: watches end before their descriptors are closed.
     watches: Mutex<Vec<Watch>>,
+    me: Weak<Inlet>,
+    /// Announcements of regions that the attendant has not dealt with.
+    mapping: AtomicU32,
     pub(super) home: Home,
     pub(super) name: String,
     pub(super) peer: Peer,
@@ -117,8 +123,9 @@ impl Inlet {
         let generation = crate::link::watcher::new_generation();
         greeter.say(&Message::Hello { generation, device: device.info().id })?;
         let welcome = greeter.welcome(device)?;
-        let regions = greeter.regions(device, &welcome)?;
+        let mut regions = greeter.regions(device, &welcome)?;
         greeter.say(&Message::Attached)?;
+        greeter.admission(device, &welcome, &mut regions)?;
         Inlet::assemble(welcome, regions, name, device, bell, socket, peer, watcher)
     }
 
@@ -143,8 +150,10 @@ impl Inlet {
             streams: Mutex::default(),
             socket: socket.clone(),
         };
-        let inlet = Arc::new(Inlet {
+        let inlet = Arc::new_cyclic(|me: &Weak<Inlet>| Inlet {
             watches: Mutex::default(),
+            me: me.clone(),
+            mapping: AtomicU32::new(0),
             home: Home::here(),
             name: name.to_string(),
             peer,
@@ -219,6 +228,7 @@ impl Inlet {
         // the two sees the other, and no stream is left waiting.
         self.held[index].store(position, SeqCst);
         if self.dead.load(SeqCst) {
+            // A death between announcing and sending leaves `ready` unreached, so this asks for both.
             return Ok(entry.ready.reached(position) && self.lost[index].load(SeqCst) != position);
         }
         let wait = StreamOp::Wait { word: self.segment().ready_word(position), value: position };
@@ -273,9 +283,10 @@ impl Inlet {
     /// Whether the sample's data is complete; an error if it never will be.
     pub(super) fn completion(&self, position: u64, sequence: u64) -> Result<bool> {
         let index = self.segment().index(position) as usize;
-        // `ready` first: a rescue marks the loss before it stores the word.
-        let reached = self.segment().entry(position).ready.reached(position);
-        if self.lost[index].load(SeqCst) == position {
+        let entry = self.segment().entry(position);
+        // `ready` first: a rescue, and a sender that gives up, mark the loss before the word is stored.
+        let reached = entry.ready.reached(position);
+        if self.lost[index].load(SeqCst) == position || entry.aborted.load(Acquire) == position {
             return Err(Error::SampleLost { name: self.name.clone(), sequence, pid: self.peer.pid });
         }
         Ok(reached)
@@ -340,15 +351,13 @@ impl Inlet {
 
     fn on_message(&self) -> Next {
         for _ in 0..MESSAGES_AT_ONCE {
+            if self.standing() == Standing::Failed {
+                // Nothing more is wanted of it, however much it sends.
+                return Next::Stop;
+            }
             match message::receive(self.socket.as_fd().as_fd(), &self.name) {
                 Ok(Received::Nothing) => return Next::Keep,
-                Ok(Received::Message(Message::Region { id, bytes }, fds)) => {
-                    if let Err(error) = self.map_region(id, bytes, fds) {
-                        self.fail(error);
-                        return Next::Stop;
-                    }
-                    self.bell.ring();
-                }
+                Ok(Received::Message(Message::Region { id, bytes }, fds)) => self.map_soon(id, bytes, fds),
                 Ok(Received::Message(Message::Bye(farewell), _)) => self.on_farewell(farewell),
                 Ok(Received::Message(other, _)) => {
                     let fault = other.unexpected("Region or Bye");
@@ -366,6 +375,31 @@ impl Inlet {
             }
         }
         Next::Keep
+    }
+
+    /// Leaves the mapping of a region to the attendant, who takes them in order.
+    fn map_soon(&self, id: u32, bytes: u64, fds: Vec<OwnedFd>) {
+        // Each one waiting holds a descriptor of ours: a publisher that announces without end must not take them all.
+        let is_flood = self.mapping.fetch_add(1, SeqCst) >= MAPPING_MAX;
+        let inlet = self.me.clone();
+        let map = move || {
+            let Some(inlet) = inlet.upgrade() else { return };
+            if let Err(error) = inlet.map_region(id, bytes, fds) {
+                inlet.fail(error);
+            }
+            inlet.mapping.fetch_sub(1, SeqCst);
+            inlet.bell.ring();
+        };
+        if is_flood || self.watcher.attend(Box::new(map)).is_err() {
+            let found = "more announcements than can be queued".to_string();
+            let violation = Violation { field: "regions", found, allowed: format!("at most {MAPPING_MAX}") };
+            self.fail(self.violation(violation));
+        }
+    }
+
+    /// Whether regions have been announced that are not mapped yet.
+    pub(super) fn is_mapping(&self) -> bool {
+        self.mapping.load(SeqCst) > 0
     }
 
     fn map_region(&self, id: u32, bytes: u64, fds: Vec<OwnedFd>) -> Result<()> {
@@ -505,6 +539,21 @@ impl Greeter<'_> {
             regions.push(import(device, (id, bytes), regions.len(), &fds, access, owner, self.name)?);
         }
         Ok(regions)
+    }
+
+    /// Waits for the publisher's word that samples go to this link from now on, and maps what it adds meanwhile:
+    /// whoever subscribes before somebody sends shall get what is sent.
+    fn admission(&self, device: &Device, welcome: &Welcome, regions: &mut Vec<Arc<Region>>) -> Result<()> {
+        loop {
+            match self.hear()? {
+                (Message::Attached, _) => return Ok(()),
+                (Message::Region { id, bytes }, fds) => {
+                    let (access, owner) = (welcome.access, welcome.owner);
+                    regions.push(import(device, (id, bytes), regions.len(), &fds, access, owner, self.name)?);
+                }
+                (other, _) => return Err(self.fault(other.unexpected("Attached"))),
+            }
+        }
     }
 }
 

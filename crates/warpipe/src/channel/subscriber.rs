@@ -411,7 +411,7 @@ impl Attached {
             let (position, region, description) = match self.taken.take().map_or_else(|| self.next(), |it| Ok(Some(it)))
             {
                 Ok(Some(next)) => next,
-                Ok(None) if standing == Standing::Open => return self.wait_for_region(),
+                Ok(None) if standing == Standing::Open || self.is_region_due() => return self.wait_for_region(),
                 Ok(None) => return Err(self.inlet.why_over()),
                 Err(violation) => return Err(self.fail(violation)),
             };
@@ -450,10 +450,15 @@ impl Attached {
         })
     }
 
+    /// A sample is there, and its region has been announced but not mapped yet.
+    fn is_region_due(&self) -> bool {
+        self.region_missing_since.is_some() && self.inlet.is_mapping()
+    }
+
     /// Nothing to take: either nothing was sent, or its region is still on its way, for a while.
     fn wait_for_region(&mut self) -> Result<Option<Sample>> {
         match self.region_missing_since {
-            Some(since) if since.elapsed() > REGION_TIMEOUT => {
+            Some(since) if since.elapsed() > REGION_TIMEOUT && !self.inlet.is_mapping() => {
                 let allowed = format!("one of the {} announced", self.regions.len());
                 Err(self.fail(Violation { field: "region", found: "one never announced".into(), allowed }))
             }

@@ -118,12 +118,13 @@ impl SenderRing {
         self.segment.header().receiver.asleep.load(Acquire) != 0
     }
 
-    /// Gives up a position whose `ready` word may have been signalled for a sample that is not sent after all:
-    /// the word must never be reached early by the next one.
-    pub(crate) fn burn(&mut self, position: u64) {
-        // What was there before is over, and its `ready` may become this position's.
-        self.sent[self.segment.index(position) as usize] = Sent::default();
-        self.step_over(position + 1);
+    /// Ends a sample that was published and whose data will never be complete. Nobody has seen it if it can still
+    /// be taken back; else its reader is told.
+    pub(crate) fn abort(&mut self, position: u64) {
+        if !self.revoke(position) {
+            abort(&self.segment, position);
+        }
+        self.segment.entry(position).ready.store(position);
     }
 
     fn step_over(&mut self, position: u64) {
@@ -167,6 +168,14 @@ impl SenderRing {
             let _taken_back = self.revoke(position);
         }
     }
+}
+
+/// Tells the reader of `position`, on a link that may be on its way out, that the data will not be complete, and
+/// lets its stream go on.
+pub(crate) fn abort(segment: &Segment, position: u64) {
+    let entry = segment.entry(position);
+    entry.aborted.store(position, Release);
+    entry.ready.store(position);
 }
 
 /// What the receiver finds at its cursor.

@@ -1,5 +1,7 @@
-//! The watcher: the process's one background thread. It serves handshakes, sees deaths, keeps heartbeats and
-//! lets memory go that a device may still be writing.
+//! The watcher: the background thread that accepts connections, reads the links' sockets, sees deaths, rescues
+//! streams and keeps heartbeats. It never calls the driver: a driver may block behind a stream that waits for a
+//! peer, and it is the watcher who lets such a stream go when the peer has died. What must call the driver
+//! (making links, mapping regions, letting memory go) is left to a second thread, the *attendant*.
 //!
 //! It sleeps in `epoll_wait` until a descriptor speaks; while links exist it also ticks every
 //! [`TICK`], which is what a heartbeat costs.
@@ -7,6 +9,7 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -64,11 +67,18 @@ struct Retired {
     since: Instant,
 }
 
+/// What the attendant does, in order.
+pub(crate) type Job = Box<dyn FnOnce() + Send>;
+
+/// The most jobs that may wait for the attendant.
+const JOBS_MAX: usize = 4096;
+
 /// The watcher of this process.
 pub(crate) struct Watcher {
     epoll: PrivateFd,
     bell: Bell,
     tables: Mutex<Tables>,
+    jobs: SyncSender<Job>,
     next_id: AtomicU64,
 }
 
@@ -114,19 +124,28 @@ impl Watcher {
     fn start() -> Result<Arc<Watcher>> {
         let epoll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| Error::os("epoll_create1", "the watcher", e))?;
+        let (jobs, queue) = mpsc::sync_channel::<Job>(JOBS_MAX);
         let watcher = Arc::new(Watcher {
             epoll: PrivateFd::new(epoll),
             bell: Bell::new()?,
             tables: Mutex::default(),
+            jobs,
             next_id: AtomicU64::new(BELL + 1),
         });
         watcher.add(watcher.bell.as_fd(), BELL)?;
         let runner = watcher.clone();
-        std::thread::Builder::new()
-            .name("warpipe-watcher".into())
-            .spawn(move || runner.run())
-            .map_err(|e| Error::os("clone", "the watcher's thread", e))?;
+        start_thread("warpipe-attendant", move || {
+            for job in queue {
+                let _panicked = survive(job);
+            }
+        })?;
+        start_thread("warpipe-watcher", move || runner.run())?;
         Ok(watcher)
+    }
+
+    /// Leaves a job to the attendant. An error when it has too many already; the job is dropped.
+    pub(crate) fn attend(&self, job: Job) -> Result<(), TrySendError<Job>> {
+        self.jobs.try_send(job)
     }
 
     fn add(&self, fd: BorrowedFd<'_>, id: u64) -> Result<()> {
@@ -153,25 +172,30 @@ impl Watcher {
         self.bell.ring();
     }
 
-    /// Calls `is_quiet` until it is true, then drops it with all that it owns: memory that a stream may still
-    /// write is let go only when its words say that the stream is past it.
+    /// Has the attendant call `is_quiet` until it is true, then drop it with all that it owns: memory that a stream
+    /// may still touch is let go only when this process has its own proof that it will not (see
+    /// [`proof`](super::proof)).
     pub(crate) fn retire(&self, is_quiet: impl FnMut() -> bool + Send + 'static) {
         self.lock().retired.push(Retired { is_quiet: Box::new(is_quiet), since: Instant::now() });
         self.bell.ring();
     }
 
-    fn run(&self) {
+    fn run(self: &Arc<Self>) {
         let mut events = Vec::with_capacity(64);
         let mut last_tick = Instant::now();
+        let mut last_reap = last_tick;
         loop {
             events.clear();
-            let timeout = self.pause(last_tick).map(timespec);
+            let timeout = self.pause(last_tick, last_reap).map(timespec);
             // A failing epoll_wait can only be an interruption: the descriptor is ours and open.
             let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref());
             for event in &events {
                 self.dispatch(event.data.u64());
             }
-            self.reap();
+            if last_reap.elapsed() >= RETIRE_TICK && !self.lock().retired.is_empty() {
+                last_reap = Instant::now();
+                self.reap_soon();
+            }
             if last_tick.elapsed() >= TICK {
                 last_tick = Instant::now();
                 self.tick_all();
@@ -180,10 +204,10 @@ impl Watcher {
     }
 
     /// How long to sleep at most.
-    fn pause(&self, last_tick: Instant) -> Option<Duration> {
+    fn pause(&self, last_tick: Instant, last_reap: Instant) -> Option<Duration> {
         let tables = self.lock();
         if !tables.retired.is_empty() {
-            return Some(RETIRE_TICK);
+            return Some(RETIRE_TICK.saturating_sub(last_reap.elapsed()));
         }
         (!tables.ticked.is_empty()).then(|| TICK.saturating_sub(last_tick.elapsed()))
     }
@@ -194,7 +218,11 @@ impl Watcher {
         }
         let found = self.lock().watches.get(&id).map(|entry| (entry.target.upgrade(), entry.tag));
         let next = match found {
-            Some((Some(target), tag)) => survive(|| target.on_ready(tag)).unwrap_or(Next::Stop),
+            Some((Some(target), tag)) => {
+                let next = survive(|| target.on_ready(tag)).unwrap_or(Next::Stop);
+                self.give_away(target);
+                next
+            }
             Some((None, _)) => Next::Stop,
             None => return,
         };
@@ -211,13 +239,20 @@ impl Watcher {
         }
     }
 
+    /// Has the attendant look at what waits for a device: to ask for it calls the driver. Should the attendant have
+    /// too much to do, it is asked again.
+    fn reap_soon(self: &Arc<Self>) {
+        let me = self.clone();
+        let _ = self.attend(Box::new(move || me.reap()));
+    }
+
     fn reap(&self) {
         let mut waiting = std::mem::take(&mut self.lock().retired);
         let mut done = Vec::new();
         let mut index = 0;
         while index < waiting.len() {
             let retired = &mut waiting[index];
-            if (retired.is_quiet)() {
+            if survive(|| (retired.is_quiet)()).unwrap_or(false) {
                 done.push(waiting.swap_remove(index));
             } else if retired.since.elapsed() > RETIRE_MAX {
                 // Unmapping under a device that may yet write is worse than keeping the memory.
@@ -226,8 +261,10 @@ impl Watcher {
                 index += 1;
             }
         }
-        self.lock().retired.append(&mut waiting);
-        drop(done);
+        if !waiting.is_empty() {
+            self.lock().retired.append(&mut waiting);
+            self.bell.ring();
+        }
     }
 
     fn tick_all(&self) {
@@ -239,7 +276,13 @@ impl Watcher {
         let now = now_ns();
         for target in targets.iter().filter_map(Weak::upgrade) {
             let _panicked = survive(|| target.on_tick(now));
+            self.give_away(target);
         }
+    }
+
+    /// Lets the attendant drop it: should it be the last owner by now, that calls the driver.
+    fn give_away(&self, target: Arc<dyn Watched>) {
+        let _ = self.attend(Box::new(move || drop(target)));
     }
 
     fn lock(&self) -> MutexGuard<'_, Tables> {
@@ -263,6 +306,11 @@ fn remove_from(epoll: &impl AsFd, fd: RawFd) {
     // SAFETY: the descriptor is open (see the caller), and only borrowed for the call.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     let _ = epoll::delete(epoll, fd);
+}
+
+fn start_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
+    let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
+    spawned.map(drop).map_err(|e| Error::os("clone", format!("the thread {name}"), e))
 }
 
 /// Random bytes for an endpoint's generation: `getrandom(2)`.
