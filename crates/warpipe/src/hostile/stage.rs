@@ -82,6 +82,17 @@ pub(super) fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
+/// The descriptors that this process has open once nothing is on its way out any more.
+pub(super) fn settled_descriptors() -> usize {
+    let (mut count, mut agreed) = (descriptors(), 0);
+    eventually("the count is steady", || {
+        let last = std::mem::replace(&mut count, descriptors());
+        agreed = if last == count { agreed + 1 } else { 0 };
+        agreed == 50
+    });
+    count
+}
+
 /// Waits until `holds`; who waits in vain is told for what.
 pub(super) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
