@@ -102,7 +102,9 @@ impl Peer {
     /// # Errors
     /// None came in time, or the peer died of it.
     pub fn answer(&mut self) -> Result<Result<Answer, Fault>> {
-        let Some(line) = self.line(2 * PATIENCE)? else { bail!("the peer ended ({}) instead of answering", self.ended()?) };
+        let Some(line) = self.line(2 * PATIENCE)? else {
+            bail!("the peer ended ({}) instead of answering", self.ended()?)
+        };
         Ok(match serde_json::from_str(&line).with_context(|| format!("a peer's answer: {line:?}"))? {
             Answer::Fault(fault) => Err(fault),
             answer => Ok(answer),

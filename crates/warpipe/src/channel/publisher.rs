@@ -69,6 +69,7 @@ pub struct PublisherBuilder {
     pub(super) loan_timeout: Duration,
     pub(super) evict_after: Option<Duration>,
     pub(super) subscribers_max: u32,
+    pub(super) handshake_timeout: Duration,
 }
 
 impl PublisherBuilder {
@@ -87,6 +88,7 @@ impl PublisherBuilder {
             loan_timeout: Duration::from_secs(5),
             evict_after: None,
             subscribers_max: 256,
+            handshake_timeout: super::HANDSHAKE_TIMEOUT,
         }
     }
 
@@ -149,6 +151,12 @@ impl PublisherBuilder {
     /// The most subscribers at once: 256 by default.
     pub fn subscribers_max(mut self, subscribers: u32) -> Self {
         self.subscribers_max = subscribers;
+        self
+    }
+
+    /// How long a subscriber may take to attach before its connection is closed: 5 s by default.
+    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
+        self.handshake_timeout = timeout;
         self
     }
 

@@ -57,31 +57,38 @@ pub(crate) struct SenderRing {
     sent: Vec<Sent>,
     /// Nobody reads any more: what the receiver held is over once its own data is complete.
     receiver_dead: bool,
+    signals_done: bool,
 }
 
 impl SenderRing {
     pub(crate) fn new(segment: Arc<Segment>) -> SenderRing {
         let depth = segment.depth() as usize;
-        SenderRing { segment, next: 1, sent: vec![Sent::default(); depth], receiver_dead: false }
+        SenderRing { segment, next: 1, sent: vec![Sent::default(); depth], receiver_dead: false, signals_done: false }
     }
 
     pub(crate) fn segment(&self) -> &Arc<Segment> {
         &self.segment
     }
 
-    /// Whether the sample at `position` is nobody's any more: released, or taken back *and* complete. (Until the
-    /// sender's stream has written a revoked position's `ready`, a later position's could be overwritten by it.)
+    /// Whether the sample at `position` is nobody's any more: complete, and released or taken back. (Until the
+    /// sender's stream has written a position's `ready`, a later position's could be overwritten by it, and the
+    /// slot is still being filled.) A peer that scribbles over `ready` keeps its entry until its death is proven.
     pub(crate) fn is_over(&self, position: u64) -> bool {
         let sent = self.sent[self.segment.index(position) as usize];
         let entry = self.segment.entry(position);
         sent.position != position
-            || ((sent.revoked || self.receiver_dead) && entry.ready.reached(position))
-            || entry.released.reached(position)
+            || (self.receiver_dead && self.signals_done)
+            || ((sent.revoked || self.receiver_dead || entry.released.reached(position)) && entry.ready.is(position))
     }
 
     /// The receiver is *proven* dead. (Suspicion is not enough: its device may still be reading.)
     pub(crate) fn receiver_is_dead(&mut self) {
         self.receiver_dead = true;
+    }
+
+    /// Every signal enqueued for this link is proven to have been executed, whatever its words say.
+    pub(crate) fn signals_are_done(&mut self) {
+        self.signals_done = true;
     }
 
     /// Finds room without changing anything.
@@ -160,12 +167,6 @@ impl SenderRing {
         for position in self.lap() {
             let _taken_back = self.revoke(position);
         }
-    }
-
-    /// Whether every signal enqueued for this link has been executed, so that its memory may go.
-    pub(crate) fn is_quiet(&self) -> bool {
-        let signalled = self.sent.iter().filter(|sent| sent.position != 0);
-        signalled.into_iter().all(|sent| self.segment.entry(sent.position).ready.reached(sent.position))
     }
 }
 

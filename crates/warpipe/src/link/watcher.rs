@@ -134,7 +134,9 @@ impl Watcher {
         });
         watcher.add(watcher.bell.as_fd(), BELL)?;
         let runner = watcher.clone();
-        start_thread("warpipe-attendant", move || queue.into_iter().for_each(|job| job()))?;
+        start_thread("warpipe-attendant", move || {
+            queue.into_iter().for_each(|job| drop(survive(job)));
+        })?;
         start_thread("warpipe-watcher", move || runner.run())?;
         Ok(watcher)
     }
@@ -210,7 +212,7 @@ impl Watcher {
         let found = self.lock().watches.get(&id).map(|entry| (entry.target.upgrade(), entry.tag));
         let next = match found {
             Some((Some(target), tag)) => {
-                let next = target.on_ready(tag);
+                let next = survive(|| target.on_ready(tag)).unwrap_or(Next::Stop);
                 self.give_away(target);
                 next
             }
@@ -260,7 +262,7 @@ impl Watcher {
         };
         let now = now_ns();
         for target in targets.iter().filter_map(Weak::upgrade) {
-            target.on_tick(now);
+            let _panicked = survive(|| target.on_tick(now));
             self.give_away(target);
         }
     }
@@ -279,6 +281,12 @@ impl Drop for Watch {
     fn drop(&mut self) {
         self.watcher.forget(self.id);
     }
+}
+
+/// Runs what is not the watcher's own (a policy is chosen by the user's code): its panic must not end the one thread
+/// that sees deaths. The panic hook has shown it.
+fn survive<T>(work: impl FnOnce() -> T) -> Option<T> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).ok()
 }
 
 fn remove_from(epoll: &impl AsFd, fd: RawFd) {

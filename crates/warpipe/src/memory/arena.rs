@@ -140,7 +140,8 @@ impl Arena {
         let room = self.limit.saturating_add(exempt).saturating_sub(self.total);
         let unit = self.granularity();
         let least = needed(bytes)?.checked_next_multiple_of(unit)?;
-        if least > room || self.chunks.len() >= REGIONS_MAX {
+        let is_out_of_numbers = self.unused.is_empty() && self.slots.len() >= SLOTS_MAX;
+        if least > room || self.chunks.len() >= REGIONS_MAX || is_out_of_numbers {
             return None;
         }
         let generous = self.total.next_multiple_of(unit).clamp(least, room - room % unit);
