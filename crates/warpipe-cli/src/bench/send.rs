@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use warpipe::backend::testing::{Counting, Wrapped};
 use warpipe::{DType, Device, Domain, Layout, Publisher, Stream, Subscriber};
@@ -99,7 +99,7 @@ impl Desk {
         }
         for subscriber in &mut self.subscribers {
             for _ in 0..BURST {
-                drop(subscriber.receive_timeout(&self.stream, Duration::ZERO)?);
+                drop(subscriber.receive_timeout(&self.stream, PATIENCE)?);
             }
         }
         Ok(self.stream.synchronize(PATIENCE)?)
