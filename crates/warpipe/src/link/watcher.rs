@@ -135,7 +135,9 @@ impl Watcher {
         watcher.add(watcher.bell.as_fd(), BELL)?;
         let runner = watcher.clone();
         start_thread("warpipe-attendant", move || {
-            queue.into_iter().for_each(|job| drop(survive(job)));
+            for job in queue {
+                let _panicked = survive(job);
+            }
         })?;
         start_thread("warpipe-watcher", move || runner.run())?;
         Ok(watcher)

@@ -7,8 +7,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use super::backend::CudaBackend;
 use super::broadcast::WORDS_MAX;
 use super::sys::*;
-use crate::backend::StreamOp;
-use crate::error::Result;
+use crate::backend::{RawStream, StreamOp};
+use crate::error::{Error, Result};
 use crate::stream::Backoff;
 
 /// The most operations that the driver takes in one call.
@@ -19,6 +19,37 @@ const BATCH_MAX: usize = 256;
 const BROADCAST_ABOVE: usize = 6;
 
 type HostFunction = Box<dyn FnOnce() + Send>;
+
+/// The two ways to signal many words; `batch` chooses by their number. See [`signal_by`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SignalBy {
+    /// Memory operations, one after another (`cuStreamBatchMemOp`).
+    Batch,
+    /// One small kernel whose threads store side by side (`cuLaunchKernel`).
+    Kernel,
+}
+
+/// Signals words in the way given, so that the two can be measured beside each other: `BROADCAST_ABOVE` is where
+/// they meet. Opens the device with this ordinal if it is not open yet.
+///
+/// # Errors
+/// [`Error::Argument`] for a wait, or more than 64 signals; as for [`CudaBackend::open`]; [`Error::Driver`].
+///
+/// # Safety
+/// As for [`crate::backend::Backend::batch`]; the stream is of that device.
+pub unsafe fn signal_by(ordinal: u32, stream: RawStream, ops: &[StreamOp], by: SignalBy) -> Result<()> {
+    if leading_signals(ops) != ops.len() || ops.len() > WORDS_MAX {
+        return Err(Error::argument("operations", ops.len(), format!("at most {WORDS_MAX}, all of them signals")));
+    }
+    let backend = CudaBackend::opened(ordinal)?;
+    let _current = backend.enter()?;
+    match by {
+        // SAFETY: the caller's promise; at most BATCH_MAX.
+        SignalBy::Batch => unsafe { backend.enqueue_batch(stream.0, ops) },
+        // SAFETY: the caller's promise; these are signals.
+        SignalBy::Kernel => Ok(unsafe { backend.broadcast.launch(backend.driver, stream.0, ops) }?),
+    }
+}
 
 impl CudaBackend {
     /// # Safety
