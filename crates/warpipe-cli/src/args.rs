@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use warpipe::DType;
 
 use crate::choice::DeviceChoice;
-use crate::{demo, doctor, exit};
+use crate::{bench, demo, doctor, exit};
 
 /// Tensors in GPU memory, handed between processes without a copy.
 ///
@@ -27,6 +27,8 @@ pub enum Command {
     Sub(SubArgs),
     Doctor(DoctorArgs),
     Ls(LsArgs),
+    /// Measure the hand-over beside what the bare driver takes for the same, in the same run.
+    Bench(bench::BenchArgs),
     #[command(hide = true)]
     DemoPublisher(demo::ChildArgs),
     #[command(hide = true)]

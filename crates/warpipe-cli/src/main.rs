@@ -2,6 +2,7 @@
 
 mod args;
 mod attach;
+mod bench;
 mod choice;
 mod demo;
 mod doctor;
@@ -45,6 +46,7 @@ fn run(command: &Command) -> anyhow::Result<Exit> {
         Command::Sub(args) => subscribe::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Ls(args) => list::run(args),
+        Command::Bench(args) => bench::run(args).map(|_met| Exit::Done),
         Command::DemoPublisher(args) => demo::run_publisher(args),
         Command::DemoSubscriber(args) => demo::run_subscriber(args),
         Command::DoctorChild(args) => doctor::run_child(args),

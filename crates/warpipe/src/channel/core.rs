@@ -191,10 +191,6 @@ impl Core {
                 state.announce(region);
                 continue;
             }
-            self.reclaim(&mut state, true);
-            if let Some(slot) = state.arena.take(bytes) {
-                return Ok((slot, state.address(slot)));
-            }
             let (used, limit) = (state.arena.total(), state.arena.limit());
             let left = self.options.loan_timeout.saturating_sub(start.elapsed());
             if left.is_zero() || bytes > limit {
@@ -348,6 +344,13 @@ impl Core {
         left: Duration,
         backoff: &mut Backoff,
     ) -> MutexGuard<'a, State> {
+        let pause = backoff.step();
+        if pause.is_zero() {
+            // The next release is mostly a moment away, and going to sleep is dearer than that.
+            drop(state);
+            (0..32).for_each(|_| std::hint::spin_loop());
+            return self.lock();
+        }
         let before = state.freed_count();
         state.outlets.iter().for_each(|outlet| outlet.set_asleep(true));
         // Whatever was released before the flags went up did not ring.
@@ -355,7 +358,7 @@ impl Core {
         if state.freed_count() == before {
             // A device that completes a release cannot ring: while one is due, look again soon.
             let device_owes = !state.arena.is_quiet() || state.outlets.iter().any(Outlet::device_owes);
-            let slice = if device_owes { backoff.step() } else { SLICE }.min(left);
+            let slice = if device_owes { pause } else { SLICE }.min(left);
             let wakes: Vec<Arc<Wake>> = state.outlets.iter().map(|outlet| outlet.wake.clone()).collect();
             drop(state);
             let open = wakes.iter().filter(|wake| !wake.is_closed());

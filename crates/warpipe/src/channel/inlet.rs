@@ -231,6 +231,10 @@ impl Inlet {
             // A death between announcing and sending leaves `ready` unreached, so this asks for both.
             return Ok(entry.ready.reached(position) && self.lost[index].load(SeqCst) != position);
         }
+        // Work that is launched after the CPU has seen the word is behind the data without a wait on the device.
+        if entry.ready.reached(position) {
+            return Ok(true);
+        }
         let wait = StreamOp::Wait { word: self.segment().ready_word(position), value: position };
         self.note(stream);
         // SAFETY: the word lies in the link segment, which is let go only when this stream, noted above, is proven
