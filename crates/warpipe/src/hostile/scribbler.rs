@@ -64,14 +64,26 @@ impl Words {
         }
     }
 
-    /// Scribbles on a thread until the result is dropped.
-    pub(super) fn scribble_on(&self, seed: u64) -> Scribbling {
+    /// Says that `position` is released on every entry, and leaves everything else as it is.
+    pub(super) fn release_all(&self, position: u64) {
+        (0..self.entries()).for_each(|entry| self.in_entry(entry, 64).store(position, Relaxed));
+    }
+
+    /// Says of one position alone that it is ready and released, as if its sender had and its receiver had.
+    pub(super) fn forge_end_of(&self, position: u64, depth: u64) {
+        [2, 64].map(|word| self.in_entry((position % depth) as usize, word).store(position, Relaxed));
+    }
+
+    /// Scribbles on a thread until the result is dropped, with a pause of `spins` behind each word: without any
+    /// hardly a sample is right long enough to be taken.
+    pub(super) fn scribble_on(&self, seed: u64, spins: u32) -> Scribbling {
         let (words, stop) = (self.clone(), Arc::new(AtomicBool::new(false)));
         let stopped = stop.clone();
         let thread = std::thread::spawn(move || {
             let mut random = Random(seed);
             while !stopped.load(Relaxed) {
-                (0..64).for_each(|_| words.scribble(&mut random));
+                words.scribble(&mut random);
+                (0..spins).for_each(|_| std::hint::spin_loop());
             }
         });
         Scribbling { stop, thread: Some(thread) }
