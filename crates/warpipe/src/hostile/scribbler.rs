@@ -71,7 +71,9 @@ impl Words {
 
     /// Says of one position alone that it is ready and released, as if its sender had and its receiver had.
     pub(super) fn forge_end_of(&self, position: u64, depth: u64) {
-        [2, 64].map(|word| self.in_entry((position % depth) as usize, word).store(position, Relaxed));
+        for word in [2, 64] {
+            self.in_entry((position % depth) as usize, word).store(position, Relaxed);
+        }
     }
 
     /// Scribbles on a thread until the result is dropped, with a pause of `spins` behind each word: without any
