@@ -19,7 +19,7 @@ use crate::{Error, Layout, Policy, Publisher};
 struct Liar {
     socket: OwnedFd,
     words: Words,
-    _fds: Vec<OwnedFd>,
+    fds: Vec<OwnedFd>,
 }
 
 impl Liar {
@@ -36,7 +36,12 @@ impl Liar {
                 other => panic!("{other:?}"),
             }
         }
-        Liar { socket, words: Words::map(&fds[0]), _fds: fds }
+        Liar { socket, words: Words::map(&fds[0]), fds }
+    }
+
+    /// The segment's inode.
+    fn segment(&self) -> u64 {
+        rustix::fs::fstat(&self.fds[0]).unwrap().st_ino
     }
 }
 
@@ -87,10 +92,12 @@ fn whatever_a_receiver_scribbles_the_good_one_gets_every_sample_whole() {
 
 #[test]
 fn a_receiver_that_calls_everything_done_has_nothing_unmapped_under_the_publishers_stream() {
-    let scratch = Scratch::new();
-    let publisher = scratch.publisher(|it| it);
+    let (scratch, elsewhere) = (Scratch::new(), Scratch::new());
+    let (publisher, another) = (scratch.publisher(|it| it), elsewhere.publisher(|it| it));
     let (stream, (go, wait)) = (stream(), mpsc::channel::<()>());
     let liar = Liar::attach(&scratch);
+    let segment = liar.segment();
+    assert_eq!(mappings(segment), 2, "the publisher's, and the liar's own, which stays");
     stream.call(move || assert!(wait.recv().is_err())).unwrap();
     for _ in 0..3 {
         publisher.send_bytes(&stream, &[1; 4096]).unwrap();
@@ -98,11 +105,23 @@ fn a_receiver_that_calls_everything_done_has_nothing_unmapped_under_the_publishe
     (1..=3).for_each(|position| liar.words.forge_end_of(position, 4));
     drop(liar);
     eventually("the liar is forgotten", || publisher.subscribers().is_empty());
-    // Long enough that a segment on its way out is gone, if nothing keeps it.
-    assert_delivers(&publisher, &mut scratch.subscriber(), b"meanwhile");
+    // A link that ended later, and whose streams have nothing to do, shows that its turn has come and gone.
+    let honest = Liar::attach(&elsewhere);
+    let later = honest.segment();
+    assert_delivers(&another, &mut elsewhere.subscriber(), b"elsewhere");
+    drop(honest);
+    eventually("a later link is unmapped", || mappings(later) == 1);
+    assert_eq!(mappings(segment), 2, "the stream still has to write there");
     drop(go);
     stream.synchronize(LONG).unwrap();
+    eventually("now it is unmapped", || mappings(segment) == 1);
     assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
+}
+
+/// How often this process has a file mapped.
+fn mappings(inode: u64) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.split_whitespace().nth(4) == Some(&inode.to_string())).count()
 }
 
 #[test]
