@@ -45,7 +45,14 @@ mod tests {
 
     #[test]
     fn the_same_seed_gives_the_same_run_and_another_seed_another() {
-        let run = |seed| std::iter::repeat_with({ let mut c = Chance::new(seed); move || c.any() }).take(8).collect::<Vec<_>>();
+        let run = |seed| {
+            std::iter::repeat_with({
+                let mut c = Chance::new(seed);
+                move || c.any()
+            })
+            .take(8)
+            .collect::<Vec<_>>()
+        };
         assert_eq!(run(1), run(1));
         assert_ne!(run(1), run(2));
     }

@@ -83,7 +83,9 @@ impl Report {
 pub fn driver_version() -> Option<String> {
     let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;
     let line = text.lines().find(|line| line.starts_with("NVRM"))?;
-    line.split_whitespace().find(|word| word.starts_with(|c: char| c.is_ascii_digit()) && word.contains('.')).map(Into::into)
+    line.split_whitespace()
+        .find(|word| word.starts_with(|c: char| c.is_ascii_digit()) && word.contains('.'))
+        .map(Into::into)
 }
 
 /// A time in seconds since 1970 as `2026-01-31T23:59:59Z`.

@@ -7,7 +7,7 @@ mod actor;
 mod order;
 
 pub use actor::act;
-pub(crate) use actor::{describe, digest};
+pub(crate) use actor::{describe_layout, digest};
 pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, SubscriberPlan, kind_of};
 
 use std::io::Write as _;
@@ -102,7 +102,9 @@ impl Peer {
     /// # Errors
     /// None came in time, or the peer died of it.
     pub fn answer(&mut self) -> Result<Result<Answer, Fault>> {
-        let Some(line) = self.line(2 * PATIENCE)? else { bail!("the peer ended ({}) instead of answering", self.ended()?) };
+        let Some(line) = self.line(2 * PATIENCE)? else {
+            bail!("the peer ended ({}) instead of answering", self.ended()?)
+        };
         Ok(match serde_json::from_str(&line).with_context(|| format!("a peer's answer: {line:?}"))? {
             Answer::Fault(fault) => Err(fault),
             answer => Ok(answer),
@@ -164,6 +166,14 @@ impl Peer {
     /// As [`ask`](Self::ask).
     pub fn hold(&mut self, count: u64) -> Result<Vec<Item>> {
         self.items(&Order::Receive { subscriber: 0, count, hold: true })
+    }
+
+    /// Lets it check and release what it holds, in random order.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn release(&mut self) -> Result<Vec<Item>> {
+        self.items(&Order::Release)
     }
 
     /// An order that is answered with samples.
