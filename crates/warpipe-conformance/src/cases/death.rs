@@ -8,6 +8,7 @@ use warpipe::{Error, Layout, Sample, Subscriber};
 use super::{Case, all_whole};
 use crate::PATIENCE;
 use crate::context::Context;
+use crate::guard::PublisherGuard;
 use crate::payload::Payload;
 use crate::peer::{Batch, Order, PublisherPlan, SubscriberPlan};
 use crate::process::eventually;
@@ -126,7 +127,9 @@ fn killed_holder_returns_its_slots(context: &Context) -> Result<()> {
         ensure!(sample.sequence() == sequence && tally.finish(sample)? == 0, "the witness's sample {sequence}");
         Ok(())
     };
-    let guard = context.guard();
+    // What the publisher and its witness hold from now on is all there is.
+    (0..4).try_for_each(|index| send(&mut witness, index))?;
+    let mut guard = PublisherGuard::take(&publisher, &context.domain);
     for round in 0..5 {
         let mut holder = context.peer()?;
         holder.subscribe("tight")?;
@@ -136,11 +139,9 @@ fn killed_holder_returns_its_slots(context: &Context) -> Result<()> {
         (0..12).try_for_each(|index| send(&mut witness, 100 * round + index))?;
         ensure!(holder.ended().is_ok(), "the killed one is dead");
         drop(holder);
-        if round > 0 {
-            guard.settles().with_context(|| format!("after kill {round}"))?;
-        }
+        ensure!(eventually(PATIENCE, || publisher.subscribers().len() == 1), "the dead are forgotten");
+        guard.settles().with_context(|| format!("after kill {round}"))?;
     }
-    ensure!(eventually(PATIENCE, || publisher.subscribers().len() == 1), "the dead are forgotten");
     Ok(())
 }
 

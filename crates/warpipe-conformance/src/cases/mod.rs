@@ -3,8 +3,11 @@
 mod backend;
 mod channel;
 mod death;
+mod fault;
+mod fork;
 mod layout;
 mod memory;
+mod model;
 mod names;
 mod policy;
 mod stall;
@@ -72,6 +75,9 @@ pub fn all() -> Vec<Case> {
         names::CASES,
         death::CASES,
         stall::CASES,
+        fork::CASES,
+        fault::CASES,
+        model::CASES,
         storm::CASES,
     ]
     .concat()

@@ -9,6 +9,7 @@ use super::Case;
 use crate::PATIENCE;
 use crate::chance::Chance;
 use crate::context::Context;
+use crate::guard::PublisherGuard;
 use crate::payload::{Payload, Tally};
 use crate::peer::{Batch, Order, Peer, PolicyPlan, PublisherPlan};
 use crate::process::eventually;
@@ -181,7 +182,7 @@ fn subscribers(context: &Context) -> Result<()> {
         Ok(())
     };
     send(slots)?;
-    let guard = context.guard();
+    let mut guard = PublisherGuard::take(&publisher, &context.domain);
     let kills = context.rounds(25, 500, 100);
     let mut checked = 0;
     for kill in 1..=kills {
