@@ -87,6 +87,11 @@ impl CudaBackend {
     /// [`Error::NoDriver`], [`Error::DriverSymbol`], [`Error::DevicePermission`], [`Error::NoDevice`],
     /// [`Error::NoSuchDevice`], [`Error::Driver`], and [`Error::Forked`] in a child of a process that used CUDA.
     pub fn open(ordinal: u32) -> Result<Arc<dyn Backend>> {
+        Ok(Self::opened(ordinal)?)
+    }
+
+    /// [`open`](Self::open), as what it is.
+    pub(super) fn opened(ordinal: u32) -> Result<Arc<CudaBackend>> {
         let driver = driver()?;
         let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(backend) = opened.get(&ordinal) {

@@ -20,3 +20,4 @@ mod sys;
 mod tests;
 
 pub use backend::{CudaBackend, device_count, device_uuid};
+pub use stream::{SignalBy, signal_by};

@@ -1,0 +1,167 @@
+//! A figure: ours, the floor, the ratio, and what was wanted.
+
+use serde::Serialize;
+
+/// The quantiles of a distribution, in nanoseconds.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Quantiles {
+    pub count: usize,
+    pub p50: u64,
+    pub p90: u64,
+    pub p99: u64,
+    pub p999: u64,
+    pub max: u64,
+}
+
+impl Quantiles {
+    /// Of single measurements; none of nothing.
+    pub fn of(mut samples: Vec<u64>) -> Option<Quantiles> {
+        samples.sort_unstable();
+        let at = |permille: usize| {
+            let rank = (samples.len() * permille).div_ceil(1000).max(1);
+            samples.get(rank - 1).copied()
+        };
+        Some(Quantiles {
+            count: samples.len(),
+            p50: at(500)?,
+            p90: at(900)?,
+            p99: at(990)?,
+            p999: at(999)?,
+            max: *samples.last()?,
+        })
+    }
+
+    /// Each with its name, for a table or a plot.
+    pub fn named(&self) -> [(&'static str, u64); 5] {
+        [("p50", self.p50), ("p90", self.p90), ("p99", self.p99), ("p99.9", self.p999), ("max", self.max)]
+    }
+}
+
+/// The median; NaN of nothing.
+pub fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_unstable_by(f64::total_cmp);
+    match sorted.len() {
+        0 => f64::NAN,
+        n if n % 2 == 1 => sorted[n / 2],
+        n => (sorted[n / 2 - 1] + sorted[n / 2]) / 2.0,
+    }
+}
+
+/// What a figure is to be.
+#[derive(Debug, Clone, Copy, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Wanted {
+    /// `ours / floor` at most.
+    RatioAtMost(f64),
+    /// `ours - floor` at most, in the figure's unit.
+    BesideFloorAtMost(f64),
+    /// `ours` at most, in the figure's unit.
+    AtMost(f64),
+    /// Nothing was said: for information.
+    Nothing,
+}
+
+/// One figure.
+#[derive(Debug, Clone, Serialize)]
+pub struct Figure {
+    pub bench: &'static str,
+    pub name: String,
+    /// What `ours` and `floor` are: `us`, `ns`, `%`, `GB/s`, `calls`.
+    pub unit: &'static str,
+    pub ours: f64,
+    pub floor: Option<f64>,
+    /// `ours / floor`.
+    pub ratio: Option<f64>,
+    pub wanted: Wanted,
+    /// None where nothing was wanted.
+    pub met: Option<bool>,
+    /// The rounds' own figures, of which `ours` and `floor` are the medians.
+    pub ours_rounds: Vec<f64>,
+    pub floor_rounds: Vec<f64>,
+    /// Of single measurements, in nanoseconds, where they were made.
+    pub ours_ns: Option<Quantiles>,
+    pub floor_ns: Option<Quantiles>,
+    pub note: String,
+}
+
+impl Figure {
+    /// From the rounds of both.
+    pub fn new(bench: &'static str, name: impl Into<String>, unit: &'static str, ours: &[f64]) -> Figure {
+        Figure {
+            bench,
+            name: name.into(),
+            unit,
+            ours: median(ours),
+            floor: None,
+            ratio: None,
+            wanted: Wanted::Nothing,
+            met: None,
+            ours_rounds: ours.to_vec(),
+            floor_rounds: Vec::new(),
+            ours_ns: None,
+            floor_ns: None,
+            note: String::new(),
+        }
+    }
+
+    /// The bare driver's rounds.
+    pub fn beside(mut self, floor: &[f64]) -> Figure {
+        let median = median(floor);
+        self.floor = Some(median);
+        self.ratio = (median > 0.0).then(|| self.ours / median);
+        self.floor_rounds = floor.to_vec();
+        self
+    }
+
+    /// The distributions of single measurements.
+    pub fn spread(mut self, ours: Vec<u64>, floor: Vec<u64>) -> Figure {
+        (self.ours_ns, self.floor_ns) = (Quantiles::of(ours), Quantiles::of(floor));
+        self
+    }
+
+    pub fn note(mut self, note: impl Into<String>) -> Figure {
+        self.note = note.into();
+        self
+    }
+
+    /// Judges the figure. What could not be computed is not met.
+    pub fn wanted(mut self, wanted: Wanted) -> Figure {
+        self.wanted = wanted;
+        self.met = match wanted {
+            Wanted::RatioAtMost(limit) => Some(self.ratio.is_some_and(|ratio| ratio <= limit)),
+            Wanted::BesideFloorAtMost(limit) => Some(self.floor.is_some_and(|floor| self.ours - floor <= limit)),
+            Wanted::AtMost(limit) => Some(self.ours <= limit),
+            Wanted::Nothing => None,
+        };
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_figure_just_above_its_limit_is_not_met() {
+        let figure = |ours: f64| Figure::new("x", "y", "us", &[ours]).beside(&[10.0]).wanted(Wanted::RatioAtMost(1.1));
+        assert_eq!(figure(11.0).met, Some(true));
+        assert_eq!(figure(11.01).met, Some(false));
+        assert_eq!(Figure::new("x", "y", "us", &[1.0]).wanted(Wanted::RatioAtMost(1.1)).met, Some(false));
+        assert_eq!(Figure::new("x", "y", "us", &[f64::NAN]).wanted(Wanted::AtMost(1.0)).met, Some(false));
+    }
+
+    #[test]
+    fn one_bad_round_does_not_move_the_median() {
+        assert_eq!(median(&[1.0, 2.0, 900.0]), 2.0);
+        assert_eq!(median(&[1.0, 2.0, 3.0, 900.0]), 2.5);
+        assert!(median(&[]).is_nan());
+    }
+
+    #[test]
+    fn quantiles_are_ranks_of_the_sorted_samples() {
+        let quantiles = Quantiles::of((1..=1000).rev().collect()).unwrap();
+        assert_eq!((quantiles.p50, quantiles.p99, quantiles.p999, quantiles.max), (500, 990, 999, 1000));
+        assert!(Quantiles::of(vec![]).is_none());
+    }
+}
