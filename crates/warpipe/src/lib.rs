@@ -8,6 +8,8 @@ pub mod device;
 mod domain;
 mod error;
 mod fork;
+#[cfg(test)]
+mod hostile;
 #[cfg(feature = "cudarc")]
 pub mod interop_cudarc;
 pub mod kernel;

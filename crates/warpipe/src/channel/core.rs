@@ -62,6 +62,8 @@ pub(super) struct Core {
     me: Weak<dyn Watched>,
     watcher: Arc<Watcher>,
     state: Mutex<State>,
+    /// All that have worked on the links or the board.
+    streams: Arc<Mutex<Streams>>,
     greetings: Mutex<HashMap<u64, Greeting>>,
     next_id: AtomicU64,
     bell: Bell,
@@ -83,8 +85,6 @@ pub(super) struct State {
     closed: bool,
     ops: Vec<StreamOp>,
     places: Vec<(usize, u64)>,
-    /// All that have worked on the links or the board.
-    streams: Streams,
 }
 
 /// A sample that was announced and is not complete yet.
@@ -142,8 +142,8 @@ impl Core {
                 closed: false,
                 ops: Vec::new(),
                 places: Vec::new(),
-                streams,
             }),
+            streams: Arc::new(Mutex::new(streams)),
             greetings: Mutex::default(),
             next_id: AtomicU64::new(1),
             bell,
@@ -205,7 +205,7 @@ impl Core {
         let mut state = self.lock();
         let result = match stream {
             Some(stream) => {
-                state.streams.note(stream);
+                self.note(stream);
                 let value = state.next_fence();
                 let op = StreamOp::Signal { word: self.board.device_word(slot as usize), value };
                 // SAFETY: the board outlives its signals (`close` retires the core until they are done).
@@ -226,13 +226,13 @@ impl Core {
         stream: &Stream,
     ) -> Result<u64, Unsent> {
         let mut state = self.make_room().map_err(Unsent::Untold)?;
-        state.streams.note(stream);
+        self.note(stream);
         let sequence = self.tell(&mut state, slot, layout, metadata);
         // The entries are out before the driver is asked: a subscriber on another core enqueues its wait and its
         // kernels meanwhile. It is `ready` that orders the devices.
         //
-        // SAFETY: the words lie in link segments and the board, which outlive their signals (`close` retires the
-        // core until all are done; `drop_outlet` likewise a link).
+        // SAFETY: the words lie in link segments and the board, which are let go only when this stream, noted above,
+        // is proven to be past them (`close`, `drop_outlet`).
         let enqueued = unsafe { stream.batch(&state.ops) };
         if let Err(error) = enqueued {
             self.abort(&mut state, slot, &[]);
@@ -254,22 +254,10 @@ impl Core {
     /// Completes what was announced, behind the work enqueued on `stream`.
     pub(super) fn complete(&self, slot: SlotId, pending: &Pending, stream: &Stream) -> Result<()> {
         self.home.check()?;
-        let mut state = self.lock();
-        state.streams.note(stream);
-        // SAFETY: the words lie in the board and in segments that `pending` holds; below it is seen to that these
-        // live until the stream has passed.
+        self.note(stream);
+        // SAFETY: as in `send`; `pending` holds the segments of links that have ended, until this stream is noted.
         unsafe { stream.batch(&pending.ops)? };
-        state.arena.let_go(slot);
-        let is_linked = |segment: &Arc<Segment>| state.outlets.iter().any(|o| Arc::ptr_eq(o.ring.segment(), segment));
-        let orphans: Vec<_> = pending.words.iter().filter(|(segment, _)| !is_linked(segment)).cloned().collect();
-        if !orphans.is_empty() {
-            // Their links ended since the announcement, with a proof that does not know of these signals.
-            let mut proof = state.streams.mark();
-            self.watcher.retire(move || {
-                let _held = &orphans;
-                proof.is_passed()
-            });
-        }
+        self.lock().arena.let_go(slot);
         Ok(())
     }
 
@@ -443,11 +431,11 @@ impl Core {
         self.bell.ring();
         // Two owners here: the publisher that is being dropped, and this call. A third is a loan still out.
         let core = self.clone();
-        if Arc::strong_count(&core) > 2 || !self.lock().streams.mark().is_passed() {
+        if Arc::strong_count(&core) > 2 || !mark(&self.streams).is_passed() {
             let mut proof = None;
             self.watcher.retire(move || {
                 let is_last = Arc::strong_count(&core) == 1;
-                is_last && proof.get_or_insert_with(|| core.lock().streams.mark()).is_passed()
+                is_last && proof.get_or_insert_with(|| mark(&core.streams)).is_passed()
             });
         }
     }
@@ -694,9 +682,10 @@ impl Core {
     /// Proven dead: nothing of that process can touch memory any more, so all that it held is free as soon as
     /// this process's own streams are done with it.
     fn on_death(&self, state: &mut State, id: u64) -> Next {
-        let proof = state.streams.mark();
         if let Some(outlet) = state.find(id) {
-            outlet.die(proof);
+            outlet.ring.receiver_is_dead();
+            outlet.leave(None);
+            self.free_soon(id);
             self.bury(state);
             self.bell.ring();
         }
@@ -708,20 +697,42 @@ impl Core {
         self.reclaim(state, true);
         let is_done = |o: &mut Outlet| matches!(o.phase, Phase::Leaving | Phase::Suspect) && o.holds_nothing();
         let done: Vec<Outlet> = state.outlets.extract_if(.., is_done).collect();
-        done.into_iter().for_each(|outlet| self.drop_outlet(outlet, state.streams.mark()));
+        done.into_iter().for_each(|outlet| self.drop_outlet(outlet));
     }
 
-    /// Lets a link's memory go once this process's streams have written their last word into it.
-    fn drop_outlet(&self, mut outlet: Outlet, mut proof: Proof) {
+    /// Lets a link's memory go once this process's streams are past it, and nothing announced is to be completed.
+    fn drop_outlet(&self, mut outlet: Outlet) {
         outlet.watches.clear();
         // The segment alone: what waits for a stream must not keep descriptors.
-        let ring = outlet.ring;
-        if !proof.is_passed() {
-            self.watcher.retire(move || {
-                let _kept_until_then = &ring;
-                proof.is_passed()
-            });
-        }
+        let (segment, streams) = (outlet.ring.segment().clone(), self.streams.clone());
+        drop(outlet);
+        let mut proof = None;
+        self.watcher.retire(move || {
+            Arc::strong_count(&segment) == 1 && proof.get_or_insert_with(|| mark(&streams)).is_passed()
+        });
+    }
+
+    /// Frees what a dead subscriber held once this process's streams are past it, whatever it left in its words.
+    fn free_soon(&self, id: u64) {
+        let (core, streams, mut proof) = (self.this.clone(), self.streams.clone(), None);
+        self.watcher.retire(move || {
+            if !proof.get_or_insert_with(|| mark(&streams)).is_passed() {
+                return false;
+            }
+            if let Some(core) = core.upgrade() {
+                let mut state = core.lock();
+                if let Some(outlet) = state.find(id) {
+                    outlet.ring.signals_are_done();
+                    core.bury(&mut state);
+                    core.bell.ring();
+                }
+            }
+            true
+        });
+    }
+
+    fn note(&self, stream: &Stream) {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner).note(stream);
     }
 
     /// Gives a late joiner the history. A sample whose data is not complete yet gets its `ready` from the device,
@@ -793,6 +804,10 @@ impl Watched for Core {
 
 fn refuse(socket: &PrivateFd, denied: bool, reason: impl ToString) {
     let _ = message::send(socket.as_fd(), &Message::Refused { denied, text: message::text(reason) }, &[]);
+}
+
+fn mark(streams: &Mutex<Streams>) -> Proof {
+    streams.lock().unwrap_or_else(PoisonError::into_inner).mark()
 }
 
 fn own_pid() -> i32 {

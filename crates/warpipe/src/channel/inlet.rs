@@ -27,6 +27,9 @@ use crate::stream::Stream;
 const SOCKET: u64 = 0;
 const PIDFD: u64 = 1;
 
+/// Regions announced and not mapped yet; memory doubles with each, so nobody honest comes near.
+const MAPPING_MAX: u32 = 128;
+
 /// Messages taken from the socket before other links have their turn.
 const MESSAGES_AT_ONCE: usize = 16;
 
@@ -352,6 +355,10 @@ impl Inlet {
 
     fn on_message(&self) -> Next {
         for _ in 0..MESSAGES_AT_ONCE {
+            if self.standing() == Standing::Failed {
+                // Nothing more is wanted of it, however much it sends.
+                return Next::Stop;
+            }
             match message::receive(self.socket.as_fd().as_fd(), &self.name) {
                 Ok(Received::Nothing) => return Next::Keep,
                 Ok(Received::Message(Message::Region { id, bytes }, fds)) => self.map_soon(id, bytes, fds),
@@ -376,7 +383,8 @@ impl Inlet {
 
     /// Leaves the mapping of a region to the attendant, who takes them in order.
     fn map_soon(&self, id: u32, bytes: u64, fds: Vec<OwnedFd>) {
-        self.mapping.fetch_add(1, SeqCst);
+        // Each one waiting holds a descriptor of ours: a publisher that announces without end must not take them all.
+        let is_flood = self.mapping.fetch_add(1, SeqCst) >= MAPPING_MAX;
         let inlet = self.me.clone();
         let map = move || {
             let Some(inlet) = inlet.upgrade() else { return };
@@ -386,9 +394,9 @@ impl Inlet {
             inlet.mapping.fetch_sub(1, SeqCst);
             inlet.bell.ring();
         };
-        if self.watcher.attend(Box::new(map)).is_err() {
+        if is_flood || self.watcher.attend(Box::new(map)).is_err() {
             let found = "more announcements than can be queued".to_string();
-            let violation = Violation { field: "regions", found, allowed: format!("at most {REGIONS_MAX}") };
+            let violation = Violation { field: "regions", found, allowed: format!("at most {MAPPING_MAX}") };
             self.fail(self.violation(violation));
         }
     }

@@ -142,7 +142,13 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let got = match rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut packet)], &mut ancillary, flags) {
+    let mut received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut packet)], &mut ancillary, flags);
+    if matches!(received, Err(Errno::CONNRESET)) {
+        // The peer has closed without having read everything of ours, which the kernel tells first, and once. What it
+        // said before (why it refuses, for example) is still there to be read.
+        received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut packet)], &mut ancillary, flags);
+    }
+    let got = match received {
         Ok(got) => got,
         Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
         Err(Errno::CONNRESET | Errno::PIPE) => return Ok(Received::End),
@@ -171,7 +177,7 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     Ok(Received::Message(message, fds))
 }
 
-fn decode(packet: &[u8]) -> Result<Message, HandshakeFault> {
+pub(crate) fn decode(packet: &[u8]) -> Result<Message, HandshakeFault> {
     let garbled = HandshakeFault::Garbled { bytes: packet.len() };
     let Some((frame, body)) = packet.split_at_checked(FRAME_BYTES) else { return Err(garbled) };
     if frame[..4] != MAGIC {

@@ -172,25 +172,30 @@ impl Watcher {
         self.bell.ring();
     }
 
-    /// Calls `is_quiet` until it is true, then drops it with all that it owns: memory that a stream may still
-    /// write is let go only when its words say that the stream is past it.
+    /// Has the attendant call `is_quiet` until it is true, then drop it with all that it owns: memory that a stream
+    /// may still touch is let go only when this process has its own proof that it will not (see
+    /// [`proof`](super::proof)).
     pub(crate) fn retire(&self, is_quiet: impl FnMut() -> bool + Send + 'static) {
         self.lock().retired.push(Retired { is_quiet: Box::new(is_quiet), since: Instant::now() });
         self.bell.ring();
     }
 
-    fn run(&self) {
+    fn run(self: &Arc<Self>) {
         let mut events = Vec::with_capacity(64);
         let mut last_tick = Instant::now();
+        let mut last_reap = last_tick;
         loop {
             events.clear();
-            let timeout = self.pause(last_tick).map(timespec);
+            let timeout = self.pause(last_tick, last_reap).map(timespec);
             // A failing epoll_wait can only be an interruption: the descriptor is ours and open.
             let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref());
             for event in &events {
                 self.dispatch(event.data.u64());
             }
-            self.reap();
+            if last_reap.elapsed() >= RETIRE_TICK && !self.lock().retired.is_empty() {
+                last_reap = Instant::now();
+                self.reap_soon();
+            }
             if last_tick.elapsed() >= TICK {
                 last_tick = Instant::now();
                 self.tick_all();
@@ -199,10 +204,10 @@ impl Watcher {
     }
 
     /// How long to sleep at most.
-    fn pause(&self, last_tick: Instant) -> Option<Duration> {
+    fn pause(&self, last_tick: Instant, last_reap: Instant) -> Option<Duration> {
         let tables = self.lock();
         if !tables.retired.is_empty() {
-            return Some(RETIRE_TICK);
+            return Some(RETIRE_TICK.saturating_sub(last_reap.elapsed()));
         }
         (!tables.ticked.is_empty()).then(|| TICK.saturating_sub(last_tick.elapsed()))
     }
@@ -234,13 +239,20 @@ impl Watcher {
         }
     }
 
+    /// Has the attendant look at what waits for a device: to ask for it calls the driver. Should the attendant have
+    /// too much to do, it is asked again.
+    fn reap_soon(self: &Arc<Self>) {
+        let me = self.clone();
+        let _ = self.attend(Box::new(move || me.reap()));
+    }
+
     fn reap(&self) {
         let mut waiting = std::mem::take(&mut self.lock().retired);
         let mut done = Vec::new();
         let mut index = 0;
         while index < waiting.len() {
             let retired = &mut waiting[index];
-            if (retired.is_quiet)() {
+            if survive(|| (retired.is_quiet)()).unwrap_or(false) {
                 done.push(waiting.swap_remove(index));
             } else if retired.since.elapsed() > RETIRE_MAX {
                 // Unmapping under a device that may yet write is worse than keeping the memory.
@@ -249,10 +261,9 @@ impl Watcher {
                 index += 1;
             }
         }
-        self.lock().retired.append(&mut waiting);
-        if !done.is_empty() {
-            // Should the attendant's queue be full, they are let go here: late is better than never.
-            let _ = self.attend(Box::new(move || drop(done)));
+        if !waiting.is_empty() {
+            self.lock().retired.append(&mut waiting);
+            self.bell.ring();
         }
     }
 

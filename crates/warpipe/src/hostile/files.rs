@@ -1,0 +1,204 @@
+//! What may stand where an endpoint's files should be: the dead is cleared away, everything else stays.
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, symlink};
+use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::Barrier;
+
+use super::stage::{Guarded, Scratch, alone, assert_delivers, command, descriptors, name, role};
+use crate::{Device, Error, Publisher};
+
+fn build(scratch: &Scratch) -> crate::Result<Publisher> {
+    Publisher::builder("a").domain(&scratch.domain).device(&Device::host()).build()
+}
+
+/// What a path is, with its contents, without following it.
+fn portrait(path: &Path) -> (String, u64, Vec<u8>) {
+    use std::os::unix::fs::MetadataExt;
+    let metadata = fs::symlink_metadata(path).unwrap();
+    let contents = if metadata.is_file() { fs::read(path).unwrap() } else { Vec::new() };
+    (format!("{:?} {:o}", metadata.file_type(), metadata.mode()), metadata.ino(), contents)
+}
+
+fn fifo(path: &Path) {
+    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+    rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+}
+
+#[test]
+fn what_is_not_ours_stays_byte_for_byte_where_the_socket_or_the_lock_should_be() {
+    trait Keep {}
+    impl<T> Keep for T {}
+    let obstacles: [(&str, fn(&Path) -> Box<dyn Keep>); 8] = [
+        ("regular file", |path| Box::new(fs::write(path, b"somebody's").unwrap())),
+        ("fifo", |path| Box::new(fifo(path))),
+        ("directory", |path| Box::new(fs::create_dir(path).unwrap())),
+        ("dangling symlink", |path| Box::new(symlink("/nowhere", path).unwrap())),
+        ("symlink to a file", |path| Box::new(symlink("/etc/passwd", path).unwrap())),
+        ("live stream socket", |path| Box::new(UnixListener::bind(path).unwrap())),
+        ("live datagram socket", |path| Box::new(UnixDatagram::bind(path).unwrap())),
+        ("live socket with a full backlog", |path| Box::new(full_backlog(path))),
+    ];
+    for file in ["a.sock", ".a.new", "a.lock"] {
+        for (what, make) in obstacles {
+            let scratch = Scratch::new();
+            let path = scratch.path.join(file);
+            let _kept = make(&path);
+            let before = portrait(&path);
+            let error = build(&scratch).unwrap_err();
+            assert!(matches!(&error, Error::ForeignFile { path: p, .. } if *p == path), "{what} at {file}: {error}");
+            assert!(scratch.domain.clean().unwrap().is_empty(), "{what} at {file} is not for cleaning");
+            assert_eq!(portrait(&path), before, "{what} at {file}");
+            assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 1, "nothing was left beside {what} at {file}");
+            if fs::symlink_metadata(&path).unwrap().is_dir() { fs::remove_dir(&path) } else { fs::remove_file(&path) }
+                .unwrap();
+            let publisher = build(&scratch).unwrap();
+            assert_delivers(&publisher, &mut scratch.subscriber(), b"usable afterwards");
+        }
+    }
+}
+
+/// A listening socket of our own type whose backlog has no room: connecting answers `EAGAIN`.
+fn full_backlog(path: &Path) -> Vec<std::os::fd::OwnedFd> {
+    use rustix::net::*;
+    let socket = || {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
+    };
+    let address = SocketAddrUnix::new(path).unwrap();
+    let mut sockets = vec![socket()];
+    bind(&sockets[0], &address).unwrap();
+    listen(&sockets[0], 0).unwrap();
+    loop {
+        let client = socket();
+        match connect(&client, &address) {
+            Ok(()) => sockets.push(client),
+            Err(error) => {
+                assert_eq!(error, rustix::io::Errno::AGAIN);
+                return sockets;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_lock_of_another_tool_is_not_taken_for_a_dead_endpoint() {
+    let scratch = Scratch::new();
+    for (file, contents) in [("Cargo.lock", "version = 4\n"), ("yarn.lock", "1234\n"), ("x.lock", "warpipe is great")] {
+        fs::write(scratch.path.join(file), contents).unwrap();
+    }
+    assert!(scratch.domain.clean().unwrap().is_empty());
+    assert_eq!(fs::read_to_string(scratch.path.join("Cargo.lock")).unwrap(), "version = 4\n");
+    assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 3);
+}
+
+#[test]
+fn a_dead_socket_is_cleared_away() {
+    for file in ["a.sock", ".a.new"] {
+        let scratch = Scratch::new();
+        drop(UnixListener::bind(scratch.path.join(file)).unwrap());
+        assert!(fs::symlink_metadata(scratch.path.join(file)).unwrap().file_type().is_socket());
+        let publisher = build(&scratch).unwrap();
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"behind the dead");
+    }
+}
+
+#[test]
+fn a_killed_publishers_name_is_cleaned_or_taken_over() {
+    let test = "a_killed_publishers_name_is_cleaned_or_taken_over";
+    if role().as_deref() == Some("victim") {
+        let domain = crate::Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let _publisher = Publisher::builder("a").domain(&domain).device(&Device::host()).build().unwrap();
+        println!("ready");
+        loop {
+            std::thread::park();
+        }
+    }
+    for clean_first in [false, true] {
+        let scratch = Scratch::new();
+        let mut command = command(module_path!(), test, "victim");
+        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(Stdio::piped());
+        let mut victim = Guarded(command.spawn().unwrap());
+        let stdout = std::io::BufReader::new(victim.0.stdout.take().unwrap());
+        assert!(std::io::BufRead::lines(stdout).map_while(Result::ok).any(|line| line.contains("ready")));
+        let pid = victim.0.id() as i32;
+        assert!(matches!(build(&scratch), Err(Error::NameTaken { holder, .. }) if holder.pid == Some(pid)));
+        assert!(scratch.domain.clean().unwrap().is_empty(), "the living is not cleaned");
+        drop(victim);
+        assert_eq!(scratch.domain.endpoints().unwrap()[0].holder, None);
+        if clean_first {
+            assert_eq!(scratch.domain.clean().unwrap(), [name()]);
+            assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 0);
+        }
+        let publisher = build(&scratch).unwrap();
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"the next incarnation");
+    }
+}
+
+#[test]
+fn of_two_that_race_for_a_name_one_wins_and_the_other_is_told() {
+    let (ours, theirs) = (Scratch::new(), Barrier::new(2));
+    for round in 0..200 {
+        if round % 2 == 0 {
+            // What a dead one left, so that both want to clear it away.
+            drop(UnixListener::bind(ours.path.join("a.sock")).unwrap());
+            fs::write(ours.path.join("a.lock"), "warpipe 999999999 \n").unwrap();
+        }
+        // Each opens the directory for itself; locks belong to open files, so threads are as good as processes.
+        let contend = || {
+            let domain = crate::Domain::at(&ours.path).unwrap();
+            theirs.wait();
+            let claim = domain.claim(&name(), false);
+            theirs.wait();
+            claim
+        };
+        let (one, other) = std::thread::scope(|scope| {
+            let other = scope.spawn(contend);
+            (contend(), other.join().unwrap())
+        });
+        let (winner, loser) = if one.is_ok() { (one, other) } else { (other, one) };
+        let Ok(winner) = winner else { panic!("round {round}: nobody won: {winner:?} {loser:?}") };
+        assert!(matches!(loser, Err(Error::NameTaken { .. })), "round {round}: {loser:?}");
+        ours.domain.connect(&name(), super::stage::LONG).unwrap();
+        drop(winner);
+        assert_eq!(fs::read_dir(&ours.path).unwrap().count(), 0, "round {round}");
+    }
+}
+
+#[test]
+fn a_look_at_the_names_never_costs_a_publisher_its_own() {
+    let scratch = Scratch::new();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                scratch.domain.endpoints().unwrap();
+            }
+        });
+        let claims: Vec<_> = (0..500).map(|_| scratch.domain.claim(&name(), false).map(drop)).collect();
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+        claims.into_iter().collect::<crate::Result<Vec<()>>>().unwrap();
+    });
+}
+
+#[test]
+fn a_build_that_fails_behind_the_claim_leaves_no_file_and_no_descriptor() {
+    alone(module_path!(), "a_build_that_fails_behind_the_claim_leaves_no_file_and_no_descriptor", || {
+        use crate::backend::testing::{Failing, Wrapped};
+        let scratch = Scratch::new();
+        let backend = Wrapped::new(crate::backend::host::HostBackend::shared(), Failing::default());
+        let device = Device::from_backend(backend.clone());
+        drop(build(&scratch).unwrap());
+        let before = descriptors();
+        for method in ["register", "create_stream"] {
+            backend.hook().aim(method, 1);
+            let error = Publisher::builder("a").domain(&scratch.domain).device(&device).history(1).build().unwrap_err();
+            assert!(matches!(error, Error::Injected { .. }), "{error}");
+            assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 0, "{method}");
+        }
+        assert_eq!(descriptors(), before);
+        assert_delivers(&build(&scratch).unwrap(), &mut scratch.subscriber(), b"after all");
+    });
+}

@@ -1,0 +1,15 @@
+//! Bad input and hostile peers: what comes in from outside, made as wrong as it can be.
+//!
+//! Each test checks the type of the error, that nothing was lost or left, and that both sides still work.
+
+mod files;
+mod fuzz;
+mod limits;
+mod names;
+mod publisher_handshake;
+mod receiver;
+mod ring_model;
+mod sender;
+mod stage;
+mod subscriber_handshake;
+mod users;

@@ -1,0 +1,119 @@
+//! Names that nobody may have, and directories that cannot be domains.
+
+use std::fs::Permissions;
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+
+use super::stage::{Scratch, alone};
+use crate::{Device, Domain, EndpointName, Error, NAME_BYTES_MAX, Publisher, Subscriber};
+
+const BAD: [&str; 15] =
+    ["", "..", ".", "/", "a/", "/a", "a//b", "a/../b", "../a", "a/.b", ".a", "a\0b", "a b", "käse", "a+b"];
+
+#[test]
+fn a_name_that_breaks_a_rule_is_refused_by_both_ends() {
+    let scratch = Scratch::new();
+    let long = "x".repeat(NAME_BYTES_MAX + 1);
+    for bad in BAD.iter().copied().chain([long.as_str()]) {
+        let publisher = Publisher::builder(bad).domain(&scratch.domain).device(&Device::host()).build();
+        assert!(matches!(publisher, Err(Error::Name { .. })), "{bad:?}");
+        let subscriber = Subscriber::builder(bad).domain(&scratch.domain).device(&Device::host()).build();
+        assert!(matches!(subscriber, Err(Error::Name { .. })), "{bad:?}");
+    }
+    assert_eq!(std::fs::read_dir(&scratch.path).unwrap().count(), 0, "nothing was made for any of them");
+}
+
+#[test]
+fn the_longest_name_can_be_published_and_subscribed_to() {
+    let scratch = Scratch::new();
+    let long = "x".repeat(NAME_BYTES_MAX);
+    let publisher = Publisher::builder(&long).domain(&scratch.domain).device(&Device::host()).build().unwrap();
+    Subscriber::builder(&long).domain(&scratch.domain).device(&Device::host()).build().unwrap();
+    drop(publisher);
+    assert_eq!(std::fs::read_dir(&scratch.path).unwrap().count(), 0);
+}
+
+#[test]
+fn a_name_with_slashes_lies_flat_in_the_directory() {
+    let scratch = Scratch::new();
+    let builder = Publisher::builder("camera/front.left-1").domain(&scratch.domain).device(&Device::host());
+    let _publisher = builder.build().unwrap();
+    assert!(
+        std::fs::read_dir(&scratch.path).unwrap().all(|entry| entry.unwrap().file_type().unwrap().is_file()
+            || scratch.path.join("camera+front.left-1.sock").exists())
+    );
+    assert_eq!(scratch.domain.endpoints().unwrap()[0].name, EndpointName::new("camera/front.left-1").unwrap());
+}
+
+#[test]
+fn a_huge_name_does_not_make_a_huge_error() {
+    let Err(Error::Name { name, .. }) = EndpointName::new(&"é".repeat(1 << 20)) else { panic!("a bad name") };
+    assert!(name.len() <= 4 * NAME_BYTES_MAX);
+}
+
+fn reason(path: impl AsRef<std::path::Path>) -> String {
+    match Domain::at(path) {
+        Err(Error::Domain { reason, .. }) => reason,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_symlink_is_no_domain_however_it_is_spelt() {
+    let scratch = Scratch::new();
+    let (real, link) = (scratch.path.join("real"), scratch.path.join("link"));
+    Domain::at(&real).unwrap();
+    symlink(&real, &link).unwrap();
+    for spelling in ["link", "link/", "link/.", "link//"] {
+        assert!(reason(scratch.path.join(spelling)).contains("symlink"), "{spelling}");
+    }
+}
+
+#[test]
+fn a_directory_that_others_may_write_is_no_domain() {
+    let scratch = Scratch::new();
+    for mode in [0o770, 0o720, 0o702, 0o777, 0o1777] {
+        std::fs::set_permissions(&scratch.path, Permissions::from_mode(mode)).unwrap();
+        assert!(reason(&scratch.path).contains("may write"), "{mode:o}");
+    }
+    std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
+    Domain::at(&scratch.path).unwrap();
+}
+
+#[test]
+fn a_directory_of_another_user_is_no_domain() {
+    let scratch = Scratch::new();
+    if chown(&scratch.path, Some(65534), None).is_err() {
+        println!("skipped: only root can give a directory away");
+        return;
+    }
+    assert!(reason(&scratch.path).contains("uid 65534 owns it"));
+    assert!(Domain::of_user(&scratch.path, 65534).is_ok());
+}
+
+#[test]
+fn what_is_no_directory_or_has_no_parent_is_no_domain() {
+    let scratch = Scratch::new();
+    let file = scratch.path.join("file");
+    std::fs::write(&file, b"mine").unwrap();
+    reason(&file);
+    assert_eq!(std::fs::read(&file).unwrap(), b"mine");
+    reason(scratch.path.join("none/such"));
+    reason("");
+    reason("a\0b");
+    reason("/proc/none-such");
+}
+
+#[test]
+fn a_relative_directory_stays_the_same_when_the_process_moves() {
+    alone(module_path!(), "a_relative_directory_stays_the_same_when_the_process_moves", || {
+        let scratch = Scratch::new();
+        std::env::set_current_dir(&scratch.path).unwrap();
+        let domain = Domain::at("relative").unwrap();
+        std::env::set_current_dir("/").unwrap();
+        let publisher = Publisher::builder("a").domain(&domain).device(&Device::host()).build().unwrap();
+        Subscriber::builder("a").domain(&domain).device(&Device::host()).build().unwrap();
+        assert!(scratch.path.join("relative/a.sock").exists());
+        drop(publisher);
+        assert!(!scratch.path.join("relative/a.sock").exists());
+    });
+}

@@ -1,0 +1,229 @@
+//! Raw clients against a real publisher: whatever they say, it refuses them alone and goes on.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use super::stage::{
+    LONG, Random, Scratch, alone, assert_delivers, descriptors, eventually, hear, packet, pipe, send_raw,
+    settled_descriptors,
+};
+use crate::backend::{DeviceId, DeviceKind};
+use crate::link::PeerState;
+use crate::link::message::{Farewell, Message, Received};
+
+fn hello() -> Message {
+    Message::Hello { generation: [7; 16], device: DeviceId { kind: DeviceKind::Host, uuid: [0; 16] } }
+}
+
+/// Reads until the connection has ended; returns the refusal if there was one.
+fn last_word(socket: &OwnedFd) -> Option<String> {
+    let mut refusal = None;
+    loop {
+        match hear(socket) {
+            Received::Message(Message::Refused { text, denied }, _) => {
+                assert!(!denied);
+                refusal = Some(text);
+            }
+            Received::End => return refusal,
+            Received::Nothing => panic!("neither a word nor the end"),
+            Received::Message(..) => {}
+        }
+    }
+}
+
+#[test]
+fn a_greeting_that_is_none_is_refused_with_the_reason() {
+    alone(module_path!(), "a_greeting_that_is_none_is_refused_with_the_reason", || {
+        let scratch = Scratch::new();
+        let publisher = scratch.publisher(|it| it);
+        let mut good = scratch.subscriber();
+        assert_delivers(&publisher, &mut good, b"before");
+        let before = settled_descriptors();
+        let whole = packet(&hello());
+        let edited = |at: usize, byte: u8| {
+            let mut packet = whole.clone();
+            packet[at] = byte;
+            packet
+        };
+        let trailing = [whole.as_slice(), b"more"].concat();
+        let cases: [(&str, Vec<u8>, &str); 10] = [
+            ("another version", edited(4, 2), "version 2"),
+            ("wrong magic", edited(0, b'w'), "magic"),
+            ("cut behind the frame", whole[..8].to_vec(), "cut short"),
+            ("cut in the frame", whole[..5].to_vec(), "cut short"),
+            ("one byte", vec![b'W'], "cut short"),
+            ("cut in the message", whole[..whole.len() - 1].to_vec(), "cut short"),
+            ("trailing bytes", trailing, "garbled"),
+            ("oversized", vec![b'W'; 4096], "longer than"),
+            ("another message", packet(&Message::Attached), "Attached came where Hello was due"),
+            ("an unknown message", edited(8, 99), "garbled"),
+        ];
+        for (what, bytes, reason) in cases {
+            let socket = scratch.connection();
+            send_raw(&socket, &bytes, &[]).unwrap();
+            let refusal = last_word(&socket).unwrap_or_default();
+            assert!(refusal.contains(reason), "{what}: {refusal:?}");
+        }
+        let empty = scratch.connection();
+        send_raw(&empty, b"", &[]).unwrap();
+        assert_eq!(last_word(&empty), None, "an empty packet cannot be told from the end");
+        drop(empty);
+        eventually("every descriptor is closed", || descriptors() == before);
+        assert_delivers(&publisher, &mut good, b"afterwards");
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"and to somebody new");
+    });
+}
+
+#[test]
+fn a_hello_with_descriptors_is_refused_and_they_are_closed() {
+    alone(module_path!(), "a_hello_with_descriptors_is_refused_and_they_are_closed", || {
+        let scratch = Scratch::new();
+        let publisher = scratch.publisher(|it| it);
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
+        eventually("the first has gone", || publisher.subscribers().is_empty());
+        let before = settled_descriptors();
+        for count in [1, 2, 3, 8, 9, 100] {
+            let pipe = pipe();
+            let fds: Vec<BorrowedFd<'_>> = vec![pipe.as_fd(); count];
+            let socket = scratch.connection();
+            send_raw(&socket, &packet(&hello()), &fds).unwrap();
+            let refusal = last_word(&socket).unwrap_or_default();
+            assert!(refusal.contains("descriptors"), "{count}: {refusal:?}");
+        }
+        eventually("every descriptor is closed", || descriptors() == before);
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
+    });
+}
+
+#[test]
+fn garbage_by_the_thousand_harms_nobody() {
+    alone(module_path!(), "garbage_by_the_thousand_harms_nobody", || {
+        let scratch = Scratch::new();
+        let publisher = scratch.publisher(|it| it);
+        let mut good = scratch.subscriber();
+        assert_delivers(&publisher, &mut good, b"before");
+        let (before, mut random) = (settled_descriptors(), Random(1));
+        for round in 0..2000 {
+            let socket = scratch.connection();
+            let mut bytes = packet(&hello());
+            if round % 2 == 0 {
+                let length = random.below(200) as usize;
+                bytes = random.bytes(length);
+            } else {
+                for _ in 0..=random.below(4) {
+                    let at = random.below(bytes.len() as u64) as usize;
+                    bytes[at] ^= random.next() as u8;
+                }
+            }
+            let _ = send_raw(&socket, &bytes, &[]);
+        }
+        eventually("all of them have gone", || publisher.subscribers().len() == 1 && descriptors() == before);
+        assert_delivers(&publisher, &mut good, b"afterwards");
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"and to somebody new");
+    });
+}
+
+/// A client that has said Hello, was welcomed and has not said that it is attached.
+fn welcomed(scratch: &Scratch) -> OwnedFd {
+    let socket = scratch.connection();
+    send_raw(&socket, &packet(&hello()), &[]).unwrap();
+    assert!(matches!(hear(&socket), Received::Message(Message::Welcome { .. }, fds) if fds.len() == 2));
+    socket
+}
+
+#[test]
+fn words_that_make_no_sense_behind_the_hello_end_that_link_alone() {
+    let scratch = Scratch::new();
+    let publisher = scratch.publisher(|it| it);
+    let mut good = scratch.subscriber();
+    let welcome = Message::Welcome {
+        generation: [0; 16],
+        device: DeviceId { kind: DeviceKind::Host, uuid: [0; 16] },
+        depth: 4,
+        access: crate::backend::Access::Read,
+        lossless: true,
+        regions: 0,
+    };
+    let evil = [hello(), welcome, Message::Region { id: 0, bytes: 4096 }, Message::Attached];
+    for attached in [false, true] {
+        for message in &evil {
+            if !attached && *message == Message::Attached {
+                continue;
+            }
+            let socket = welcomed(&scratch);
+            if attached {
+                send_raw(&socket, &packet(&Message::Attached), &[]).unwrap();
+            }
+            send_raw(&socket, &packet(message), &[]).unwrap();
+            let farewell = std::iter::repeat_with(|| hear(&socket))
+                .find(|heard| !matches!(heard, Received::Message(Message::Attached | Message::Region { .. }, _)));
+            let said = format!("{farewell:?}");
+            assert!(
+                matches!(farewell, Some(Received::Message(Message::Bye(Farewell::Failed(_)), _))),
+                "{message:?}: {said}"
+            );
+        }
+    }
+    eventually("they are forgotten", || publisher.subscribers().len() == 1);
+    assert_delivers(&publisher, &mut good, b"untouched");
+}
+
+#[test]
+fn who_says_nothing_is_sent_away_in_time_before_and_after_the_hello() {
+    alone(module_path!(), "who_says_nothing_is_sent_away_in_time_before_and_after_the_hello", || {
+        let scratch = Scratch::new();
+        let publisher = scratch.publisher(|it| it.handshake_timeout(Duration::from_millis(200)));
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
+        eventually("the first has gone", || publisher.subscribers().is_empty());
+        let before = settled_descriptors();
+        let (mute, half) = (scratch.connection(), welcomed(&scratch));
+        assert_eq!(last_word(&mute), None);
+        assert_eq!(last_word(&half), None);
+        drop((mute, half));
+        eventually("every descriptor is closed", || descriptors() == before);
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
+    });
+}
+
+#[test]
+fn a_crowd_of_mutes_keeps_nobody_out() {
+    let scratch = Scratch::new();
+    let publisher = scratch.publisher(|it| it.handshake_timeout(LONG));
+    let crowd: Vec<_> = (0..300).map(|_| scratch.connection()).collect();
+    assert_delivers(&publisher, &mut scratch.subscriber(), b"in spite of them");
+    drop(crowd);
+    assert_delivers(&publisher, &mut scratch.subscriber(), b"and afterwards");
+}
+
+#[test]
+fn subscribers_above_the_limit_are_refused_and_places_come_back() {
+    let scratch = Scratch::new();
+    let publisher = scratch.publisher(|it| it.subscribers_max(3));
+    let mut three: Vec<_> = (0..3).map(|_| scratch.subscriber()).collect();
+    let error = scratch.try_subscriber().unwrap_err();
+    assert!(
+        matches!(&error, crate::Error::Handshake { fault: crate::HandshakeFault::Refused(why), .. } if why.contains("3")),
+        "{error}"
+    );
+    assert_delivers(&publisher, &mut three[0], b"still served");
+    drop(three);
+    eventually("the places come back", || publisher.subscribers().is_empty());
+    assert_delivers(&publisher, &mut scratch.subscriber(), b"a free place");
+}
+
+#[test]
+fn a_policy_that_panics_costs_its_applicant_the_link_and_nobody_else() {
+    let scratch = Scratch::new();
+    let angry = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
+    let mood = angry.clone();
+    let publisher = scratch.publisher(|it| {
+        it.policy_of(move |_| {
+            assert!(!mood.load(std::sync::atomic::Ordering::SeqCst), "the user's code panics");
+            crate::Policy::Fail
+        })
+    });
+    assert!(matches!(scratch.try_subscriber(), Err(crate::Error::Handshake { .. })));
+    angry.store(false, std::sync::atomic::Ordering::SeqCst);
+    assert_delivers(&publisher, &mut scratch.subscriber(), b"the threads live on");
+    assert!(publisher.subscribers().iter().all(|it| it.state != PeerState::Dead));
+}

@@ -1,0 +1,214 @@
+//! What the tests stand on: scratch domains, raw packets, processes of their own, seeded numbers.
+
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+
+use crate::link::message::{self, Message, Received};
+use crate::link::segment::VERSION;
+use crate::{Device, Domain, EndpointName, Publisher, Stream, Subscriber};
+
+/// How long anything may take; nothing comes near it unless it hangs.
+pub(super) const LONG: Duration = Duration::from_secs(20);
+
+/// A domain in a directory of its own, removed with it.
+pub(super) struct Scratch {
+    pub(super) path: PathBuf,
+    pub(super) domain: Domain,
+}
+
+impl Scratch {
+    pub(super) fn new() -> Scratch {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("warpipe-hostile-{}-{number}", std::process::id()));
+        let domain = Domain::at(&path).unwrap();
+        Scratch { path, domain }
+    }
+
+    /// A publisher of `a`, with a depth of 4 unless `edit` says otherwise.
+    pub(super) fn publisher(&self, edit: impl FnOnce(crate::PublisherBuilder) -> crate::PublisherBuilder) -> Publisher {
+        edit(Publisher::builder("a").domain(&self.domain).device(&Device::host()).depth(4)).build().unwrap()
+    }
+
+    pub(super) fn subscriber(&self) -> Subscriber {
+        self.try_subscriber().unwrap()
+    }
+
+    pub(super) fn try_subscriber(&self) -> crate::Result<Subscriber> {
+        let builder = Subscriber::builder("a").domain(&self.domain).device(&Device::host());
+        builder.handshake_timeout(Duration::from_secs(2)).build()
+    }
+
+    /// A connection to `a` that has said nothing yet.
+    pub(super) fn connection(&self) -> OwnedFd {
+        self.domain.connect(&name(), LONG).unwrap()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
+
+pub(super) fn name() -> EndpointName {
+    EndpointName::new("a").unwrap()
+}
+
+pub(super) fn stream() -> Stream {
+    Device::host().stream().unwrap()
+}
+
+/// Sends one sample and sees it arrive unchanged.
+pub(super) fn assert_delivers(publisher: &Publisher, subscriber: &mut Subscriber, payload: &[u8]) {
+    let stream = stream();
+    publisher.send_bytes(&stream, payload).unwrap();
+    let sample = subscriber.receive(&stream).unwrap();
+    assert_eq!(sample.to_vec(LONG).unwrap(), payload);
+    sample.finish(LONG).unwrap();
+}
+
+/// The descriptors that this process has open.
+pub(super) fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// The descriptors that this process has open once nothing is on its way out any more.
+pub(super) fn settled_descriptors() -> usize {
+    let (mut count, mut agreed) = (descriptors(), 0);
+    eventually("the count is steady", || {
+        let last = std::mem::replace(&mut count, descriptors());
+        agreed = if last == count { agreed + 1 } else { 0 };
+        agreed == 50
+    });
+    count
+}
+
+/// Waits until `holds`; who waits in vain is told for what.
+pub(super) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < LONG, "{what} did not come true");
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+}
+
+/// Runs `body` in a process with no other test in it, so that limits and counts are its own.
+pub(super) fn alone(module: &str, test: &str, body: impl FnOnce()) {
+    if role().as_deref() == Some("alone") {
+        return body();
+    }
+    let output = command(module, test, "alone").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{}\n{text}", output.status);
+}
+
+/// The part that this process plays in its test; `None` in the one that was started by the runner.
+pub(super) fn role() -> Option<String> {
+    std::env::var("WARPIPE_HOSTILE_ROLE").ok()
+}
+
+/// This test once more, in another process and with another role.
+pub(super) fn command(module: &str, test: &str, role: &str) -> Command {
+    let path = format!("{}::{test}", module.split_once("::").unwrap().1);
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", &path, "--nocapture", "--test-threads=1"]).env("WARPIPE_HOSTILE_ROLE", role);
+    command.stdin(Stdio::null());
+    command
+}
+
+/// Kills the process that a test started, whatever happens to the test.
+pub(super) struct Guarded(pub(super) Child);
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// SplitMix64: small, and the same numbers every time.
+pub(super) struct Random(pub(super) u64);
+
+impl Random {
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub(super) fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+
+    pub(super) fn bytes(&mut self, length: usize) -> Vec<u8> {
+        (0..length).map(|_| self.next() as u8).collect()
+    }
+
+    /// A number as wrong input has it: small, huge, a border, or anything.
+    pub(super) fn edge(&mut self) -> u64 {
+        match self.below(6) {
+            0 => self.below(4),
+            1 => u64::MAX - self.below(4),
+            2 => (i64::MAX as u64).wrapping_add(self.below(5)).wrapping_sub(2),
+            3 => 1 << self.below(64),
+            4 => self.below(1 << 22),
+            _ => self.next(),
+        }
+    }
+}
+
+/// A message as it goes over the wire.
+pub(super) fn packet(message: &Message) -> Vec<u8> {
+    let mut packet = b"WARP".to_vec();
+    packet.extend(VERSION.to_le_bytes());
+    packet.extend([0, 0]);
+    packet.extend(postcard::to_stdvec(message).unwrap());
+    packet
+}
+
+/// Sends any bytes with up to 128 descriptors.
+pub(super) fn send_raw(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(128))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    rustix::net::sendmsg(socket.as_fd(), &[IoSlice::new(bytes)], &mut ancillary, flags).map(drop)
+}
+
+/// The next thing that a peer says.
+pub(super) fn hear(socket: impl AsFd) -> Received {
+    let start = Instant::now();
+    loop {
+        match message::receive(socket.as_fd(), "a").unwrap() {
+            Received::Nothing if start.elapsed() < LONG => drop(message::wait_readable(socket.as_fd(), LONG)),
+            other => return other,
+        }
+    }
+}
+
+pub(super) fn pipe() -> OwnedFd {
+    rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap().0
+}
+
+pub(super) fn memfd(bytes: u64, seals: SealFlags) -> OwnedFd {
+    let fd = rustix::fs::memfd_create(c"hostile", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&fd, bytes).unwrap();
+    rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
+    fd
+}
+
+pub(super) const SIZE_SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);

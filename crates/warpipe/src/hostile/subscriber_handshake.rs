@@ -1,0 +1,281 @@
+//! Fake publishers against a real subscriber: whatever it is offered, it declines with the reason and keeps nothing.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::fs::SealFlags;
+
+use super::stage::{
+    LONG, Random, SIZE_SEALS, Scratch, alone, assert_delivers, descriptors, eventually, hear, memfd, name, packet,
+    pipe, send_raw, settled_descriptors,
+};
+use crate::backend::{Access, DeviceId, DeviceKind};
+use crate::link::message::{Message, Received, wait_readable};
+use crate::link::segment::{Segment, bytes_for};
+use crate::link::wake::Wake;
+use crate::{Device, Error, HandshakeFault, Subscriber};
+
+/// What a fake publisher offers, right in every point until a test spoils one.
+pub(super) struct Offer {
+    pub(super) generation: [u8; 16],
+    pub(super) device: DeviceId,
+    pub(super) depth: u32,
+    pub(super) lossless: bool,
+    pub(super) regions: u32,
+    pub(super) fds: Vec<OwnedFd>,
+    /// Kept, so that the segment can be written by this side.
+    pub(super) segment: Segment,
+    pub(super) wake: Wake,
+}
+
+impl Offer {
+    pub(super) fn new() -> Offer {
+        let (generation, depth) = ([9; 16], 4);
+        let (segment, segment_fd) = Segment::create(&Device::host(), depth, generation).unwrap();
+        let (wake, their_wake) = Wake::pair().unwrap();
+        let device = DeviceId { kind: DeviceKind::Host, uuid: [0; 16] };
+        let fds = vec![segment_fd, their_wake];
+        Offer { generation, device, depth, lossless: true, regions: 0, fds, segment, wake }
+    }
+
+    pub(super) fn send(&self, socket: &OwnedFd) {
+        let Offer { generation, device, depth, lossless, regions, .. } = *self;
+        let welcome = Message::Welcome { generation, device, depth, access: Access::Read, lossless, regions };
+        let fds: Vec<BorrowedFd<'_>> = self.fds.iter().map(AsFd::as_fd).collect();
+        let _ = send_raw(socket, &packet(&welcome), &fds);
+    }
+}
+
+/// Runs `script` as the publisher of `a` for one subscriber, and returns what that one got.
+pub(super) fn meet(
+    scratch: &Scratch,
+    timeout: Duration,
+    script: impl FnOnce(&OwnedFd) + Send,
+) -> crate::Result<Subscriber> {
+    let claim = scratch.domain.claim(&name(), false).unwrap();
+    std::thread::scope(|scope| {
+        let publisher = scope.spawn(|| {
+            assert!(wait_readable(claim.listener.as_fd(), LONG));
+            let socket = rustix::net::accept(&claim.listener).unwrap();
+            assert!(matches!(hear(&socket), Received::Message(Message::Hello { .. }, _)));
+            script(&socket);
+            // Until the subscriber has made up its mind, so that it is not the end that decides.
+            socket
+        });
+        let builder = Subscriber::builder("a").domain(&scratch.domain).device(&Device::host());
+        let result = builder.handshake_timeout(timeout).build();
+        drop(publisher.join().unwrap());
+        result
+    })
+}
+
+type Script = Box<dyn FnOnce(&OwnedFd) + Send>;
+type Judge = fn(&Error) -> bool;
+
+fn offer(spoil: impl FnOnce(&mut Offer) + Send + 'static) -> Script {
+    Box::new(|socket| {
+        let mut offer = Offer::new();
+        spoil(&mut offer);
+        offer.send(socket);
+    })
+}
+
+/// A right welcome, and then one region made by `region`.
+fn region(id: u32, bytes: u64, fd: impl FnOnce() -> Vec<OwnedFd> + Send + 'static) -> Script {
+    Box::new(move |socket| {
+        let mut offer = Offer::new();
+        offer.regions = 1;
+        offer.send(socket);
+        let fds = fd();
+        let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+        let _ = send_raw(socket, &packet(&Message::Region { id, bytes }), &fds);
+    })
+}
+
+fn say(bytes: Vec<u8>) -> Script {
+    Box::new(move |socket| assert!(send_raw(socket, &bytes, &[]).is_ok()))
+}
+
+fn regular_file() -> OwnedFd {
+    let path = std::env::temp_dir().join(format!("warpipe-regular-{}", std::process::id()));
+    let file = std::fs::File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
+    file.set_len(bytes_for(4)).unwrap();
+    std::fs::remove_file(path).unwrap();
+    file.into()
+}
+
+fn run(cases: Vec<(&'static str, Script, Judge)>) {
+    let scratch = Scratch::new();
+    // Whatever this process opens once is open from here on.
+    {
+        let publisher = scratch.publisher(|it| it);
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
+    }
+    let before = settled_descriptors();
+    for (what, script, judge) in cases {
+        let error = meet(&scratch, Duration::from_millis(300), script).map(drop).unwrap_err();
+        assert!(judge(&error), "{what}: {error:?}");
+        eventually(&format!("every descriptor is closed after {what}"), || descriptors() == before);
+    }
+    let publisher = scratch.publisher(|it| it);
+    assert_delivers(&publisher, &mut scratch.subscriber(), b"a good one afterwards");
+}
+
+macro_rules! fault {
+    ($pattern:pat) => {
+        |error| matches!(error, Error::Handshake { fault: $pattern, .. })
+    };
+}
+
+#[test]
+fn an_answer_that_is_no_welcome_is_declined() {
+    alone(module_path!(), "an_answer_that_is_no_welcome_is_declined", || {
+        let mut version = packet(&Message::Attached);
+        version[4] = 77;
+        let refused = Message::Refused { denied: true, text: "no".into() };
+        run(vec![
+            ("another version", say(version), fault!(HandshakeFault::Version { theirs: 77, .. })),
+            ("wrong magic", say(b"HTTP/1.1 400 Bad Request".to_vec()), fault!(HandshakeFault::Magic)),
+            ("truncated", say(packet(&Message::Attached)[..6].to_vec()), fault!(HandshakeFault::Garbled { .. })),
+            ("oversized", say(vec![0; 70_000]), fault!(HandshakeFault::Oversized { .. })),
+            ("an empty packet", say(Vec::new()), fault!(HandshakeFault::Closed)),
+            ("silence", Box::new(|_| ()), fault!(HandshakeFault::Silent(_))),
+            ("attached at once", say(packet(&Message::Attached)), fault!(HandshakeFault::Unexpected { .. })),
+            ("a refusal", say(packet(&refused)), |error| matches!(error, Error::AccessDenied { .. })),
+        ]);
+    });
+}
+
+#[test]
+fn a_welcome_with_the_wrong_descriptors_is_declined() {
+    alone(module_path!(), "a_welcome_with_the_wrong_descriptors_is_declined", || {
+        let count = |count: usize| {
+            offer(move |offer| {
+                let spare = offer.fds[0].try_clone().unwrap();
+                offer.fds.truncate(count);
+                while offer.fds.len() < count {
+                    offer.fds.push(spare.try_clone().unwrap());
+                }
+            })
+        };
+        let segment = |fd: fn() -> OwnedFd| offer(move |offer| offer.fds[0] = fd());
+        let wake = |fd: fn() -> OwnedFd| offer(move |offer| offer.fds[1] = fd());
+        run(vec![
+            ("no descriptor", count(0), fault!(HandshakeFault::Descriptors { found: 0, wanted: 2 })),
+            // The kernel says the same of a descriptor that was cut off for want of room.
+            ("one", count(1), fault!(HandshakeFault::Descriptors { found: 1, wanted: 2 })),
+            ("three", count(3), fault!(HandshakeFault::Descriptors { found: 3, wanted: 2 })),
+            ("eight", count(8), fault!(HandshakeFault::Descriptors { found: 8, wanted: 2 })),
+            ("a hundred", count(100), fault!(HandshakeFault::Descriptors { .. })),
+            ("a pipe as segment", segment(pipe), fault!(HandshakeFault::Segment(_))),
+            ("a file as segment", segment(regular_file), fault!(HandshakeFault::Segment(_))),
+            ("unsealed", segment(|| memfd(bytes_for(4), SealFlags::empty())), fault!(HandshakeFault::Segment(_))),
+            ("half sealed", segment(|| memfd(bytes_for(4), SealFlags::GROW)), fault!(HandshakeFault::Segment(_))),
+            ("too small", segment(|| memfd(4096, SIZE_SEALS)), fault!(HandshakeFault::Segment(_))),
+            ("too large", segment(|| memfd(1 << 40, SIZE_SEALS)), fault!(HandshakeFault::Segment(_))),
+            ("zeros", segment(|| memfd(bytes_for(4), SIZE_SEALS)), fault!(HandshakeFault::Segment(_))),
+            (
+                "a segment that cannot be written",
+                segment(|| memfd(bytes_for(4), SIZE_SEALS | SealFlags::WRITE)),
+                |error| matches!(error, Error::Os { call: "mmap", .. }),
+            ),
+            ("a pipe as wake channel", wake(pipe), fault!(HandshakeFault::Wake(_))),
+            ("a stream socket as wake channel", wake(stream_socket), fault!(HandshakeFault::Wake(_))),
+            ("a TCP socket as wake channel", wake(tcp_socket), fault!(HandshakeFault::Wake(_))),
+            ("exchanged", offer(|offer| offer.fds.swap(0, 1)), fault!(HandshakeFault::Segment(_))),
+        ]);
+    });
+}
+
+fn stream_socket() -> OwnedFd {
+    std::os::unix::net::UnixStream::pair().unwrap().0.into()
+}
+
+fn tcp_socket() -> OwnedFd {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().into()
+}
+
+#[test]
+fn a_welcome_that_lies_is_declined() {
+    alone(module_path!(), "a_welcome_that_lies_is_declined", || {
+        let depth = |depth: u32| offer(move |offer| offer.depth = depth);
+        run(vec![
+            ("depth 0", depth(0), fault!(HandshakeFault::Segment(_))),
+            ("another depth", depth(5), fault!(HandshakeFault::Segment(_))),
+            ("the same pages, another depth", depth(3), fault!(HandshakeFault::Segment(_))),
+            ("huge depth", depth(u32::MAX), fault!(HandshakeFault::Segment(_))),
+            ("depth above the limit", depth(4097), fault!(HandshakeFault::Segment(_))),
+            ("another generation", offer(|offer| offer.generation = [8; 16]), fault!(HandshakeFault::Segment(_))),
+            (
+                "a GPU",
+                offer(|offer| offer.device = DeviceId { kind: DeviceKind::Cuda, uuid: [1; 16] }),
+                fault!(HandshakeFault::Device { .. }),
+            ),
+            ("regions that never come", offer(|offer| offer.regions = 3), fault!(HandshakeFault::Silent(_))),
+            ("countless regions", offer(|offer| offer.regions = u32::MAX), fault!(HandshakeFault::Silent(_))),
+            (
+                "a second welcome",
+                Box::new(|socket| {
+                    let offer = Offer::new();
+                    offer.send(socket);
+                    offer.send(socket);
+                }),
+                fault!(HandshakeFault::Unexpected { .. }),
+            ),
+        ]);
+    });
+}
+
+#[test]
+fn a_region_that_is_none_is_declined() {
+    alone(module_path!(), "a_region_that_is_none_is_declined", || {
+        let good = || vec![memfd(2 << 20, SIZE_SEALS)];
+        let protocol: Judge = |error| matches!(error, Error::Protocol { .. });
+        let memory: Judge = |error| matches!(error, Error::NotDeviceMemory { .. });
+        run(vec![
+            ("out of order", region(1, 2 << 20, good), protocol),
+            ("a huge number", region(u32::MAX, 2 << 20, good), protocol),
+            ("no length", region(0, 0, good), protocol),
+            ("an odd length", region(0, (2 << 20) + 1, good), protocol),
+            ("a negative length", region(0, 1 << 63, good), protocol),
+            ("a length of all ones", region(0, u64::MAX, good), protocol),
+            ("larger than it is", region(0, 4 << 20, good), memory),
+            ("smaller than it is", region(0, 1 << 20, good), memory),
+            ("a pipe", region(0, 2 << 20, || vec![pipe()]), memory),
+            ("a file", region(0, 1 << 12, || vec![regular_file()]), memory),
+            ("unsealed", region(0, 2 << 20, || vec![memfd(2 << 20, SealFlags::empty())]), memory),
+            ("more than the address space", region(0, 1 << 62, || vec![memfd(1 << 62, SIZE_SEALS)]), |error| {
+                matches!(error, Error::Os { call: "mmap", .. })
+            }),
+            ("no descriptor", region(0, 2 << 20, Vec::new), fault!(HandshakeFault::Descriptors { .. })),
+            (
+                "two descriptors",
+                region(0, 2 << 20, || vec![memfd(2 << 20, SIZE_SEALS), pipe()]),
+                fault!(HandshakeFault::Descriptors { found: 2, wanted: 1 }),
+            ),
+        ]);
+    });
+}
+
+#[test]
+fn garbage_for_an_answer_is_an_error_and_never_a_panic() {
+    let (scratch, mut random) = (Scratch::new(), Random(2));
+    for round in 0..600 {
+        let mut bytes = packet(&Message::Refused { denied: false, text: "a text of some length".into() });
+        if round % 2 == 0 {
+            let length = 1 + random.below(1500) as usize;
+            bytes = random.bytes(length);
+        } else {
+            for _ in 0..=random.below(4) {
+                let at = random.below(bytes.len() as u64) as usize;
+                bytes[at] ^= random.next() as u8;
+            }
+        }
+        // Closed behind it: what happens to be a whole message of another kind is answered by the end.
+        let result = meet(&scratch, Duration::from_millis(300), |socket| {
+            let _ = send_raw(socket, &bytes, &[]);
+            let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
+        });
+        assert!(matches!(result, Err(Error::Handshake { .. } | Error::AccessDenied { .. })), "{result:?}");
+    }
+}
