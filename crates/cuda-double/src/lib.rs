@@ -1,1 +1,30 @@
-//! Placeholder.
+//! A double of the CUDA driver for tests: put under the name `libcuda.so.1` on `LD_LIBRARY_PATH`, it answers the calls
+//! that warpipe's CUDA backend makes, without a GPU.
+//!
+//! * Device memory is a memfd; its device address is where it is mapped, its handle for sharing a duplicate descriptor.
+//! * A stream is a thread: what is enqueued happens later, elsewhere.
+//! * A kernel is its CPU twin, found by its name in the module's PTX.
+//! * What the driver refuses is refused with the same code: a call without a current context, an address nobody
+//!   mapped, a handle that is not one, a size that is not the allocation's.
+//!
+//! It is not the driver: a process has one fault state, not one for each context; the default stream does not
+//! wait for others; copies take no time. The environment sets it up, read once:
+//!
+//! | variable | meaning |
+//! | --- | --- |
+//! | `CUDA_DOUBLE_DEVICES` | number of GPUs, 1 to 8, default 1 |
+//! | `CUDA_VISIBLE_DEVICES` | as for the driver, plain ordinals only |
+//! | `CUDA_DOUBLE_MEMORY_MB` | memory for each process, default 65536 |
+//! | `CUDA_DOUBLE_NO_PEER` | if set, no GPU reaches another's memory |
+//! | `CUDA_DOUBLE_FAIL` | `function:call:code,...`: that call of that function, from 1, returns that code |
+//! | `CUDA_DOUBLE_DELAY_US` | a stream waits this long before each word it writes |
+
+mod config;
+mod device;
+mod event;
+mod host;
+mod kernel;
+mod memory;
+mod status;
+mod stream;
+mod work;

@@ -2,16 +2,18 @@
 //!
 //! Beside the socket `NAME.sock` lies `NAME.lock`, on which the living owner holds an OFD lock
 //! (`fcntl(F_OFD_SETLK)`). A lock dies with its owner's last descriptor, so a socket whose lock is free is the
-//! leaving of a dead process, and only that is ever removed. What is neither is somebody else's file and stays.
+//! leaving of a dead process, and only that is ever removed. What is neither is somebody else's file and stays: a
+//! lock is ours if it says so (`warpipe PID`), or is empty with the mode that only we give it; a socket is dead if
+//! the kernel refuses a connection to it.
 //!
 //! All paths are walked from the directory's own descriptor, which was opened and verified once
 //! (`O_DIRECTORY | O_NOFOLLOW`, owner, mode); nobody can swap the directory underneath.
 
 use std::fmt;
-use std::io::Write as _;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
@@ -19,7 +21,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::error::{Error, Holder, Result};
-use crate::fork::PrivateFd;
+use crate::fork::{Home, PrivateFd};
 use crate::os;
 
 /// The longest endpoint name: it, the longest suffix and a path through `/proc/self/fd` fill a `sun_path`.
@@ -30,6 +32,9 @@ const BACKLOG: i32 = 128;
 
 /// Claims are retried when a dying owner removes the lock file under us; more often than this is no accident.
 const CLAIM_TRIES: u32 = 64;
+
+/// The mode of a lock file.
+const LOCK_MODE: u32 = 0o600;
 
 /// A checked endpoint name.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -148,6 +153,8 @@ impl Domain {
     }
 
     fn owned_by(path: &Path, owner: u32, create: bool) -> Result<Domain> {
+        // Without a trailing `/` or `/.`, behind which the kernel would follow a symlink in spite of O_NOFOLLOW.
+        let path: &Path = &path.components().collect::<PathBuf>();
         let fail = |reason: String| Error::Domain { path: path.to_owned(), reason };
         if create {
             match rustix::fs::mkdir(path, Mode::RWXU) {
@@ -209,19 +216,24 @@ impl Domain {
 
     /// Who holds a name, if anybody does.
     fn holder(&self, name: &EndpointName) -> Option<Holder> {
-        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let lock = rustix::fs::openat(&self.inner.directory, name.file("", ".lock"), flags, Mode::empty()).ok()?;
-        match ofd_lock(&lock) {
-            Err(Errno::AGAIN | Errno::ACCESS) => Some(Holder { pid: read_pid(&lock) }),
-            _ => None,
-        }
+        // Asked, not tried: a lock taken for a look could cost a publisher that starts meanwhile its name.
+        os::ofd_is_locked(lock.as_fd()).unwrap_or(false).then(|| Holder { pid: read_pid(&lock) })
     }
 
     /// Takes `name` for this process: its lock, and a listening socket under it.
     pub(crate) fn claim(&self, name: &EndpointName, open_to_others: bool) -> Result<Claim> {
         let lock = self.lock(name)?;
         let listener = self.listen(name, if open_to_others { 0o666 } else { 0o600 })?;
-        Ok(Claim { listener: PrivateFd::new(listener), lock: lock.disarm(), domain: self.clone(), name: name.clone() })
+        Ok(Claim {
+            listener: PrivateFd::new(listener),
+            lock: lock.disarm(),
+            domain: self.clone(),
+            name: name.clone(),
+            home: Home::here(),
+            is_withdrawn: AtomicBool::new(false),
+        })
     }
 
     /// Takes the lock of `name` and clears away what its dead owner left.
@@ -239,7 +251,7 @@ impl Domain {
     /// One try; `None` when the file was removed between opening and locking it.
     fn try_lock(&self, name: &EndpointName, file: &str) -> Result<Option<OwnedFd>> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let lock = match rustix::fs::openat(&self.inner.directory, file, flags, Mode::RUSR | Mode::WUSR) {
+        let lock = match rustix::fs::openat(&self.inner.directory, file, flags, Mode::from_raw_mode(LOCK_MODE)) {
             Ok(fd) => fd,
             Err(Errno::LOOP) => return Err(self.foreign(file, "a symlink")),
             Err(Errno::ISDIR) => return Err(self.foreign(file, "a directory")),
@@ -262,6 +274,10 @@ impl Domain {
         if !same {
             return Ok(None);
         }
+        // Only now, when nobody of ours can be about to write it.
+        if !is_our_lock(&lock, &stat) {
+            return Err(self.foreign(file, "a file with somebody else's contents"));
+        }
         write_pid(&lock).map_err(|e| Error::os("pwrite", self.shown(file), e))?;
         Ok(Some(lock))
     }
@@ -274,10 +290,9 @@ impl Domain {
                 Ok(stat) => FileType::from_raw_mode(stat.st_mode),
             };
             match kind {
-                FileType::Socket if self.dial(&file).is_ok() => {
-                    return Err(self.foreign(&file, "a live socket of another program"));
-                }
-                FileType::Socket => self.unlink(&file),
+                // A live one of another type, or with a full backlog, answers with another error.
+                FileType::Socket if self.dial(&file).err() == Some(Errno::CONNREFUSED) => self.unlink(&file),
+                FileType::Socket => return Err(self.foreign(&file, "a live socket of another program")),
                 FileType::Fifo => return Err(self.foreign(&file, "a FIFO")),
                 FileType::Symlink => return Err(self.foreign(&file, "a symlink")),
                 FileType::Directory => return Err(self.foreign(&file, "a directory")),
@@ -397,13 +412,25 @@ pub(crate) struct Claim {
     lock: PrivateFd,
     domain: Domain,
     name: EndpointName,
+    home: Home,
+    is_withdrawn: AtomicBool,
 }
 
 impl Claim {
-    /// Removes the endpoint's files: nobody new can connect, and the name is free once this is dropped.
+    /// Removes the endpoint's files, once: nobody new can connect, and the name is free.
     pub(crate) fn withdraw(&self) {
+        // By now the files may be another publisher's, or (in a forked child) are still the parent's.
+        if self.is_withdrawn.swap(true, Ordering::Relaxed) || !self.home.is_here() {
+            return;
+        }
         self.domain.unlink(&self.name.file("", ".sock"));
         self.domain.unlink(&self.name.file("", ".lock"));
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.withdraw();
     }
 }
 
@@ -417,15 +444,27 @@ fn ofd_lock(fd: &impl AsFd) -> std::result::Result<(), Errno> {
     os::ofd_write_lock(fd.as_fd())
 }
 
+/// What a lock file begins with; its owner's pid follows.
+const LOCK_MARK: &str = "warpipe ";
+
+/// The longest lock file: the mark, a pid, the end of the line.
+const LOCK_BYTES_MAX: usize = 32;
+
 fn write_pid(fd: &OwnedFd) -> std::result::Result<(), Errno> {
-    let mut text = [b' '; 16];
-    let _ = writeln!(&mut text[..15], "{}", std::process::id());
-    rustix::fs::ftruncate(fd, 0)?;
-    rustix::io::pwrite(fd, text.trim_ascii(), 0).map(drop)
+    // Always as long as before, so that no death leaves a mixture that is nobody's.
+    let text = format!("{LOCK_MARK}{:<10}\n", std::process::id());
+    rustix::io::pwrite(fd, text.as_bytes(), 0).map(drop)
 }
 
 fn read_pid(fd: &OwnedFd) -> Option<i32> {
-    let mut text = [0u8; 16];
+    let mut text = [0u8; LOCK_BYTES_MAX + 1];
     let length = rustix::io::pread(fd, &mut text, 0).ok()?;
-    std::str::from_utf8(&text[..length]).ok()?.trim().parse().ok().filter(|&pid| pid > 0)
+    let text = std::str::from_utf8(&text[..length]).ok().filter(|text| text.len() <= LOCK_BYTES_MAX)?;
+    text.strip_prefix(LOCK_MARK)?.trim_end().parse().ok().filter(|&pid| pid > 0)
+}
+
+/// Whether a lock file says that it is ours, or is one that its maker did not live to write.
+fn is_our_lock(fd: &OwnedFd, stat: &rustix::fs::Stat) -> bool {
+    let is_unwritten = stat.st_size == 0 && stat.st_mode & 0o7777 & !LOCK_MODE == 0;
+    is_unwritten || read_pid(fd).is_some()
 }

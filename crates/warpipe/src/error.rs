@@ -194,9 +194,9 @@ pub enum Error {
         /// Whether it said goodbye.
         graceful: bool,
     },
-    /// The sender died before this sample's data was complete: what the device read was not the sample.
+    /// The sender died, or gave up, before this sample's data was complete: what the device read was not the sample.
     #[error(
-        "sample {sequence} of {name:?} was lost: its sender (process {pid}) died before the data was complete; discard what was computed from it"
+        "sample {sequence} of {name:?} was lost: its sender (process {pid}) died or gave up before the data was complete; discard what was computed from it"
     )]
     SampleLost {
         /// The endpoint name.

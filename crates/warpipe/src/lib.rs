@@ -18,8 +18,8 @@ mod stream;
 pub mod tensor;
 
 pub use channel::{
-    Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut, Samples, SendError,
-    Subscriber, SubscriberBuilder, SubscriberInfo,
+    Announced, Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut, Samples,
+    SendError, Subscriber, SubscriberBuilder, SubscriberInfo,
 };
 pub use device::Device;
 pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};

@@ -16,6 +16,17 @@ pub(crate) fn ofd_write_lock(fd: BorrowedFd<'_>) -> Result<(), Errno> {
     if code == 0 { Ok(()) } else { Err(last_error()) }
 }
 
+/// Whether anybody holds a lock on the file: `fcntl(fd, F_OFD_GETLK)`. Takes none.
+pub(crate) fn ofd_is_locked(fd: BorrowedFd<'_>) -> Result<bool, Errno> {
+    // SAFETY: as in `ofd_write_lock`.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = libc::F_WRLCK as _;
+    lock.l_whence = libc::SEEK_SET as _;
+    // SAFETY: F_OFD_GETLK reads and writes one `flock`, which lives across the call.
+    let code = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &mut lock) };
+    if code == 0 { Ok(lock.l_type != libc::F_UNLCK as libc::c_short) } else { Err(last_error()) }
+}
+
 /// Who is at the other end of a connected Unix socket: `getsockopt(SO_PEERCRED)`, `unix(7)`.
 pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Errno> {
     let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crate::backend::{Backend, DevicePtr, RawStream, StreamOp};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::fork::Home;
 use crate::kernel::Kernel;
 
 /// A stream of one device: ours, or one that the user already has. Cheap to clone; an owned one is destroyed
@@ -22,6 +23,7 @@ struct Inner {
     device: Device,
     raw: RawStream,
     owned: bool,
+    home: Home,
     /// Keeps somebody else's stream alive for as long as ours refers to it.
     _keep: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -29,7 +31,9 @@ struct Inner {
 impl Stream {
     pub(crate) fn new(device: &Device) -> Result<Stream> {
         let raw = device.backend().create_stream()?;
-        Ok(Stream { inner: Arc::new(Inner { device: device.clone(), raw, owned: true, _keep: None }) })
+        Ok(Stream {
+            inner: Arc::new(Inner { device: device.clone(), raw, owned: true, home: Home::here(), _keep: None }),
+        })
     }
 
     /// A stream that somebody else owns: a `CUstream` of the device's primary context (null is the legacy default
@@ -39,13 +43,15 @@ impl Stream {
     /// The stream outlives every clone of the result, and everything sent or received with it.
     pub unsafe fn borrow_raw(device: &Device, stream: *mut c_void) -> Stream {
         let raw = RawStream(stream);
-        Stream { inner: Arc::new(Inner { device: device.clone(), raw, owned: false, _keep: None }) }
+        Stream { inner: Arc::new(Inner { device: device.clone(), raw, owned: false, home: Home::here(), _keep: None }) }
     }
 
     /// A stream that lives as long as `keep` does.
     #[cfg(feature = "cudarc")]
     pub(crate) fn borrow_kept(device: &Device, raw: RawStream, keep: Arc<dyn Any + Send + Sync>) -> Stream {
-        Stream { inner: Arc::new(Inner { device: device.clone(), raw, owned: false, _keep: Some(keep) }) }
+        Stream {
+            inner: Arc::new(Inner { device: device.clone(), raw, owned: false, home: Home::here(), _keep: Some(keep) }),
+        }
     }
 
     /// Its device.
@@ -56,6 +62,16 @@ impl Stream {
     /// The handle, a `CUstream` on CUDA.
     pub fn raw(&self) -> RawStream {
         self.inner.raw
+    }
+
+    /// Whether both are clones of one.
+    pub(crate) fn is_same(&self, other: &Stream) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
+    /// Whether there are other clones of it.
+    pub(crate) fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.inner) > 1
     }
 
     pub(crate) fn backend(&self) -> &Arc<dyn Backend> {
@@ -132,7 +148,8 @@ impl Stream {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if self.owned {
+        // In a forked child the stream's thread, or its context, is not there; its lock may be held for ever.
+        if self.owned && self.home.is_here() {
             // SAFETY: created in `new`, destroyed here only; nobody holds a clone any more.
             let _ = unsafe { self.device.backend().destroy_stream(self.raw) };
         }

@@ -143,7 +143,7 @@ impl Layout {
         if first < 0 {
             return Err(Error::layout(format!("its first byte would lie {} bytes before the slot", -first)));
         }
-        let bytes = if shape.contains(&0) { offset } else { to_bytes(i128::from(offset) + highest)? };
+        let bytes = to_bytes(i128::from(offset) + highest)?;
         let mut layout =
             Layout { dtype, rank: shape.len() as u8, shape: [0; RANK_MAX], strides: [0; RANK_MAX], offset, bytes };
         layout.shape[..shape.len()].copy_from_slice(shape);
@@ -186,7 +186,8 @@ impl Layout {
 
     /// The number of elements.
     pub fn elements(&self) -> u64 {
-        self.shape().iter().product()
+        // Beside a 0 the other lengths are free, and their product may not fit.
+        if self.shape().contains(&0) { 0 } else { self.shape().iter().product() }
     }
 
     /// Whether the elements lie in row-major order without gaps.
@@ -227,6 +228,11 @@ fn to_bytes(value: i128) -> Result<u64> {
     i64::try_from(value).map(|bytes| bytes as u64).map_err(|_| too_large())
 }
 
+/// No tensor reaches further than its slot is long, so what is out of this range is refused, and eight of them add up.
+fn is_far_from_overflow(reach: &i128) -> bool {
+    reach.unsigned_abs() <= 1 << 64
+}
+
 /// The lowest and one past the highest byte that the elements touch, relative to the element with all indices 0.
 fn extent(dtype: DType, shape: &[u64], strides: &[i64]) -> Result<(i128, i128)> {
     let width = i128::from(dtype.bytes());
@@ -238,7 +244,9 @@ fn extent(dtype: DType, shape: &[u64], strides: &[i64]) -> Result<(i128, i128)> 
     for (&length, &stride) in shape.iter().zip(strides) {
         elements =
             elements.checked_mul(i128::from(length)).filter(|&n| n <= i128::from(i64::MAX)).ok_or_else(too_large)?;
-        let reach = i128::from(length - 1) * i128::from(stride) * width;
+        // Both factors may come from a peer: the product of a length and a stride alone can pass 2^127.
+        let reach = (i128::from(length - 1) * i128::from(stride)).checked_mul(width).filter(is_far_from_overflow);
+        let reach = reach.ok_or_else(too_large)?;
         if reach < 0 { lowest += reach } else { highest += reach }
     }
     Ok((lowest, highest))

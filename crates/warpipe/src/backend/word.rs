@@ -32,6 +32,12 @@ impl TimelineWord {
         self.load().wrapping_sub(value) as i64 >= 0
     }
 
+    /// Whether the value is exactly `value`: what an honest writer leaves, and a scribbler hardly ever.
+    #[inline]
+    pub(crate) fn is(&self, value: u64) -> bool {
+        self.load() == value
+    }
+
     /// Stores `value` with the CPU and wakes threads parked here. Device streams see the store by themselves.
     #[inline]
     pub fn store(&self, value: u64) {

@@ -2,13 +2,13 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
 
-use super::HANDSHAKE_TIMEOUT;
 use super::outlet::{Outlet, Parts, Phase, share_memory};
 use super::publisher::{Policy, PublisherBuilder, SubscriberInfo};
 use crate::backend::{Access, StreamOp};
@@ -20,9 +20,11 @@ use crate::fork::{Home, PrivateFd};
 use crate::link::entry::{Description, Metadata};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
+use crate::link::proof::{Proof, Streams};
+use crate::link::segment::Segment;
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
-use crate::memory::arena::{Arena, NoSlot, SLOTS_MAX, SlotId};
+use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
 use crate::memory::board::Board;
 use crate::stream::{Backoff, Stream};
 use crate::tensor::Layout;
@@ -32,6 +34,11 @@ const SLICE: Duration = Duration::from_millis(50);
 
 /// Connections that have not said who they are.
 const GREETINGS_MAX: usize = 64;
+
+const CROWDED: &str = "too many connect and say nothing; try again";
+
+/// Connections accepted before others have their turn.
+const ACCEPTED_AT_ONCE: usize = 32;
 
 /// Messages taken from one socket before the others have their turn.
 const MESSAGES_AT_ONCE: usize = 16;
@@ -51,6 +58,7 @@ pub(super) struct Core {
     pub(super) name: String,
     pub(super) device: Device,
     generation: [u8; 16],
+    this: Weak<Core>,
     me: Weak<dyn Watched>,
     watcher: Arc<Watcher>,
     state: Mutex<State>,
@@ -61,6 +69,8 @@ pub(super) struct Core {
     /// Repeats `ready` for late joiners, behind the sample's own.
     history_stream: Option<Stream>,
     listener_watch: Mutex<Option<Watch>>,
+    /// The listener is not watched until the next tick.
+    is_deaf: AtomicBool,
     claim: Claim,
 }
 
@@ -73,6 +83,25 @@ pub(super) struct State {
     closed: bool,
     ops: Vec<StreamOp>,
     places: Vec<(usize, u64)>,
+    /// All that have worked on the links or the board.
+    streams: Streams,
+}
+
+/// A sample that was announced and is not complete yet.
+#[derive(Debug)]
+pub(super) struct Pending {
+    pub(super) sequence: u64,
+    /// Held so that the words outlive the signals, however the links end meanwhile.
+    words: Box<[(Arc<Segment>, u64)]>,
+    ops: Box<[StreamOp]>,
+}
+
+/// Why a sample did not go out, and whether anybody had heard of it by then.
+pub(super) enum Unsent {
+    /// Nobody: the loan is as it was.
+    Untold(Error),
+    /// The subscribers, who are told that it is lost; the slot is theirs to release.
+    Told(Error),
 }
 
 /// A connection whose `Hello` is due.
@@ -96,9 +125,12 @@ impl Core {
         let board = Board::new(&device, SLOTS_MAX)?;
         let bell = Bell::new()?;
         let history_stream = if options.history > 0 { Some(device.stream()?) } else { None };
+        let mut streams = Streams::default();
+        history_stream.iter().for_each(|stream| streams.note(stream));
         let core = Arc::new_cyclic(|me: &Weak<Core>| Core {
             home: Home::here(),
             generation: new_generation(),
+            this: me.clone(),
             me: me.clone(),
             watcher: watcher.clone(),
             state: Mutex::new(State {
@@ -110,6 +142,7 @@ impl Core {
                 closed: false,
                 ops: Vec::new(),
                 places: Vec::new(),
+                streams,
             }),
             greetings: Mutex::default(),
             next_id: AtomicU64::new(1),
@@ -117,13 +150,13 @@ impl Core {
             board,
             history_stream,
             listener_watch: Mutex::new(None),
+            is_deaf: AtomicBool::new(false),
             claim,
             options,
             name,
             device,
         });
-        let watch = watcher.watch(core.claim.listener.as_fd(), &core.me, LISTENER)?;
-        *core.listener_watch.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+        core.listen()?;
         watcher.tick(core.me.clone());
         Ok(core)
     }
@@ -143,25 +176,27 @@ impl Core {
             if let Some(slot) = state.arena.take(bytes) {
                 return Ok((slot, state.address(slot)));
             }
-            let exempt = state.quarantined();
-            match state.arena.grow(bytes, exempt) {
-                Ok(region) => {
-                    state.announce(region);
-                    continue;
-                }
-                Err(NoSlot::Failed(error)) => return Err(error),
-                Err(NoSlot::Exhausted { used, limit }) => {
-                    self.reclaim(&mut state, true);
-                    let left = self.options.loan_timeout.saturating_sub(start.elapsed());
-                    if let Some(slot) = state.arena.take(bytes) {
-                        return Ok((slot, state.address(slot)));
-                    }
-                    if left.is_zero() || bytes > limit {
-                        return Err(Error::MemoryLimit { name: self.name.clone(), bytes, used, limit });
-                    }
-                    state = self.wait_for_release(state, left, &mut backoff);
-                }
+            // Memory is taken only when nothing comes back, also not behind a sample that is held long.
+            self.reclaim(&mut state, true);
+            if let Some(slot) = state.arena.take(bytes) {
+                return Ok((slot, state.address(slot)));
             }
+            let exempt = state.quarantined();
+            if let Some(growth) = state.arena.plan(bytes, exempt) {
+                // Without the lock: a driver may take its time, and the watcher must not wait for it.
+                drop(state);
+                let made = growth.make(&self.device);
+                state = self.lock();
+                let region = state.arena.adopt(growth, made)?;
+                state.announce(region);
+                continue;
+            }
+            let (used, limit) = (state.arena.total(), state.arena.limit());
+            let left = self.options.loan_timeout.saturating_sub(start.elapsed());
+            if left.is_zero() || bytes > limit {
+                return Err(Error::MemoryLimit { name: self.name.clone(), bytes, used, limit });
+            }
+            state = self.wait_for_release(state, left, &mut backoff);
         }
     }
 
@@ -170,6 +205,7 @@ impl Core {
         let mut state = self.lock();
         let result = match stream {
             Some(stream) => {
+                state.streams.note(stream);
                 let value = state.next_fence();
                 let op = StreamOp::Signal { word: self.board.device_word(slot as usize), value };
                 // SAFETY: the board outlives its signals (`close` retires the core until they are done).
@@ -181,48 +217,116 @@ impl Core {
         result
     }
 
-    /// Sends what lies in `slot` to every subscriber, behind the work enqueued on `stream`. On an error nobody
-    /// has got it, and the slot is still the caller's.
-    pub(super) fn send(&self, slot: SlotId, layout: Layout, metadata: &Metadata, stream: &Stream) -> Result<u64> {
-        self.home.check()?;
-        let mut state = self.make_room()?;
-        let state = &mut *state;
-        let sequence = state.next_sequence;
-        state.place_all();
-        let keep = self.options.history > 0;
-        // Without a reader's word that says when the slot is done, its own word on the board does.
-        let fence = (keep || state.places.is_empty()).then(|| state.next_fence());
-        state.ops.clear();
-        state.ops.extend(state.places.iter().map(|&(index, position)| state.outlets[index].ready_op(position)));
-        if let Some(value) = fence {
-            state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
-        }
+    /// Sends what lies in `slot` to every subscriber, behind the work enqueued on `stream`.
+    pub(super) fn send(
+        &self,
+        slot: SlotId,
+        layout: Layout,
+        metadata: &Metadata,
+        stream: &Stream,
+    ) -> Result<u64, Unsent> {
+        let mut state = self.make_room().map_err(Unsent::Untold)?;
+        state.streams.note(stream);
+        let sequence = self.tell(&mut state, slot, layout, metadata);
+        // The entries are out before the driver is asked: a subscriber on another core enqueues its wait and its
+        // kernels meanwhile. It is `ready` that orders the devices.
+        //
         // SAFETY: the words lie in link segments and the board, which outlive their signals (`close` retires the
         // core until all are done; `drop_outlet` likewise a link).
-        if let Err(error) = unsafe { stream.batch(&state.ops) } {
-            state.places.iter().for_each(|&(index, position)| state.outlets[index].ring.burn(position));
-            return Err(error);
-        }
-        if let Some(value) = fence {
-            state.arena.fence(slot, value);
-        }
-        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
-        let description =
-            Description { sequence, sent_ns: now_ns(), region, slot: offset, layout, metadata: *metadata };
-        for &(index, position) in &state.places {
-            state.arena.hold(slot);
-            state.outlets[index].publish(position, slot, &description);
-        }
-        state.next_sequence += 1;
-        if keep {
-            state.remember(slot, description, self.options.history as usize);
+        let enqueued = unsafe { stream.batch(&state.ops) };
+        if let Err(error) = enqueued {
+            self.abort(&mut state, slot, &[]);
+            return Err(Unsent::Told(error));
         }
         state.arena.let_go(slot);
         Ok(sequence)
     }
 
+    /// Tells every subscriber of what will lie in `slot`, before the work that fills it is enqueued.
+    pub(super) fn announce(&self, slot: SlotId, layout: Layout, metadata: &Metadata) -> Result<Pending, Unsent> {
+        let mut state = self.make_room().map_err(Unsent::Untold)?;
+        let sequence = self.tell(&mut state, slot, layout, metadata);
+        let words =
+            state.places.iter().map(|&(index, position)| (state.outlets[index].ring.segment().clone(), position));
+        Ok(Pending { sequence, words: words.collect(), ops: state.ops.as_slice().into() })
+    }
+
+    /// Completes what was announced, behind the work enqueued on `stream`.
+    pub(super) fn complete(&self, slot: SlotId, pending: &Pending, stream: &Stream) -> Result<()> {
+        self.home.check()?;
+        let mut state = self.lock();
+        state.streams.note(stream);
+        // SAFETY: the words lie in the board and in segments that `pending` holds; below it is seen to that these
+        // live until the stream has passed.
+        unsafe { stream.batch(&pending.ops)? };
+        state.arena.let_go(slot);
+        let is_linked = |segment: &Arc<Segment>| state.outlets.iter().any(|o| Arc::ptr_eq(o.ring.segment(), segment));
+        let orphans: Vec<_> = pending.words.iter().filter(|(segment, _)| !is_linked(segment)).cloned().collect();
+        if !orphans.is_empty() {
+            // Their links ended since the announcement, with a proof that does not know of these signals.
+            let mut proof = state.streams.mark();
+            self.watcher.retire(move || {
+                let _held = &orphans;
+                proof.is_passed()
+            });
+        }
+        Ok(())
+    }
+
+    /// Ends what was announced and will not be completed.
+    pub(super) fn give_up(&self, slot: SlotId, pending: &Pending) {
+        self.abort(&mut self.lock(), slot, &pending.words);
+    }
+
+    /// Writes the entries of one sample and leaves the signals that complete it in `state.ops`.
+    fn tell(&self, state: &mut State, slot: SlotId, layout: Layout, metadata: &Metadata) -> u64 {
+        let sequence = state.next_sequence;
+        state.next_sequence += 1;
+        state.place_all();
+        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
+        let description =
+            Description { sequence, sent_ns: now_ns(), region, slot: offset, layout, metadata: *metadata };
+        let State { arena, outlets, places, ops, .. } = state;
+        ops.clear();
+        for &(index, position) in places.iter() {
+            arena.hold(slot);
+            outlets[index].publish(position, slot, &description);
+            ops.push(outlets[index].ready_op(position));
+        }
+        let keep = self.options.history as usize;
+        // Without a reader's word that says when the slot is done, its own word on the board does.
+        if keep > 0 || state.places.is_empty() {
+            let value = state.next_fence();
+            state.arena.fence(slot, value);
+            state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
+        }
+        if keep > 0 {
+            state.remember(slot, description, keep);
+        }
+        sequence
+    }
+
+    /// Ends a sample whose data will never be complete, for all who were told of it: `words` on links that may be
+    /// gone by now, and whoever got it from the history.
+    fn abort(&self, state: &mut State, slot: SlotId, words: &[(Arc<Segment>, u64)]) {
+        words.iter().for_each(|(segment, position)| crate::link::ring::abort(segment, *position));
+        state.outlets.iter_mut().for_each(|outlet| outlet.abort(slot));
+        let State { arena, history, .. } = state;
+        history.retain(|&(kept, _)| {
+            if kept == slot {
+                arena.let_go(slot);
+            }
+            kept != slot
+        });
+        if arena.fence_of(slot) != 0 {
+            self.board.word(slot as usize).store(arena.fence_of(slot));
+        }
+        arena.let_go(slot);
+    }
+
     /// Waits until every subscriber that may not miss a sample has room for one.
     fn make_room(&self) -> Result<MutexGuard<'_, State>> {
+        self.home.check()?;
         let start = Instant::now();
         let mut backoff = Backoff::default();
         let mut state = self.lock();
@@ -262,7 +366,8 @@ impl Core {
             let slice = if device_owes { backoff.step() } else { SLICE }.min(left);
             let wakes: Vec<Arc<Wake>> = state.outlets.iter().map(|outlet| outlet.wake.clone()).collect();
             drop(state);
-            let mut polls: Vec<_> = wakes.iter().map(|wake| PollFd::new(&**wake, PollFlags::IN)).collect();
+            let open = wakes.iter().filter(|wake| !wake.is_closed());
+            let mut polls: Vec<_> = open.map(|wake| PollFd::new(&**wake, PollFlags::IN)).collect();
             polls.push(PollFd::new(&self.bell, PollFlags::IN));
             let _ = rustix::event::poll(&mut polls, Some(&message::timespec(slice)));
             state = self.lock();
@@ -280,6 +385,10 @@ impl Core {
     }
 
     pub(super) fn subscribers(&self) -> Vec<SubscriberInfo> {
+        if !self.home.is_here() {
+            // Another thread of the parent may have held the lock at the fork: it is not to be touched here.
+            return Vec::new();
+        }
         let now = now_ns();
         let mut state = self.lock();
         self.reclaim(&mut state, true);
@@ -305,6 +414,9 @@ impl Core {
     }
 
     pub(super) fn memory_in_use(&self) -> (u64, u64) {
+        if !self.home.is_here() {
+            return (0, self.options.memory_limit);
+        }
         let state = self.lock();
         (state.arena.total(), state.arena.limit())
     }
@@ -324,17 +436,13 @@ impl Core {
         self.bell.ring();
         // Two owners here: the publisher that is being dropped, and this call. A third is a loan still out.
         let core = self.clone();
-        if Arc::strong_count(&core) > 2 || !core.is_quiet() {
-            self.watcher.retire(move || Arc::strong_count(&core) == 1 && core.is_quiet());
+        if Arc::strong_count(&core) > 2 || !self.lock().streams.mark().is_passed() {
+            let mut proof = None;
+            self.watcher.retire(move || {
+                let is_last = Arc::strong_count(&core) == 1;
+                is_last && proof.get_or_insert_with(|| core.lock().streams.mark()).is_passed()
+            });
         }
-    }
-
-    fn is_quiet(&self) -> bool {
-        let mut state = self.lock();
-        self.reclaim(&mut state, false);
-        state.arena.is_quiet()
-            && state.outlets.iter().all(|outlet| outlet.ring.is_quiet())
-            && state.history.iter().all(|&(slot, _)| self.board.word(slot as usize).reached(state.arena.fence_of(slot)))
     }
 }
 
@@ -406,29 +514,61 @@ impl State {
 
 /// What the watcher's thread does for a publisher.
 impl Core {
-    fn accept(&self) {
+    /// Takes in those who connect, some at a time. Without descriptors left, connections wait in the backlog: the
+    /// listener stays readable, and only the next tick looks at it again.
+    fn accept(&self) -> Next {
         use rustix::net::{SocketFlags, accept_with};
-        while let Ok(socket) = accept_with(&self.claim.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-            let _ = self.greet(PrivateFd::new(socket));
+        for _ in 0..ACCEPTED_AT_ONCE {
+            match accept_with(&self.claim.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(socket) => self.greet(PrivateFd::new(socket)),
+                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
+                Err(_) => {
+                    self.is_deaf.store(true, Ordering::Relaxed);
+                    return Next::Stop;
+                }
+            }
+        }
+        Next::Keep
+    }
+
+    fn listen(&self) -> Result<()> {
+        let watch = self.watcher.watch(self.claim.listener.as_fd(), &self.me, LISTENER)?;
+        *self.listener_watch.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+        Ok(())
+    }
+
+    fn listen_again(&self) {
+        if self.is_deaf.swap(false, Ordering::Relaxed) && !self.lock().closed && self.listen().is_err() {
+            self.is_deaf.store(true, Ordering::Relaxed);
         }
     }
 
     /// Looks who is there, before a byte is read, and waits for its `Hello`.
-    fn greet(&self, socket: PrivateFd) -> Result<()> {
-        let peer = Peer::of(socket.as_fd(), &self.name)?;
+    fn greet(&self, socket: PrivateFd) {
+        let peer = match Peer::of(socket.as_fd(), &self.name) {
+            Ok(peer) => peer,
+            Err(error) => return refuse(&socket, false, error),
+        };
         if !self.options.admits(peer.uid, peer.gid) {
-            refuse(&socket, true, format!("uid {} is not on its list", peer.uid));
-            return Ok(());
+            return refuse(&socket, true, format!("uid {} is not on its list", peer.uid));
         }
         let mut greetings = self.greetings.lock().unwrap_or_else(PoisonError::into_inner);
-        if greetings.len() >= GREETINGS_MAX || self.lock().outlets.len() >= self.options.subscribers_max as usize {
-            refuse(&socket, false, format!("it has its {} subscribers", self.options.subscribers_max));
-            return Ok(());
+        if self.lock().outlets.len() >= self.options.subscribers_max as usize {
+            return refuse(&socket, false, format!("it has its {} subscribers", self.options.subscribers_max));
+        }
+        if greetings.len() >= GREETINGS_MAX {
+            // Who says nothing makes way for who may: a crowd of mutes keeps nobody out.
+            let oldest = greetings.keys().min().copied();
+            oldest
+                .and_then(|id| greetings.remove(&id))
+                .into_iter()
+                .for_each(|mute| refuse(&mute.socket, false, CROWDED));
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let watch = self.watcher.watch(socket.as_fd(), &self.me, tag(id, SOCKET))?;
-        greetings.insert(id, Greeting { watch, since: Instant::now(), peer, socket });
-        Ok(())
+        match self.watcher.watch(socket.as_fd(), &self.me, tag(id, SOCKET)) {
+            Ok(watch) => drop(greetings.insert(id, Greeting { watch, since: Instant::now(), peer, socket })),
+            Err(error) => refuse(&socket, false, error),
+        }
     }
 
     /// A greeting's socket speaks.
@@ -442,13 +582,25 @@ impl Core {
         let Some(greeting) = greetings.remove(&id) else { return Next::Stop };
         drop(greetings);
         match received {
-            Ok(Received::Message(Message::Hello { device, .. }, _)) => self.attach(id, greeting, device),
+            Ok(Received::Message(Message::Hello { device, .. }, _)) => self.attach_soon(id, greeting, device),
             Ok(Received::Message(other, _)) => refuse(&greeting.socket, false, other.unexpected("Hello")),
             Ok(_) => {}
             Err(Error::Handshake { fault, .. }) => refuse(&greeting.socket, false, fault),
             Err(error) => refuse(&greeting.socket, false, error),
         }
         Next::Stop
+    }
+
+    /// Leaves the making of a link to the attendant: registering memory is the driver's and may take its time.
+    fn attach_soon(&self, id: u64, greeting: Greeting, device: crate::backend::DeviceId) {
+        let core = self.this.clone();
+        let attach = move || {
+            if let Some(core) = core.upgrade() {
+                core.attach(id, greeting, device);
+            }
+        };
+        // A full queue drops the connection, and the subscriber sees it closed.
+        let _ = self.watcher.attend(Box::new(attach));
     }
 
     /// Makes the link and sends it.
@@ -491,7 +643,11 @@ impl Core {
                 Ok(Received::Nothing) => return Next::Keep,
                 Ok(Received::Message(Message::Attached, _)) if outlet.phase == Phase::Attaching => {
                     outlet.phase = Phase::Live;
+                    let told = message::send(outlet.socket(), &Message::Attached, &[]).is_ok();
                     self.replay(state, id);
+                    if !told {
+                        state.find(id).into_iter().for_each(|outlet| outlet.leave(None));
+                    }
                     self.bell.ring();
                 }
                 Ok(Received::Message(Message::Bye(_), _)) => {
@@ -505,6 +661,7 @@ impl Core {
                 Ok(Received::Message(other, _)) => {
                     let fault = other.unexpected("Attached or Bye").to_string();
                     outlet.leave(Some(Farewell::Failed(message::text(fault))));
+                    return Next::Stop;
                 }
                 Err(error) => {
                     outlet.leave(Some(Farewell::Failed(message::text(error))));
@@ -530,9 +687,9 @@ impl Core {
     /// Proven dead: nothing of that process can touch memory any more, so all that it held is free as soon as
     /// this process's own streams are done with it.
     fn on_death(&self, state: &mut State, id: u64) -> Next {
+        let proof = state.streams.mark();
         if let Some(outlet) = state.find(id) {
-            outlet.ring.receiver_is_dead();
-            outlet.leave(None);
+            outlet.die(proof);
             self.bury(state);
             self.bell.ring();
         }
@@ -544,14 +701,19 @@ impl Core {
         self.reclaim(state, true);
         let is_done = |o: &mut Outlet| matches!(o.phase, Phase::Leaving | Phase::Suspect) && o.holds_nothing();
         let done: Vec<Outlet> = state.outlets.extract_if(.., is_done).collect();
-        done.into_iter().for_each(|outlet| self.drop_outlet(outlet));
+        done.into_iter().for_each(|outlet| self.drop_outlet(outlet, state.streams.mark()));
     }
 
     /// Lets a link's memory go once this process's streams have written their last word into it.
-    fn drop_outlet(&self, mut outlet: Outlet) {
+    fn drop_outlet(&self, mut outlet: Outlet, mut proof: Proof) {
         outlet.watches.clear();
-        if !outlet.ring.is_quiet() {
-            self.watcher.retire(move || outlet.ring.is_quiet());
+        // The segment alone: what waits for a stream must not keep descriptors.
+        let ring = outlet.ring;
+        if !proof.is_passed() {
+            self.watcher.retire(move || {
+                let _kept_until_then = &ring;
+                proof.is_passed()
+            });
         }
     }
 
@@ -570,7 +732,7 @@ impl Core {
                 let wait = StreamOp::Wait { word: self.board.device_word(index), value: fence };
                 // SAFETY: the board and the link's segment outlive their operations (see `send`).
                 if unsafe { stream.batch(&[wait, outlet.ready_op(position)]) }.is_err() {
-                    return outlet.ring.burn(position);
+                    return;
                 }
             }
             arena.hold(*slot);
@@ -597,8 +759,7 @@ impl Watched for Core {
         }
         let (id, kind) = (tag >> 1, tag & 1);
         if tag == LISTENER {
-            self.accept();
-            return Next::Keep;
+            return self.accept();
         }
         let mut state = self.lock();
         match kind {
@@ -612,7 +773,8 @@ impl Watched for Core {
     }
 
     fn on_tick(&self, now_ns: u64) {
-        let late = |since: Instant| since.elapsed() > HANDSHAKE_TIMEOUT;
+        self.listen_again();
+        let late = |since: Instant| since.elapsed() > self.options.handshake_timeout;
         self.greetings.lock().unwrap_or_else(PoisonError::into_inner).retain(|_, greeting| !late(greeting.since));
         let mut state = self.lock();
         state.outlets.retain(|outlet| outlet.phase != Phase::Attaching || !late(outlet.since));

@@ -2,11 +2,10 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, fence};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::HANDSHAKE_TIMEOUT;
 use crate::backend::{Access, DeviceId, StreamOp};
 use crate::clock::now_ns;
 use crate::device::Device;
@@ -17,6 +16,7 @@ use crate::link::PeerState;
 use crate::link::entry::Violation;
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
+use crate::link::proof::Streams;
 use crate::link::segment::{OpenError, Segment};
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, STALLED_AFTER, Watch, Watched, Watcher};
@@ -62,21 +62,11 @@ impl Standing {
 struct Memory {
     segment: Arc<Segment>,
     regions: Mutex<Vec<Arc<Region>>>,
-    /// For each entry, the last position whose release was enqueued.
-    signalled: Vec<AtomicU64>,
+    /// All that have waited for or released a sample, or read one in between.
+    streams: Mutex<Streams>,
     /// Held until then, so that the publisher sees the end of the socket only after the last release.
     #[expect(dead_code, reason = "held, not used")]
     socket: Arc<PrivateFd>,
-}
-
-impl Memory {
-    /// Whether every release enqueued has been executed.
-    fn is_quiet(&self) -> bool {
-        self.signalled
-            .iter()
-            .map(|word| word.load(Acquire))
-            .all(|position| position == 0 || self.segment.entry(position).released.reached(position))
-    }
 }
 
 /// One link, as its subscriber and all its samples share it.
@@ -84,6 +74,9 @@ impl Memory {
 pub(crate) struct Inlet {
     /// Declared first: watches end before their descriptors are closed.
     watches: Mutex<Vec<Watch>>,
+    me: Weak<Inlet>,
+    /// Announcements of regions that the attendant has not dealt with.
+    mapping: AtomicU32,
     pub(super) home: Home,
     pub(super) name: String,
     pub(super) peer: Peer,
@@ -117,20 +110,22 @@ impl Inlet {
         name: &EndpointName,
         device: &Device,
         bell: &Arc<Bell>,
+        timeout: Duration,
     ) -> Result<Arc<Inlet>> {
         let watcher = Watcher::of_process()?;
-        let socket = PrivateFd::new(domain.connect(name, HANDSHAKE_TIMEOUT)?);
+        let socket = PrivateFd::new(domain.connect(name, timeout)?);
         let peer = Peer::of(socket.as_fd(), name.as_str())?;
         if peer.uid != domain.owner() {
             let detail = format!("uid {} listens in a domain of uid {}", peer.uid, domain.owner());
             return Err(Error::AccessDenied { name: name.to_string(), detail });
         }
-        let greeter = Greeter { socket: &socket, name: name.as_str(), deadline: Instant::now() + HANDSHAKE_TIMEOUT };
+        let greeter = Greeter { socket: &socket, name: name.as_str(), start: Instant::now(), timeout };
         let generation = crate::link::watcher::new_generation();
         greeter.say(&Message::Hello { generation, device: device.info().id })?;
         let welcome = greeter.welcome(device)?;
-        let regions = greeter.regions(device, &welcome)?;
+        let mut regions = greeter.regions(device, &welcome)?;
         greeter.say(&Message::Attached)?;
+        greeter.admission(device, &welcome, &mut regions)?;
         Inlet::assemble(welcome, regions, name, device, bell, socket, peer, watcher)
     }
 
@@ -152,11 +147,13 @@ impl Inlet {
         let memory = Memory {
             segment: Arc::new(welcome.segment),
             regions: Mutex::new(regions),
-            signalled: words(),
+            streams: Mutex::default(),
             socket: socket.clone(),
         };
-        let inlet = Arc::new(Inlet {
+        let inlet = Arc::new_cyclic(|me: &Weak<Inlet>| Inlet {
             watches: Mutex::default(),
+            me: me.clone(),
+            mapping: AtomicU32::new(0),
             home: Home::here(),
             name: name.to_string(),
             peer,
@@ -232,42 +229,65 @@ impl Inlet {
         // the two sees the other, and no stream is left waiting.
         self.held[index].store(position, SeqCst);
         if self.dead.load(SeqCst) {
+            // A death between announcing and sending leaves `ready` unreached, so this asks for both.
             return Ok(entry.ready.reached(position) && self.lost[index].load(SeqCst) != position);
         }
         let wait = StreamOp::Wait { word: self.segment().ready_word(position), value: position };
-        // SAFETY: the word lies in the link segment, which is let go only when the release behind this wait, on
-        // the same stream, has been executed (`Memory::is_quiet`).
+        self.note(stream);
+        // SAFETY: the word lies in the link segment, which is let go only when this stream, noted above, is proven
+        // to be past it (see `Drop`).
         unsafe { stream.batch(&[wait])? };
         Ok(true)
+    }
+
+    fn note(&self, stream: &Stream) {
+        self.memory().streams.lock().unwrap_or_else(PoisonError::into_inner).note(stream);
     }
 
     /// Enqueues the release of `position` behind the stream's work.
     pub(super) fn release(&self, position: u64, stream: &Stream) -> Result<()> {
         let memory = self.memory();
         let op = StreamOp::Signal { word: memory.segment.released_word(position), value: position };
-        let index = memory.segment.index(position) as usize;
-        let before = memory.signalled[index].swap(position, Release);
-        // SAFETY: the word lies in the link segment, which is let go only when it has been reached (`is_quiet`).
-        if let Err(error) = unsafe { stream.batch(&[op]) } {
-            memory.signalled[index].store(before, Release);
-            return Err(error);
-        }
-        let header = memory.segment.header();
+        self.note(stream);
+        // SAFETY: the word lies in the link segment, which is let go only when this stream, noted above, is proven
+        // to be past it (see `Drop`).
+        unsafe { stream.batch(&[op])? };
+        self.tell_release();
+        Ok(())
+    }
+
+    /// Releases a sample that no stream was told of, once its data is complete.
+    pub(super) fn give_back(self: &Arc<Self>, position: u64) {
+        let me = self.clone();
+        self.watcher.retire(move || {
+            let entry = me.segment().entry(position);
+            let complete = entry.ready.reached(position);
+            if complete {
+                entry.released.store(position);
+                me.tell_release();
+            }
+            complete
+        });
+    }
+
+    /// Counts a release and wakes the publisher if it waits for one.
+    fn tell_release(&self) {
+        let header = self.segment().header();
         header.receiver.released.fetch_add(1, Release);
         // Pairs with the fence in `Outlet::set_asleep`: either we see the sleeper, or it sees the release.
         fence(SeqCst);
         if header.sender.asleep.load(Acquire) != 0 {
             self.wake.ring();
         }
-        Ok(())
     }
 
     /// Whether the sample's data is complete; an error if it never will be.
     pub(super) fn completion(&self, position: u64, sequence: u64) -> Result<bool> {
         let index = self.segment().index(position) as usize;
-        // `ready` first: a rescue marks the loss before it stores the word.
-        let reached = self.segment().entry(position).ready.reached(position);
-        if self.lost[index].load(SeqCst) == position {
+        let entry = self.segment().entry(position);
+        // `ready` first: a rescue, and a sender that gives up, mark the loss before the word is stored.
+        let reached = entry.ready.reached(position);
+        if self.lost[index].load(SeqCst) == position || entry.aborted.load(Acquire) == position {
             return Err(Error::SampleLost { name: self.name.clone(), sequence, pid: self.peer.pid });
         }
         Ok(reached)
@@ -344,16 +364,12 @@ impl Inlet {
         for _ in 0..MESSAGES_AT_ONCE {
             match message::receive(self.socket.as_fd().as_fd(), &self.name) {
                 Ok(Received::Nothing) => return Next::Keep,
-                Ok(Received::Message(Message::Region { id, bytes }, fds)) => {
-                    if let Err(error) = self.map_region(id, bytes, fds) {
-                        self.fail(error);
-                    }
-                    self.bell.ring();
-                }
+                Ok(Received::Message(Message::Region { id, bytes }, fds)) => self.map_soon(id, bytes, fds),
                 Ok(Received::Message(Message::Bye(farewell), _)) => self.on_farewell(farewell),
                 Ok(Received::Message(other, _)) => {
                     let fault = other.unexpected("Region or Bye");
                     self.fail(Error::Handshake { name: self.name.clone(), fault });
+                    return Next::Stop;
                 }
                 Ok(Received::End) => {
                     self.stand(Standing::Suspect);
@@ -366,6 +382,30 @@ impl Inlet {
             }
         }
         Next::Keep
+    }
+
+    /// Leaves the mapping of a region to the attendant, who takes them in order.
+    fn map_soon(&self, id: u32, bytes: u64, fds: Vec<OwnedFd>) {
+        self.mapping.fetch_add(1, SeqCst);
+        let inlet = self.me.clone();
+        let map = move || {
+            let Some(inlet) = inlet.upgrade() else { return };
+            if let Err(error) = inlet.map_region(id, bytes, fds) {
+                inlet.fail(error);
+            }
+            inlet.mapping.fetch_sub(1, SeqCst);
+            inlet.bell.ring();
+        };
+        if self.watcher.attend(Box::new(map)).is_err() {
+            let found = "more announcements than can be queued".to_string();
+            let violation = Violation { field: "regions", found, allowed: format!("at most {REGIONS_MAX}") };
+            self.fail(self.violation(violation));
+        }
+    }
+
+    /// Whether regions have been announced that are not mapped yet.
+    pub(super) fn is_mapping(&self) -> bool {
+        self.mapping.load(SeqCst) > 0
     }
 
     fn map_region(&self, id: u32, bytes: u64, fds: Vec<OwnedFd>) -> Result<()> {
@@ -408,10 +448,15 @@ impl Drop for Inlet {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
         if !self.home.is_here() {
-            let copies = self.copies.get_mut().unwrap_or_else(PoisonError::into_inner);
-            std::mem::forget((memory, copies.take()));
-        } else if !memory.is_quiet() {
-            self.watcher.retire(move || memory.is_quiet());
+            let copies = self.copies.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+            return std::mem::forget((memory, copies));
+        }
+        let mut proof = memory.streams.lock().unwrap_or_else(PoisonError::into_inner).mark();
+        if !proof.is_passed() {
+            self.watcher.retire(move || {
+                let _kept_until_then = &memory;
+                proof.is_passed()
+            });
         }
     }
 }
@@ -430,7 +475,8 @@ struct Welcome {
 struct Greeter<'a> {
     socket: &'a PrivateFd,
     name: &'a str,
-    deadline: Instant,
+    start: Instant,
+    timeout: Duration,
 }
 
 impl Greeter<'_> {
@@ -458,9 +504,9 @@ impl Greeter<'_> {
                 Received::Message(Message::Bye(_), _) | Received::End => return Err(self.fault(HandshakeFault::Closed)),
                 Received::Message(message, fds) => return Ok((message, fds)),
                 Received::Nothing => {
-                    let left = self.deadline.saturating_duration_since(Instant::now());
+                    let left = self.timeout.saturating_sub(self.start.elapsed());
                     if left.is_zero() {
-                        return Err(self.fault(HandshakeFault::Silent(HANDSHAKE_TIMEOUT)));
+                        return Err(self.fault(HandshakeFault::Silent(self.timeout)));
                     }
                     message::wait_readable(self.socket.as_fd(), left);
                 }
@@ -500,6 +546,21 @@ impl Greeter<'_> {
             regions.push(import(device, (id, bytes), regions.len(), &fds, access, owner, self.name)?);
         }
         Ok(regions)
+    }
+
+    /// Waits for the publisher's word that samples go to this link from now on, and maps what it adds meanwhile:
+    /// whoever subscribes before somebody sends shall get what is sent.
+    fn admission(&self, device: &Device, welcome: &Welcome, regions: &mut Vec<Arc<Region>>) -> Result<()> {
+        loop {
+            match self.hear()? {
+                (Message::Attached, _) => return Ok(()),
+                (Message::Region { id, bytes }, fds) => {
+                    let (access, owner) = (welcome.access, welcome.owner);
+                    regions.push(import(device, (id, bytes), regions.len(), &fds, access, owner, self.name)?);
+                }
+                (other, _) => return Err(self.fault(other.unexpected("Attached"))),
+            }
+        }
     }
 }
 

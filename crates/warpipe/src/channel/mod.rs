@@ -12,7 +12,7 @@ mod publisher;
 mod sample;
 mod subscriber;
 
-pub use publisher::{Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SubscriberInfo};
+pub use publisher::{Announced, Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SubscriberInfo};
 pub use sample::{Discontinuity, Receipt, Sample};
 pub use subscriber::{Samples, Subscriber, SubscriberBuilder};
 

@@ -16,6 +16,7 @@ use crate::link::PeerState;
 use crate::link::entry::Description;
 use crate::link::message::{self, Farewell, Message};
 use crate::link::peer::Peer;
+use crate::link::proof::Proof;
 use crate::link::ring::{Room, SenderRing};
 use crate::link::segment::Segment;
 use crate::link::wake::Wake;
@@ -54,6 +55,8 @@ pub(super) struct Outlet {
     releases_seen: u64,
     dropped: u64,
     socket: PrivateFd,
+    /// Made at the subscriber's proven death: that no stream of this process will touch the link any more.
+    proof: Option<Proof>,
 }
 
 /// What a new link is made of, before anybody knows of it.
@@ -102,6 +105,7 @@ impl Parts {
             dropped: 0,
             wake: Arc::new(self.wake),
             socket: self.socket,
+            proof: None,
         };
         outlet.beat(crate::clock::now_ns());
         let all = chunks.iter().enumerate().all(|(id, chunk)| outlet.announce(id as u32, chunk));
@@ -131,6 +135,13 @@ impl Outlet {
         }
         self.phase = Phase::Leaving;
         self.ring.revoke_all();
+    }
+
+    /// The subscriber is proven dead; `proof` says when this process's own streams are done with the link.
+    pub(super) fn die(&mut self, proof: Proof) {
+        self.ring.receiver_is_dead();
+        self.proof = Some(proof);
+        self.leave(None);
     }
 
     /// The word that says that this subscriber's sample at `position` is ready.
@@ -171,8 +182,18 @@ impl Outlet {
         }
     }
 
+    /// Ends what this subscriber was told of `slot`, whose data will never be complete.
+    pub(super) fn abort(&mut self, slot: SlotId) {
+        let (ring, in_flight) = (&mut self.ring, &self.in_flight);
+        in_flight.iter().filter(|&&(_, other)| other == slot).for_each(|&(position, _)| ring.abort(position));
+    }
+
     /// The slots that this subscriber is done with. `thorough` looks behind a sample that is held long, too.
     pub(super) fn reclaim(&mut self, thorough: bool, mut free: impl FnMut(SlotId)) {
+        if self.proof.as_mut().is_some_and(Proof::is_passed) {
+            self.proof = None;
+            self.ring.signals_are_done();
+        }
         while let Some(&(position, slot)) = self.in_flight.front() {
             if !self.ring.is_over(position) {
                 break;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::core::Core;
+use super::core::{Core, Pending, Unsent};
 use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
@@ -69,6 +69,7 @@ pub struct PublisherBuilder {
     pub(super) loan_timeout: Duration,
     pub(super) evict_after: Option<Duration>,
     pub(super) subscribers_max: u32,
+    pub(super) handshake_timeout: Duration,
 }
 
 impl PublisherBuilder {
@@ -87,6 +88,7 @@ impl PublisherBuilder {
             loan_timeout: Duration::from_secs(5),
             evict_after: None,
             subscribers_max: 256,
+            handshake_timeout: super::HANDSHAKE_TIMEOUT,
         }
     }
 
@@ -149,6 +151,12 @@ impl PublisherBuilder {
     /// The most subscribers at once: 256 by default.
     pub fn subscribers_max(mut self, subscribers: u32) -> Self {
         self.subscribers_max = subscribers;
+        self
+    }
+
+    /// How long a subscriber may take to attach before its connection is closed: 5 s by default.
+    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
+        self.handshake_timeout = timeout;
         self
     }
 
@@ -403,15 +411,40 @@ impl SampleMut {
     ///
     /// # Errors
     /// Gives the loan back inside the error, and nobody has got the sample: [`Error::Timeout`] or [`Error::Full`]
-    /// by the subscribers' [`Policy`], [`Error::Driver`], [`Error::Forked`].
+    /// by the subscribers' [`Policy`], [`Error::Forked`]. When the driver itself fails ([`Error::Driver`]) there is
+    /// no loan to give back: whoever was told of the sample is told that it is lost.
     pub fn send(mut self, stream: &Stream) -> Result<u64, SendError> {
-        let Some(slot) = self.slot else { unreachable!("a loan has its slot until it is consumed") };
+        let slot = self.slot.take().expect("a loan has its slot until it is consumed");
         match self.core.send(slot, self.layout, &self.metadata, stream) {
-            Ok(sequence) => {
-                self.slot = None;
-                Ok(sequence)
+            Ok(sequence) => Ok(sequence),
+            Err(unsent) => Err(self.unsent(slot, unsent)),
+        }
+    }
+
+    /// Tells every subscriber of the tensor *before* the work that fills it is enqueued, so that their streams are
+    /// waiting, their kernels launched, by the time it is done: what costs the most in a chain of processes on one
+    /// GPU is their CPUs taking turns.
+    ///
+    /// Enqueue that work at once and then [`Announced::send`]: until then the subscribers' streams stand still. A
+    /// stream that received the sample must not be the one that fills it.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    pub fn announce(mut self) -> Result<Announced, SendError> {
+        let slot = self.slot.take().expect("a loan has its slot until it is consumed");
+        match self.core.announce(slot, self.layout, &self.metadata) {
+            Ok(pending) => Ok(Announced { address: self.ptr(), core: self.core.clone(), slot, pending: Some(pending) }),
+            Err(unsent) => Err(self.unsent(slot, unsent)),
+        }
+    }
+
+    fn unsent(mut self, slot: SlotId, unsent: Unsent) -> SendError {
+        match unsent {
+            Unsent::Untold(error) => {
+                self.slot = Some(slot);
+                SendError { error, sample: Some(Box::new(self)) }
             }
-            Err(error) => Err(SendError { error, sample: Box::new(self) }),
+            Unsent::Told(error) => SendError { error, sample: None },
         }
     }
 
@@ -439,6 +472,47 @@ impl fmt::Debug for SampleMut {
     }
 }
 
+/// A sample that its subscribers know of and whose data is not complete yet. See [`SampleMut::announce`].
+///
+/// Dropped without being sent, the sample is lost: its readers' streams go on and their [`finish`](crate::Sample::finish)
+/// says so.
+#[derive(Debug)]
+#[must_use = "an announced sample that is not sent is lost to its readers"]
+pub struct Announced {
+    core: Arc<Core>,
+    slot: SlotId,
+    address: DevicePtr,
+    /// `None` once it is sent.
+    pending: Option<Pending>,
+}
+
+impl Announced {
+    /// The device address of the element with all indices 0.
+    pub fn ptr(&self) -> DevicePtr {
+        self.address
+    }
+
+    /// Completes the sample behind the work enqueued on `stream` so far. Returns its sequence number.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], and the sample is lost to its readers; [`Error::Forked`].
+    pub fn send(mut self, stream: &Stream) -> Result<u64> {
+        let Some(pending) = &self.pending else { unreachable!("consumed by this call only") };
+        self.core.complete(self.slot, pending, stream)?;
+        let sequence = pending.sequence;
+        self.pending = None;
+        Ok(sequence)
+    }
+}
+
+impl Drop for Announced {
+    fn drop(&mut self) {
+        if let Some(pending) = self.pending.take().filter(|_| self.core.home.is_here()) {
+            self.core.give_up(self.slot, &pending);
+        }
+    }
+}
+
 /// A send that did not happen, and the loan, to try again with.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
@@ -446,8 +520,8 @@ pub struct SendError {
     /// Why.
     #[source]
     pub error: Error,
-    /// What was to be sent.
-    pub sample: Box<SampleMut>,
+    /// What was to be sent; `None` if the driver failed after subscribers had been told of it.
+    pub sample: Option<Box<SampleMut>>,
 }
 
 impl From<SendError> for Error {

@@ -155,8 +155,9 @@ impl Sample {
     /// [`Error::Driver`] when the release could not be enqueued; [`Error::Forked`].
     pub fn release(mut self) -> Result<Receipt> {
         self.inlet.home.check()?;
-        self.is_released = true;
+        // If this fails the drop tries once more, and closes the link when that fails, too.
         self.inlet.release(self.position, &self.stream)?;
+        self.is_released = true;
         Ok(Receipt { inlet: self.inlet.clone(), position: self.position, sequence: self.sequence() })
     }
 

@@ -14,7 +14,7 @@ use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::PeerState;
-use crate::link::entry::{Allegation, Violation};
+use crate::link::entry::{Allegation, Description, Violation};
 use crate::link::message::wait_readable;
 use crate::link::ring::{Found, ReceiverRing};
 use crate::link::wake::Bell;
@@ -37,6 +37,7 @@ pub struct SubscriberBuilder {
     reconnect: bool,
     timeout: Duration,
     spin: Duration,
+    handshake_timeout: Duration,
 }
 
 impl SubscriberBuilder {
@@ -69,6 +70,12 @@ impl SubscriberBuilder {
     /// How long [`Subscriber::receive`] waits: 10 s by default.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
+        self
+    }
+
+    /// How long a publisher may take to answer: 5 s by default.
+    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
+        self.handshake_timeout = timeout;
         self
     }
 
@@ -153,6 +160,8 @@ struct Attached {
     regions: Vec<Arc<Region>>,
     last_sequence: u64,
     region_missing_since: Option<Instant>,
+    /// Taken from the ring, and the device refused to wait for it: next in turn.
+    taken: Option<(u64, Arc<Region>, Description)>,
 }
 
 impl Subscriber {
@@ -166,6 +175,7 @@ impl Subscriber {
             reconnect: false,
             timeout: Duration::from_secs(10),
             spin: Duration::from_micros(20),
+            handshake_timeout: super::HANDSHAKE_TIMEOUT,
         }
     }
 
@@ -218,11 +228,12 @@ impl Subscriber {
     }
 
     fn attach(&mut self) -> Result<()> {
-        let inlet = Inlet::connect(&self.domain, &self.name, &self.device, &self.bell)?;
+        let inlet = Inlet::connect(&self.domain, &self.name, &self.device, &self.bell, self.options.handshake_timeout)?;
         listen_to(&self.readable, inlet.wake.as_fd())?;
         let ring = ReceiverRing::new(inlet.segment().clone());
         let regions = inlet.regions().clone();
-        self.attached = Some(Attached { inlet, ring, regions, last_sequence: 0, region_missing_since: None });
+        self.attached =
+            Some(Attached { inlet, ring, regions, last_sequence: 0, region_missing_since: None, taken: None });
         Ok(())
     }
 
@@ -243,7 +254,8 @@ impl Subscriber {
 
     /// Samples that it did not get because of the publisher's policy.
     pub fn dropped(&self) -> u64 {
-        self.dropped_before + self.attached.as_ref().map_or(0, |attached| attached.inlet.dropped())
+        // The peer's word: it may be any number.
+        self.dropped_before.saturating_add(self.attached.as_ref().map_or(0, |attached| attached.inlet.dropped()))
     }
 
     /// Waits for the next sample, as long as the builder's timeout says. `stream` will wait, on the device, until
@@ -346,6 +358,10 @@ impl Subscriber {
         self.bell.drain();
         if let Some(attached) = &self.attached {
             attached.inlet.wake.drain();
+            if attached.inlet.wake.is_closed() {
+                // Readable for ever from now on; the end itself is told by the bell.
+                let _ = epoll::delete(&self.readable, attached.inlet.wake.as_fd());
+            }
         }
         self.arrivals.iter().for_each(drain_arrivals);
     }
@@ -358,7 +374,7 @@ impl Subscriber {
             return Err(Error::argument("stream", stream.device(), allowed));
         }
         match &mut self.attached {
-            Some(attached) => match attached.poll(&self.device, stream, &mut self.discontinuity) {
+            Some(attached) => match attached.poll(stream, &mut self.discontinuity) {
                 Err(error) if self.options.reconnect && is_an_end(&error) => {
                     self.detach(&error);
                     Ok(None)
@@ -375,7 +391,7 @@ impl Subscriber {
 
     fn detach(&mut self, end: &Error) {
         if let Some(old) = self.attached.take() {
-            self.dropped_before += old.inlet.dropped();
+            self.dropped_before = self.dropped_before.saturating_add(old.inlet.dropped());
             old.inlet.leave();
             let graceful = matches!(end, Error::PublisherGone { graceful: true, .. });
             self.discontinuity.get_or_insert(Discontinuity { previous_pid: old.inlet.peer.pid, graceful });
@@ -385,35 +401,40 @@ impl Subscriber {
 }
 
 impl Attached {
-    fn poll(
-        &mut self,
-        device: &Device,
-        stream: &Stream,
-        discontinuity: &mut Option<Discontinuity>,
-    ) -> Result<Option<Sample>> {
+    fn poll(&mut self, stream: &Stream, discontinuity: &mut Option<Discontinuity>) -> Result<Option<Sample>> {
         loop {
             // Before the ring: what was sent before the end must be found before the end is told.
             let standing = self.inlet.standing();
             if standing == Standing::Failed {
                 return Err(self.inlet.why_over());
             }
-            let (position, copy) = match self.take() {
-                Ok(Found::Sample(position, copy)) => (position, copy),
-                Ok(Found::Nothing) if standing == Standing::Open => return self.wait_for_region(),
-                Ok(Found::Nothing) => return Err(self.inlet.why_over()),
+            let (position, region, description) = match self.taken.take().map_or_else(|| self.next(), |it| Ok(Some(it)))
+            {
+                Ok(Some(next)) => next,
+                Ok(None) if standing == Standing::Open || self.is_region_due() => return self.wait_for_region(),
+                Ok(None) => return Err(self.inlet.why_over()),
                 Err(violation) => return Err(self.fail(violation)),
             };
-            let (region, description) = match self.check(&copy) {
-                Ok(checked) => checked,
-                Err(violation) => return Err(self.fail(violation)),
-            };
-            debug_assert_eq!(device.info().id, stream.device().info().id);
-            if self.inlet.admit(position, stream)? {
-                self.last_sequence = description.sequence;
-                let (inlet, gap) = (self.inlet.clone(), discontinuity.take());
-                return Ok(Some(Sample::new(inlet, region, position, description, stream, gap)));
+            match self.inlet.admit(position, stream) {
+                Ok(true) => {
+                    self.last_sequence = description.sequence;
+                    let (inlet, gap) = (self.inlet.clone(), discontinuity.take());
+                    return Ok(Some(Sample::new(inlet, region, position, description, stream, gap)));
+                }
+                Ok(false) => {}
+                Err(error) => {
+                    self.taken = Some((position, region, description));
+                    return Err(error);
+                }
             }
         }
+    }
+
+    /// Takes and checks the next sample in the ring.
+    fn next(&mut self) -> Result<Option<(u64, Arc<Region>, Description)>, Violation> {
+        let Found::Sample(position, copy) = self.take()? else { return Ok(None) };
+        let (region, description) = self.check(&copy)?;
+        Ok(Some((position, region, description)))
     }
 
     fn take(&mut self) -> Result<Found, Violation> {
@@ -429,10 +450,15 @@ impl Attached {
         })
     }
 
+    /// A sample is there, and its region has been announced but not mapped yet.
+    fn is_region_due(&self) -> bool {
+        self.region_missing_since.is_some() && self.inlet.is_mapping()
+    }
+
     /// Nothing to take: either nothing was sent, or its region is still on its way, for a while.
     fn wait_for_region(&mut self) -> Result<Option<Sample>> {
         match self.region_missing_since {
-            Some(since) if since.elapsed() > REGION_TIMEOUT => {
+            Some(since) if since.elapsed() > REGION_TIMEOUT && !self.inlet.is_mapping() => {
                 let allowed = format!("one of the {} announced", self.regions.len());
                 Err(self.fail(Violation { field: "region", found: "one never announced".into(), allowed }))
             }
@@ -440,12 +466,12 @@ impl Attached {
         }
     }
 
-    fn check(&self, copy: &Allegation) -> Result<(Arc<Region>, crate::link::entry::Description), Violation> {
+    fn check(&self, copy: &Allegation) -> Result<(Arc<Region>, Description), Violation> {
         let region = &self.regions[copy.region() as usize];
         let description = copy.check(region.bytes())?;
         let follows = match self.last_sequence {
             0 => description.sequence > 0,
-            last if self.inlet.lossless => description.sequence == last + 1,
+            last if self.inlet.lossless => last.checked_add(1) == Some(description.sequence),
             last => description.sequence > last,
         };
         if !follows {
@@ -462,12 +488,22 @@ impl Attached {
     }
 }
 
+impl Drop for Attached {
+    fn drop(&mut self) {
+        if let Some((position, ..)) = self.taken.take()
+            && self.inlet.home.is_here()
+        {
+            self.inlet.give_back(position);
+        }
+    }
+}
+
 impl AsFd for Subscriber {
     /// A descriptor that is readable when a sample, or the end, may have come (an epoll descriptor; it nests).
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.is_polled.store(true, Ordering::Relaxed);
         self.fall_asleep();
-        if self.attached.as_ref().is_none_or(|attached| attached.ring.may_have_news()) {
+        if self.attached.as_ref().is_none_or(|at| at.taken.is_some() || at.ring.may_have_news()) {
             self.bell.ring();
         }
         self.readable.as_fd()

@@ -59,7 +59,7 @@ const SHAPE: usize = 5;
 const STRIDES: usize = SHAPE + RANK_MAX;
 const META: usize = STRIDES + RANK_MAX;
 const META_WORDS: usize = META_BYTES_MAX / 8;
-const _: () = assert!(META + META_WORDS <= 60);
+const _: () = assert!(META + META_WORDS <= 59);
 
 /// The strides follow from the shape and are not written.
 const CONTIGUOUS: u64 = 1;

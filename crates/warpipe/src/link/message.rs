@@ -40,7 +40,7 @@ pub(crate) enum Message {
     Welcome { generation: [u8; 16], device: DeviceId, depth: u32, access: Access, lossless: bool, regions: u32 },
     /// Publisher: one region of its memory, in order from 0. Descriptor: the memory.
     Region { id: u32, bytes: u64 },
-    /// Subscriber: everything is mapped, samples may come.
+    /// Subscriber: everything is mapped, samples may come. Publisher, in answer: from now on they do.
     Attached,
     /// Either: I close. The publisher's last word, or the subscriber's wish for no more samples.
     Bye(Farewell),

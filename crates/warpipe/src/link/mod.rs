@@ -7,6 +7,7 @@
 pub(crate) mod entry;
 pub(crate) mod message;
 pub(crate) mod peer;
+pub(crate) mod proof;
 pub(crate) mod ring;
 pub(crate) mod segment;
 pub(crate) mod wake;

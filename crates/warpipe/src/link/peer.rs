@@ -28,7 +28,12 @@ impl Peer {
     pub(crate) fn of(socket: BorrowedFd<'_>, name: &str) -> Result<Peer> {
         let credentials =
             os::peer_credentials(socket).map_err(|e| Error::os("getsockopt(SO_PEERCRED)", name.to_string(), e))?;
-        let pidfd = os::peer_pidfd(socket).or_else(|_| open_pidfd(credentials.pid));
+        let pidfd = os::peer_pidfd(socket).or_else(|error| match error {
+            // Only where the kernel does not know the option: of a peer that is dead already the number may by now
+            // be somebody else's.
+            rustix::io::Errno::NOPROTOOPT => open_pidfd(credentials.pid),
+            other => Err(other),
+        });
         let pidfd = pidfd.map_err(|error| match error.raw_os_error() {
             libc::EMFILE | libc::ENFILE => Error::os("pidfd_open", name.to_string(), error),
             _ => Error::Handshake { name: name.to_string(), fault: HandshakeFault::Unwatchable(error.to_string()) },

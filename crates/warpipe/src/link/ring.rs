@@ -57,31 +57,38 @@ pub(crate) struct SenderRing {
     sent: Vec<Sent>,
     /// Nobody reads any more: what the receiver held is over once its own data is complete.
     receiver_dead: bool,
+    signals_done: bool,
 }
 
 impl SenderRing {
     pub(crate) fn new(segment: Arc<Segment>) -> SenderRing {
         let depth = segment.depth() as usize;
-        SenderRing { segment, next: 1, sent: vec![Sent::default(); depth], receiver_dead: false }
+        SenderRing { segment, next: 1, sent: vec![Sent::default(); depth], receiver_dead: false, signals_done: false }
     }
 
     pub(crate) fn segment(&self) -> &Arc<Segment> {
         &self.segment
     }
 
-    /// Whether the sample at `position` is nobody's any more: released, or taken back *and* complete. (Until the
-    /// sender's stream has written a revoked position's `ready`, a later position's could be overwritten by it.)
+    /// Whether the sample at `position` is nobody's any more: complete, and released or taken back. (Until the
+    /// sender's stream has written a position's `ready`, a later position's could be overwritten by it, and the
+    /// slot is still being filled.) A peer that scribbles over `ready` keeps its entry until its death is proven.
     pub(crate) fn is_over(&self, position: u64) -> bool {
         let sent = self.sent[self.segment.index(position) as usize];
         let entry = self.segment.entry(position);
         sent.position != position
-            || ((sent.revoked || self.receiver_dead) && entry.ready.reached(position))
-            || entry.released.reached(position)
+            || (self.receiver_dead && self.signals_done)
+            || ((sent.revoked || self.receiver_dead || entry.released.reached(position)) && entry.ready.is(position))
     }
 
     /// The receiver is *proven* dead. (Suspicion is not enough: its device may still be reading.)
     pub(crate) fn receiver_is_dead(&mut self) {
         self.receiver_dead = true;
+    }
+
+    /// Every signal enqueued for this link is proven to have been executed, whatever its words say.
+    pub(crate) fn signals_are_done(&mut self) {
+        self.signals_done = true;
     }
 
     /// Finds room without changing anything.
@@ -111,10 +118,13 @@ impl SenderRing {
         self.segment.header().receiver.asleep.load(Acquire) != 0
     }
 
-    /// Gives up a position whose `ready` word may have been signalled for a sample that is not sent after all:
-    /// the word must never be reached early by the next one.
-    pub(crate) fn burn(&mut self, position: u64) {
-        self.step_over(position + 1);
+    /// Ends a sample that was published and whose data will never be complete. Nobody has seen it if it can still
+    /// be taken back; else its reader is told.
+    pub(crate) fn abort(&mut self, position: u64) {
+        if !self.revoke(position) {
+            abort(&self.segment, position);
+        }
+        self.segment.entry(position).ready.store(position);
     }
 
     fn step_over(&mut self, position: u64) {
@@ -158,12 +168,14 @@ impl SenderRing {
             let _taken_back = self.revoke(position);
         }
     }
+}
 
-    /// Whether every signal enqueued for this link has been executed, so that its memory may go.
-    pub(crate) fn is_quiet(&self) -> bool {
-        let signalled = self.sent.iter().filter(|sent| sent.position != 0);
-        signalled.into_iter().all(|sent| self.segment.entry(sent.position).ready.reached(sent.position))
-    }
+/// Tells the reader of `position`, on a link that may be on its way out, that the data will not be complete, and
+/// lets its stream go on.
+pub(crate) fn abort(segment: &Segment, position: u64) {
+    let entry = segment.entry(position);
+    entry.aborted.store(position, Release);
+    entry.ready.store(position);
 }
 
 /// What the receiver finds at its cursor.

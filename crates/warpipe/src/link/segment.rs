@@ -84,7 +84,9 @@ pub(crate) struct Entry {
     /// proven death, by the receiver's watcher).
     pub(crate) ready: TimelineWord,
     /// The rest of the description, as [`entry`](super::entry) packs it.
-    pub(crate) words: [AtomicU64; 60],
+    pub(crate) words: [AtomicU64; 59],
+    /// The position whose data the sender will never complete, though it lives. Written before `ready`.
+    pub(crate) aborted: AtomicU64,
     /// Reaches the position when the receiver's work on the sample is done. Written by the receiver's stream.
     pub(crate) released: TimelineWord,
     _reserved: [AtomicU64; 14],
@@ -101,7 +103,8 @@ const _: () = {
     assert!(offset_of!(ReceiverWords, asleep) == 128 && offset_of!(ReceiverWords, released) == 256);
     assert!(size_of::<Entry>() == 640);
     assert!(offset_of!(Entry, sequence) == 8 && offset_of!(Entry, ready) == 16);
-    assert!(offset_of!(Entry, words) == 32 && offset_of!(Entry, released) == 512);
+    assert!(offset_of!(Entry, words) == 32 && offset_of!(Entry, aborted) == 504);
+    assert!(offset_of!(Entry, released) == 512);
 };
 
 /// The length of a segment with `depth` entries, in bytes: whole pages.

@@ -6,6 +6,9 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+
 use rustix::fs::FileType;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
@@ -16,22 +19,28 @@ use crate::fork::PrivateFd;
 #[derive(Debug)]
 pub(crate) struct Wake {
     socket: PrivateFd,
+    is_closed: AtomicBool,
 }
 
 impl Wake {
+    fn new(socket: OwnedFd) -> Wake {
+        Wake { socket: PrivateFd::new(socket), is_closed: AtomicBool::new(false) }
+    }
+
     /// A new channel: our end, and the peer's descriptor.
     pub(crate) fn pair() -> Result<(Wake, OwnedFd)> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
             .map_err(|e| Error::os("socketpair", "a link's wake channel", e))?;
-        Ok((Wake { socket: PrivateFd::new(ours) }, theirs))
+        Ok((Wake::new(ours), theirs))
     }
 
     /// The end that a peer sent, once it is seen to be a socket.
     pub(crate) fn adopt(fd: OwnedFd) -> Result<Wake, HandshakeFault> {
         let stat = rustix::fs::fstat(&fd).map_err(|e| HandshakeFault::Wake(e.to_string()))?;
         match FileType::from_raw_mode(stat.st_mode) {
-            FileType::Socket => Ok(Wake { socket: PrivateFd::new(fd) }),
+            FileType::Socket if is_unix_seqpacket(&fd) => Ok(Wake::new(fd)),
+            FileType::Socket => Err(HandshakeFault::Wake("a socket of another kind".into())),
             other => Err(HandshakeFault::Wake(format!("a {other:?} instead of a socket"))),
         }
     }
@@ -45,11 +54,24 @@ impl Wake {
     pub(crate) fn drain(&self) {
         let mut byte = [0u8; 8];
         for _ in 0..64 {
-            if !rustix::net::recv(&self.socket, &mut byte, RecvFlags::DONTWAIT).is_ok_and(|(length, _)| length > 0) {
-                return;
+            match rustix::net::recv(&self.socket, &mut byte, RecvFlags::DONTWAIT) {
+                Ok((1.., _)) => {}
+                Ok(_) => return self.is_closed.store(true, Relaxed),
+                Err(_) => return,
             }
         }
     }
+
+    /// Whether the other end has closed: from then on the descriptor is readable for ever, and not to be slept on.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.is_closed.load(Relaxed)
+    }
+}
+
+/// Of this kind alone it is known that no call of ours can block: closing a TCP socket, for one, can linger.
+fn is_unix_seqpacket(fd: &OwnedFd) -> bool {
+    use rustix::net::sockopt::{socket_domain, socket_type};
+    socket_domain(fd) == Ok(AddressFamily::UNIX) && socket_type(fd) == Ok(SocketType::SEQPACKET)
 }
 
 impl AsFd for Wake {

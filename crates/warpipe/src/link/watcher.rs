@@ -1,5 +1,7 @@
-//! The watcher: the process's one background thread. It serves handshakes, sees deaths, keeps heartbeats and
-//! lets memory go that a device may still be writing.
+//! The watcher: the background thread that accepts connections, reads the links' sockets, sees deaths, rescues
+//! streams and keeps heartbeats. It never calls the driver: a driver may block behind a stream that waits for a
+//! peer, and it is the watcher who lets such a stream go when the peer has died. What must call the driver
+//! (making links, mapping regions, letting memory go) is left to a second thread, the *attendant*.
 //!
 //! It sleeps in `epoll_wait` until a descriptor speaks; while links exist it also ticks every
 //! [`TICK`], which is what a heartbeat costs.
@@ -7,6 +9,7 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -64,11 +67,18 @@ struct Retired {
     since: Instant,
 }
 
+/// What the attendant does, in order.
+pub(crate) type Job = Box<dyn FnOnce() + Send>;
+
+/// The most jobs that may wait for the attendant.
+const JOBS_MAX: usize = 4096;
+
 /// The watcher of this process.
 pub(crate) struct Watcher {
     epoll: PrivateFd,
     bell: Bell,
     tables: Mutex<Tables>,
+    jobs: SyncSender<Job>,
     next_id: AtomicU64,
 }
 
@@ -114,19 +124,28 @@ impl Watcher {
     fn start() -> Result<Arc<Watcher>> {
         let epoll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| Error::os("epoll_create1", "the watcher", e))?;
+        let (jobs, queue) = mpsc::sync_channel::<Job>(JOBS_MAX);
         let watcher = Arc::new(Watcher {
             epoll: PrivateFd::new(epoll),
             bell: Bell::new()?,
             tables: Mutex::default(),
+            jobs,
             next_id: AtomicU64::new(BELL + 1),
         });
         watcher.add(watcher.bell.as_fd(), BELL)?;
         let runner = watcher.clone();
-        std::thread::Builder::new()
-            .name("warpipe-watcher".into())
-            .spawn(move || runner.run())
-            .map_err(|e| Error::os("clone", "the watcher's thread", e))?;
+        start_thread("warpipe-attendant", move || {
+            for job in queue {
+                let _panicked = survive(job);
+            }
+        })?;
+        start_thread("warpipe-watcher", move || runner.run())?;
         Ok(watcher)
+    }
+
+    /// Leaves a job to the attendant. An error when it has too many already; the job is dropped.
+    pub(crate) fn attend(&self, job: Job) -> Result<(), TrySendError<Job>> {
+        self.jobs.try_send(job)
     }
 
     fn add(&self, fd: BorrowedFd<'_>, id: u64) -> Result<()> {
@@ -194,7 +213,11 @@ impl Watcher {
         }
         let found = self.lock().watches.get(&id).map(|entry| (entry.target.upgrade(), entry.tag));
         let next = match found {
-            Some((Some(target), tag)) => target.on_ready(tag),
+            Some((Some(target), tag)) => {
+                let next = survive(|| target.on_ready(tag)).unwrap_or(Next::Stop);
+                self.give_away(target);
+                next
+            }
             Some((None, _)) => Next::Stop,
             None => return,
         };
@@ -227,7 +250,10 @@ impl Watcher {
             }
         }
         self.lock().retired.append(&mut waiting);
-        drop(done);
+        if !done.is_empty() {
+            // Should the attendant's queue be full, they are let go here: late is better than never.
+            let _ = self.attend(Box::new(move || drop(done)));
+        }
     }
 
     fn tick_all(&self) {
@@ -237,7 +263,15 @@ impl Watcher {
             tables.ticked.clone()
         };
         let now = now_ns();
-        targets.iter().filter_map(Weak::upgrade).for_each(|target| target.on_tick(now));
+        for target in targets.iter().filter_map(Weak::upgrade) {
+            let _panicked = survive(|| target.on_tick(now));
+            self.give_away(target);
+        }
+    }
+
+    /// Lets the attendant drop it: should it be the last owner by now, that calls the driver.
+    fn give_away(&self, target: Arc<dyn Watched>) {
+        let _ = self.attend(Box::new(move || drop(target)));
     }
 
     fn lock(&self) -> MutexGuard<'_, Tables> {
@@ -251,10 +285,21 @@ impl Drop for Watch {
     }
 }
 
+/// Runs what is not the watcher's own (a policy is chosen by the user's code): its panic must not end the one thread
+/// that sees deaths. The panic hook has shown it.
+fn survive<T>(work: impl FnOnce() -> T) -> Option<T> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).ok()
+}
+
 fn remove_from(epoll: &impl AsFd, fd: RawFd) {
     // SAFETY: the descriptor is open (see the caller), and only borrowed for the call.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     let _ = epoll::delete(epoll, fd);
+}
+
+fn start_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
+    let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
+    spawned.map(drop).map_err(|e| Error::os("clone", format!("the thread {name}"), e))
 }
 
 /// Random bytes for an endpoint's generation: `getrandom(2)`.

@@ -63,13 +63,29 @@ pub(crate) struct Arena {
     changes: u64,
 }
 
-/// Why there is no slot.
-#[derive(Debug)]
-pub(crate) enum NoSlot {
-    /// What is in use must be released first; `used` of `limit` bytes are.
-    Exhausted { used: u64, limit: u64 },
-    /// It could never fit, or the device refused.
-    Failed(Error),
+/// A region that has been counted and not been made.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Growth {
+    least: u64,
+    generous: u64,
+}
+
+impl Growth {
+    /// Allocates and exports it; the least that will do when the device has no more.
+    pub(crate) fn make(&self, device: &Device) -> Result<Chunk> {
+        match Chunk::new(device, self.generous) {
+            Err(Error::DeviceMemory { .. }) if self.generous > self.least => Chunk::new(device, self.least),
+            other => other,
+        }
+    }
+}
+
+impl Chunk {
+    fn new(device: &Device, bytes: u64) -> Result<Chunk> {
+        let region = Region::allocate(device, bytes)?;
+        let export = region.export()?;
+        Ok(Chunk { free: vec![(0, region.bytes())], region: Arc::new(region), export })
+    }
 }
 
 impl Arena {
@@ -118,33 +134,28 @@ impl Arena {
         }
     }
 
-    /// Adds a region in which `bytes` fit: twice the memory so far if the limit allows, `exempt` bytes beside it.
-    /// Returns the new region's number.
-    pub(crate) fn grow(&mut self, bytes: u64, exempt: u64) -> Result<u32, NoSlot> {
-        let limit = self.limit.saturating_add(exempt);
-        let exhausted = NoSlot::Exhausted { used: self.total, limit: self.limit };
-        let room = limit.saturating_sub(self.total);
-        let Some(least) = needed(bytes).and_then(|bytes| bytes.checked_next_multiple_of(self.granularity())) else {
-            return Err(exhausted);
-        };
-        if least > room || self.chunks.len() >= REGIONS_MAX {
-            return Err(exhausted);
+    /// A region in which `bytes` fit, counted against the limit from now on: as much as there is so far, if the
+    /// limit and `exempt` bytes beside it allow. `None` when they do not.
+    pub(crate) fn plan(&mut self, bytes: u64, exempt: u64) -> Option<Growth> {
+        let room = self.limit.saturating_add(exempt).saturating_sub(self.total);
+        let unit = self.granularity();
+        let least = needed(bytes)?.checked_next_multiple_of(unit)?;
+        let is_out_of_numbers = self.unused.is_empty() && self.slots.len() >= SLOTS_MAX;
+        if least > room || self.chunks.len() >= REGIONS_MAX || is_out_of_numbers {
+            return None;
         }
-        let generous = self.total.next_multiple_of(self.granularity()).clamp(least, room - room % self.granularity());
-        let chunk = match self.chunk(generous) {
-            Err(Error::DeviceMemory { .. }) if generous > least => self.chunk(least),
-            other => other,
-        };
-        let chunk = chunk.map_err(NoSlot::Failed)?;
+        let generous = self.total.next_multiple_of(unit).clamp(least, room - room % unit);
+        self.total += generous;
+        Some(Growth { least, generous })
+    }
+
+    /// Takes in what became of a plan. Returns the new region's number.
+    pub(crate) fn adopt(&mut self, growth: Growth, made: Result<Chunk>) -> Result<u32> {
+        self.total -= growth.generous;
+        let chunk = made?;
         self.total += chunk.region.bytes();
         self.chunks.push(chunk);
         Ok(self.chunks.len() as u32 - 1)
-    }
-
-    fn chunk(&self, bytes: u64) -> Result<Chunk> {
-        let region = Region::allocate(&self.device, bytes)?;
-        let export = region.export()?;
-        Ok(Chunk { free: vec![(0, region.bytes())], region: Arc::new(region), export })
     }
 
     fn granularity(&self) -> u64 {
@@ -243,10 +254,25 @@ mod tests {
         Arena::new(&Device::host(), limit)
     }
 
+    fn grow(arena: &mut Arena, bytes: u64, exempt: u64) -> Option<u32> {
+        let growth = arena.plan(bytes, exempt)?;
+        let made = growth.make(&Device::host());
+        Some(arena.adopt(growth, made).unwrap())
+    }
+
+    #[test]
+    fn a_region_that_could_not_be_made_is_not_counted() {
+        let mut arena = arena(u64::MAX);
+        let growth = arena.plan(1 << 60, 0).unwrap();
+        let made = growth.make(&Device::host());
+        assert!(matches!(arena.adopt(growth, made), Err(Error::DeviceMemory { .. })));
+        assert_eq!(arena.total(), 0);
+    }
+
     #[test]
     fn freed_neighbours_become_one_range_again() {
         let mut arena = arena(2 << 20);
-        arena.grow(1, 0).unwrap();
+        grow(&mut arena, 1, 0).unwrap();
         let slots: Vec<_> = (0..4).map(|_| arena.take(512 << 10).unwrap()).collect();
         assert!(arena.take(1).is_none());
         for id in [1, 3, 0, 2] {
@@ -258,16 +284,17 @@ mod tests {
     #[test]
     fn the_limit_holds_and_says_what_is_used() {
         let mut arena = arena(4 << 20);
-        arena.grow(3 << 20, 0).unwrap();
-        assert!(matches!(arena.grow(1, 0), Err(NoSlot::Exhausted { used: 4194304, limit: 4194304 })));
-        assert!(matches!(arena.grow(u64::MAX, 0), Err(NoSlot::Exhausted { .. })));
-        assert!(arena.grow(1, 2 << 20).is_ok(), "what the dead and the evicted hold does not count");
+        grow(&mut arena, 3 << 20, 0).unwrap();
+        assert_eq!((arena.total(), arena.limit()), (4 << 20, 4 << 20));
+        assert!(grow(&mut arena, 1, 0).is_none());
+        assert!(grow(&mut arena, u64::MAX, 0).is_none());
+        assert!(grow(&mut arena, 1, 2 << 20).is_some(), "what the dead and the evicted hold does not count");
     }
 
     #[test]
     fn a_fenced_slot_is_free_only_when_its_word_is_reached() {
         let mut arena = arena(2 << 20);
-        arena.grow(1, 0).unwrap();
+        grow(&mut arena, 1, 0).unwrap();
         let slot = arena.take(2 << 20).unwrap();
         arena.fence(slot, 7);
         arena.let_go(slot);
@@ -280,7 +307,7 @@ mod tests {
     #[test]
     fn an_empty_slot_still_has_a_place_of_its_own() {
         let mut arena = arena(2 << 20);
-        arena.grow(0, 0).unwrap();
+        grow(&mut arena, 0, 0).unwrap();
         let (a, b) = (arena.take(0).unwrap(), arena.take(0).unwrap());
         assert_ne!(arena.slot(a).offset, arena.slot(b).offset);
     }

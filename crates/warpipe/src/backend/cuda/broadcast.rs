@@ -44,14 +44,19 @@ pub(super) struct Broadcast {
 }
 
 impl Broadcast {
-    /// Loads the kernel and launches it once without words, on the default stream, so that no
-    /// later launch has anything to load. The context is current.
+    /// Loads the kernel and launches it once without words, so that no later launch has anything to load; on a
+    /// stream of its own, since the default stream would wait for whatever else the program runs. The context is
+    /// current.
     pub fn load(driver: &Driver) -> Result<Broadcast> {
         let module = load_module(driver, PTX)?;
         let function = load_function(driver, module, c"warpipe_broadcast")?;
         let broadcast = Broadcast { function };
-        // SAFETY: no words, and null is the default stream.
-        unsafe { broadcast.launch(driver, ptr::null_mut(), &[]) }?;
+        let stream = driver.stream_create()?;
+        // SAFETY: no words, and the stream is live.
+        let launched = unsafe { broadcast.launch(driver, stream, &[]) };
+        // SAFETY: created above, used for the last time.
+        let destroyed = unsafe { driver.stream_destroy(stream) };
+        launched.and(destroyed)?;
         Ok(broadcast)
     }
 

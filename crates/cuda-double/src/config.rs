@@ -1,0 +1,97 @@
+//! What the environment asks of the double.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use crate::status::{Outcome, Status};
+
+/// The most GPUs that can be asked for.
+pub const DEVICES_MAX: usize = 8;
+
+pub struct Config {
+    /// The GPUs that `CUDA_VISIBLE_DEVICES` leaves, in its order, by their fixed number.
+    pub visible: Vec<usize>,
+    pub memory_bytes: u64,
+    pub peers: bool,
+    pub delay: Duration,
+    failures: Vec<Failure>,
+}
+
+struct Failure {
+    function: String,
+    call: u64,
+    code: i32,
+}
+
+pub fn get() -> &'static Config {
+    static CONFIG: OnceLock<Config> = OnceLock::new();
+    CONFIG.get_or_init(|| {
+        let devices = number("CUDA_DOUBLE_DEVICES").unwrap_or(1).clamp(1, DEVICES_MAX as u64) as usize;
+        Config {
+            visible: visible(devices, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref()),
+            memory_bytes: number("CUDA_DOUBLE_MEMORY_MB").unwrap_or(65_536) << 20,
+            peers: std::env::var_os("CUDA_DOUBLE_NO_PEER").is_none(),
+            delay: Duration::from_micros(number("CUDA_DOUBLE_DELAY_US").unwrap_or(0)),
+            failures: std::env::var("CUDA_DOUBLE_FAIL").map(|text| failures(&text)).unwrap_or_default(),
+        }
+    })
+}
+
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name} is {text:?}, not a number")))
+}
+
+/// Like the driver, the list ends at its first entry that is no GPU.
+fn visible(devices: usize, list: Option<&str>) -> Vec<usize> {
+    let Some(list) = list else { return (0..devices).collect() };
+    list.split(',').map_while(|entry| entry.trim().parse().ok().filter(|&index: &usize| index < devices)).collect()
+}
+
+fn failures(text: &str) -> Vec<Failure> {
+    text.split(',').map(|entry| failure(entry).unwrap_or_else(|| panic!("CUDA_DOUBLE_FAIL has {entry:?}"))).collect()
+}
+
+fn failure(entry: &str) -> Option<Failure> {
+    let mut parts = entry.split(':');
+    let function = parts.next()?.to_owned();
+    let (call, code) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+    parts.next().is_none().then_some(Failure { function, call, code })
+}
+
+/// Counts a call of `function`, and fails it if it is one that was asked to fail.
+pub fn asked_failure(function: &'static str) -> Outcome {
+    static CALLS: Mutex<Option<HashMap<&'static str, u64>>> = Mutex::new(None);
+    let failures = &get().failures;
+    if failures.is_empty() {
+        return Ok(());
+    }
+    let mut calls = CALLS.lock().unwrap_or_else(PoisonError::into_inner);
+    let call = calls.get_or_insert_default().entry(function).or_insert(0);
+    *call += 1;
+    match failures.iter().find(|failure| failure.function == function && failure.call == *call) {
+        Some(failure) => Err(Status(failure.code)),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_visible_list_reorders_and_ends_at_the_first_stranger() {
+        assert_eq!(visible(2, None), [0, 1]);
+        assert_eq!(visible(2, Some("1,0")), [1, 0]);
+        assert_eq!(visible(2, Some("1,7,0")), [1]);
+        assert_eq!(visible(2, Some("")), Vec::<usize>::new());
+    }
+
+    #[test]
+    fn a_failure_names_function_call_and_code() {
+        let failure = failure("cuMemCreate:3:2").unwrap();
+        assert_eq!((failure.function.as_str(), failure.call, failure.code), ("cuMemCreate", 3, 2));
+        assert!(super::failure("cuMemCreate:3").is_none());
+    }
+}

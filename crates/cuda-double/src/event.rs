@@ -1,0 +1,104 @@
+//! Events: how often recorded, and how many of those records a stream has reached.
+
+use std::collections::HashMap;
+use std::ffi::{c_int, c_void};
+use std::ptr;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use crate::status::*;
+use crate::stream;
+use crate::work::Work;
+
+#[derive(Default)]
+pub struct Event {
+    turns: Mutex<Turns>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Turns {
+    recorded: u64,
+    complete: u64,
+}
+
+impl Event {
+    fn record(&self) -> u64 {
+        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        turns.recorded += 1;
+        turns.recorded
+    }
+
+    fn last_recorded(&self) -> u64 {
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner).recorded
+    }
+
+    fn is_complete(&self) -> bool {
+        let turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        turns.complete >= turns.recorded
+    }
+
+    pub fn complete(&self, turn: u64) {
+        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        turns.complete = turns.complete.max(turn);
+        self.changed.notify_all();
+    }
+
+    pub fn wait(&self, turn: u64) {
+        let turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.changed.wait_while(turns, |turns| turns.complete < turn));
+    }
+}
+
+static EVENTS: Mutex<Option<HashMap<usize, Arc<Event>>>> = Mutex::new(None);
+
+fn with<T>(body: impl FnOnce(&mut HashMap<usize, Arc<Event>>) -> T) -> T {
+    body(EVENTS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
+}
+
+fn find(event: *mut c_void) -> Outcome<Arc<Event>> {
+    with(|events| events.get(&event.addr()).cloned()).ok_or(INVALID_HANDLE)
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuEventCreate(out: *mut *mut c_void, _flags: u32) -> c_int {
+    answer("cuEventCreate", Needs::Context, || {
+        let event = Arc::new(Event::default());
+        let handle = Arc::as_ptr(&event).cast_mut().cast::<c_void>();
+        with(|events| events.insert(handle.addr(), event));
+        // SAFETY: the caller's out pointer.
+        unsafe { give(out, ptr::without_provenance_mut(handle.addr())) }
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuEventDestroy_v2(event: *mut c_void) -> c_int {
+    answer("cuEventDestroy_v2", Needs::Context, || {
+        with(|events| events.remove(&event.addr())).map(drop).ok_or(INVALID_HANDLE)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuEventRecord(event: *mut c_void, stream: *mut c_void) -> c_int {
+    answer("cuEventRecord", Needs::Context, || {
+        let (event, stream) = (find(event)?, stream::find(stream)?);
+        let turn = event.record();
+        stream.push(Work::Record { event, turn })
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuEventQuery(event: *mut c_void) -> c_int {
+    answer("cuEventQuery", Needs::Context, || {
+        stream::check_fault()?;
+        if find(event)?.is_complete() { Ok(()) } else { Err(NOT_READY) }
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, _flags: u32) -> c_int {
+    answer("cuStreamWaitEvent", Needs::Context, || {
+        let (event, stream) = (find(event)?, stream::find(stream)?);
+        let turn = event.last_recorded();
+        stream.push(Work::Await { event, turn })
+    })
+}

@@ -1,0 +1,140 @@
+//! Status codes, and the frame in which every function answers.
+
+use std::ffi::{c_char, c_int};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::{config, device};
+
+/// A `CUresult` other than success.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Status(pub c_int);
+
+pub type Outcome<T = ()> = Result<T, Status>;
+
+macro_rules! codes {
+    ($($name:ident = $code:literal, $text:literal;)*) => {
+        // Some are never returned unless a test asks for them by number.
+        $(#[allow(dead_code)] pub const $name: Status = Status($code);)*
+
+        /// Name and text of a code, both terminated.
+        fn words(code: c_int) -> Option<(&'static str, &'static str)> {
+            match code {
+                0 => Some(("CUDA_SUCCESS\0", "no error\0")),
+                $($code => Some((concat!("CUDA_ERROR_", stringify!($name), "\0"), concat!($text, "\0"))),)*
+                _ => None,
+            }
+        }
+    };
+}
+
+codes! {
+    INVALID_VALUE = 1, "invalid argument";
+    OUT_OF_MEMORY = 2, "out of memory";
+    NOT_INITIALIZED = 3, "initialization error";
+    NO_DEVICE = 100, "no CUDA-capable device is detected";
+    INVALID_DEVICE = 101, "invalid device ordinal";
+    INVALID_CONTEXT = 201, "invalid device context";
+    NO_BINARY_FOR_GPU = 209, "no kernel image is available for execution on the device";
+    INVALID_PTX = 218, "a PTX JIT compilation failed";
+    OPERATING_SYSTEM = 304, "OS call failed or operation not supported on this OS";
+    INVALID_HANDLE = 400, "invalid resource handle";
+    NOT_FOUND = 500, "named symbol not found";
+    NOT_READY = 600, "device not ready";
+    HOST_MEMORY_ALREADY_REGISTERED = 712, "part or all of the requested memory range is already mapped";
+    HOST_MEMORY_NOT_REGISTERED = 713, "pointer does not correspond to a registered memory region";
+    LAUNCH_FAILED = 719, "unspecified launch failure";
+    NOT_SUPPORTED = 801, "operation not supported";
+    SYSTEM_DRIVER_MISMATCH = 803, "system has unsupported display driver / cuda driver combination";
+    UNKNOWN = 999, "unknown error";
+}
+
+/// What a function needs before it can do anything.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Needs {
+    /// Nothing: `cuInit` itself.
+    Nothing,
+    /// An initialised driver.
+    Init,
+    /// A context current on the calling thread.
+    Context,
+}
+
+static INITIALISED: AtomicBool = AtomicBool::new(false);
+
+/// Runs one function of the driver: its asked-for failure, its needs, its body, and no panic into C.
+pub fn answer(name: &'static str, needs: Needs, body: impl FnOnce() -> Outcome) -> c_int {
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        config::asked_failure(name)?;
+        if needs != Needs::Nothing && !INITIALISED.load(Ordering::Acquire) {
+            return Err(NOT_INITIALIZED);
+        }
+        if needs == Needs::Context {
+            device::current()?;
+        }
+        body()
+    }));
+    match outcome {
+        Ok(Ok(())) => 0,
+        Ok(Err(status)) => status.0,
+        Err(_) => UNKNOWN.0,
+    }
+}
+
+/// Stores through a caller's out pointer.
+///
+/// # Safety
+/// `out` is null or valid for a write of `T`.
+pub unsafe fn give<T>(out: *mut T, value: T) -> Outcome {
+    if out.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: not null, so valid by the caller's promise.
+    unsafe { out.write(value) };
+    Ok(())
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuInit(flags: u32) -> c_int {
+    answer("cuInit", Needs::Nothing, || {
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        if config::get().visible.is_empty() {
+            return Err(NO_DEVICE);
+        }
+        INITIALISED.store(true, Ordering::Release);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuGetErrorName(code: c_int, out: *mut *const c_char) -> c_int {
+    // SAFETY: the caller's out pointer.
+    unsafe { describe(code, out, |(name, _)| name) }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuGetErrorString(code: c_int, out: *mut *const c_char) -> c_int {
+    // SAFETY: the caller's out pointer.
+    unsafe { describe(code, out, |(_, text)| text) }
+}
+
+/// Usable before `cuInit`, like the driver's.
+///
+/// # Safety
+/// As for [`give`].
+unsafe fn describe(
+    code: c_int,
+    out: *mut *const c_char,
+    choose: fn((&'static str, &'static str)) -> &'static str,
+) -> c_int {
+    let found = words(code).map(choose);
+    let text = found.map_or(ptr::null(), |text| text.as_ptr().cast());
+    // SAFETY: the caller's promise.
+    match unsafe { give(out, text) } {
+        Ok(()) if found.is_some() => 0,
+        _ => INVALID_VALUE.0,
+    }
+}

@@ -1,0 +1,266 @@
+//! Streams: threads that do later what is enqueued now.
+
+use std::collections::{HashMap, VecDeque};
+use std::ffi::{c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use crate::status::*;
+use crate::work::Work;
+use crate::{device, host, memory};
+
+/// The code of the first work that failed: every call that looks at streams returns it from then on.
+static FAULT: AtomicI32 = AtomicI32::new(0);
+
+pub struct Stream {
+    /// The fixed number of its device.
+    device: usize,
+    queue: Mutex<Queue>,
+    grown: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    work: VecDeque<Work>,
+    /// Enqueued and not yet done, the piece being worked on included.
+    unfinished: usize,
+    closed: bool,
+}
+
+impl Stream {
+    fn start(device: usize) -> Outcome<Arc<Stream>> {
+        let stream = Arc::new(Stream { device, queue: Mutex::default(), grown: Condvar::new() });
+        let worker = stream.clone();
+        std::thread::Builder::new()
+            .name("cuda-double".into())
+            .spawn(move || worker.work())
+            .map_err(|_| OPERATING_SYSTEM)?;
+        Ok(stream)
+    }
+
+    pub fn push(&self, work: Work) -> Outcome {
+        check_fault()?;
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        queue.work.push_back(work);
+        queue.unfinished += 1;
+        self.grown.notify_one();
+        Ok(())
+    }
+
+    fn close(&self) {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner).closed = true;
+        self.grown.notify_one();
+    }
+
+    fn is_idle(&self) -> bool {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner).unfinished == 0
+    }
+
+    fn work(&self) {
+        while let Some(work) = self.next() {
+            // SAFETY: that memory outlives the work enqueued on it is the program's duty, as on a GPU.
+            let ran = catch_unwind(AssertUnwindSafe(|| unsafe { work.run() }));
+            if ran.is_err() {
+                FAULT.store(LAUNCH_FAILED.0, Ordering::Release);
+            }
+            self.queue.lock().unwrap_or_else(PoisonError::into_inner).unfinished -= 1;
+        }
+    }
+
+    /// The next piece of work; none once the stream is closed and empty.
+    fn next(&self) -> Option<Work> {
+        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self
+            .grown
+            .wait_while(queue, |queue| queue.work.is_empty() && !queue.closed)
+            .unwrap_or_else(PoisonError::into_inner);
+        queue.work.pop_front()
+    }
+}
+
+pub fn check_fault() -> Outcome {
+    match FAULT.load(Ordering::Acquire) {
+        0 => Ok(()),
+        code => Err(Status(code)),
+    }
+}
+
+/// Live streams by handle. The default stream of a device has the device's number for a key.
+static STREAMS: Mutex<Option<HashMap<usize, Arc<Stream>>>> = Mutex::new(None);
+
+fn with<T>(body: impl FnOnce(&mut HashMap<usize, Arc<Stream>>) -> T) -> T {
+    body(STREAMS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
+}
+
+/// The stream of a handle, if it is one of the current context. Null, 1 and 2 are its default stream.
+pub fn find(handle: *mut c_void) -> Outcome<Arc<Stream>> {
+    let device = device::current()?;
+    with(|streams| {
+        if handle.addr() > 2 {
+            return streams.get(&handle.addr()).filter(|stream| stream.device == device).cloned().ok_or(INVALID_HANDLE);
+        }
+        if let Some(stream) = streams.get(&device) {
+            return Ok(stream.clone());
+        }
+        let stream = Stream::start(device)?;
+        streams.insert(device, stream.clone());
+        Ok(stream)
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuStreamCreate(out: *mut *mut c_void, flags: u32) -> c_int {
+    answer("cuStreamCreate", Needs::Context, || {
+        if flags > 1 {
+            return Err(INVALID_VALUE);
+        }
+        let stream = Stream::start(device::current()?)?;
+        let handle = Arc::as_ptr(&stream).addr();
+        with(|streams| streams.insert(handle, stream));
+        // SAFETY: the caller's out pointer.
+        unsafe { give(out, ptr::without_provenance_mut(handle)) }
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> c_int {
+    answer("cuStreamDestroy_v2", Needs::Context, || {
+        let stream = with(|streams| streams.remove(&stream.addr())).ok_or(INVALID_HANDLE)?;
+        stream.close();
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuStreamQuery(stream: *mut c_void) -> c_int {
+    answer("cuStreamQuery", Needs::Context, || {
+        check_fault()?;
+        if find(stream)?.is_idle() { Ok(()) } else { Err(NOT_READY) }
+    })
+}
+
+/// The operations of a batch, wait and write, in the driver's layout.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Operation {
+    kind: u32,
+    word: u64,
+    value: u64,
+    flags: u32,
+    alias: u64,
+    pad: u64,
+}
+
+impl Operation {
+    fn work(self) -> Outcome<Work> {
+        let Operation { kind, word, value, flags, .. } = self;
+        if flags != 0 {
+            return Err(NOT_SUPPORTED);
+        }
+        if !word.is_multiple_of(8) || !memory::usable(word, 8, kind == 5) {
+            return Err(INVALID_VALUE);
+        }
+        match kind {
+            4 => Ok(Work::Wait { word, value }),
+            5 => Ok(Work::Write { word, value }),
+            _ => Err(NOT_SUPPORTED),
+        }
+    }
+}
+
+fn enqueue(stream: *mut c_void, operations: &[Operation]) -> Outcome {
+    let stream = find(stream)?;
+    // All are looked at before one is enqueued: a batch is taken whole or not at all.
+    let work: Outcome<Vec<Work>> = operations.iter().map(|operation| operation.work()).collect();
+    work?.into_iter().try_for_each(|work| stream.push(work))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuStreamWaitValue64_v2(stream: *mut c_void, word: u64, value: u64, flags: u32) -> c_int {
+    answer("cuStreamWaitValue64_v2", Needs::Context, || {
+        enqueue(stream, &[Operation { kind: 4, word, value, flags, alias: 0, pad: 0 }])
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuStreamWriteValue64_v2(stream: *mut c_void, word: u64, value: u64, flags: u32) -> c_int {
+    answer("cuStreamWriteValue64_v2", Needs::Context, || {
+        enqueue(stream, &[Operation { kind: 5, word, value, flags, alias: 0, pad: 0 }])
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuStreamBatchMemOp_v2(
+    stream: *mut c_void,
+    count: u32,
+    operations: *mut c_void,
+    flags: u32,
+) -> c_int {
+    answer("cuStreamBatchMemOp_v2", Needs::Context, || {
+        if operations.is_null() || count > 256 || flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: the caller's array of `count` operations.
+        enqueue(stream, unsafe { std::slice::from_raw_parts(operations.cast::<Operation>(), count as usize) })
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemcpyAsync(dst: u64, src: u64, bytes: usize, stream: *mut c_void) -> c_int {
+    answer("cuMemcpyAsync", Needs::Context, || {
+        if !memory::usable(dst, bytes, true) || !memory::usable(src, bytes, false) {
+            return Err(INVALID_VALUE);
+        }
+        find(stream)?.push(Work::Copy { dst, src, bytes })
+    })
+}
+
+/// Pageable memory is read at the call, registered memory when the stream gets there.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemcpyHtoDAsync_v2(dst: u64, src: *const c_void, bytes: usize, stream: *mut c_void) -> c_int {
+    answer("cuMemcpyHtoDAsync_v2", Needs::Context, || {
+        if src.is_null() || !memory::is_device(dst, bytes, true) {
+            return Err(INVALID_VALUE);
+        }
+        let stream = find(stream)?;
+        if host::is_registered(src.addr() as u64, bytes) {
+            return stream.push(Work::Copy { dst, src: src.expose_provenance() as u64, bytes });
+        }
+        // SAFETY: the caller's memory of that length.
+        let bytes = unsafe { std::slice::from_raw_parts(src.cast::<u8>(), bytes) }.to_vec();
+        stream.push(Work::Staged { dst, bytes })
+    })
+}
+
+/// Pageable memory is written before the call returns, registered memory when the stream gets there.
+#[unsafe(no_mangle)]
+extern "C" fn cuMemcpyDtoHAsync_v2(dst: *mut c_void, src: u64, bytes: usize, stream: *mut c_void) -> c_int {
+    answer("cuMemcpyDtoHAsync_v2", Needs::Context, || {
+        if dst.is_null() || !memory::is_device(src, bytes, false) {
+            return Err(INVALID_VALUE);
+        }
+        let stream = find(stream)?;
+        let dst = dst.expose_provenance() as u64;
+        stream.push(Work::Copy { dst, src, bytes })?;
+        if host::is_registered(dst, bytes) {
+            return Ok(());
+        }
+        let (told, done) = std::sync::mpsc::channel();
+        stream.push(Work::Tell(told))?;
+        done.recv().map_err(|_| LAUNCH_FAILED)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuLaunchHostFunc(
+    stream: *mut c_void,
+    function: Option<unsafe extern "C" fn(*mut c_void)>,
+    argument: *mut c_void,
+) -> c_int {
+    answer("cuLaunchHostFunc", Needs::Context, || {
+        let function = function.ok_or(INVALID_VALUE)?;
+        find(stream)?.push(Work::Function { function, argument: argument.expose_provenance() })
+    })
+}

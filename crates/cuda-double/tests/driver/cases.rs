@@ -1,0 +1,413 @@
+//! What the children do: the CUDA backend by its seam, with nothing but the double below it.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use rustix::mm::{MapFlags, ProtFlags};
+use warpipe::backend::{Access, Backend, DeviceId, RawRegion, RawStream, StreamOp, TimelineWord};
+use warpipe::{Device, Error, Stream};
+
+const MIB: u64 = 1 << 20;
+const REGION_BYTES: u64 = 2 * MIB;
+/// Long enough for a machine that is busy with other things; nothing here takes a thousandth of it.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+macro_rules! cases {
+    ($($name:ident = $function:ident;)*) => {
+        $(pub const $name: &str = stringify!($function);)*
+
+        pub fn run(name: &str) {
+            match name {
+                $(stringify!($function) => $function(),)*
+                _ => panic!("no case {name}"),
+            }
+        }
+    };
+}
+
+cases! {
+    OPEN = open;
+    REGION = region;
+    TIMELINE = timeline;
+    BROADCAST = broadcast;
+    KERNEL = kernel;
+    UPLOAD = upload;
+    CALL = call;
+    EVENT = event;
+    MISSING_SYMBOL = missing_symbol;
+    NO_DEVICE = no_device;
+    NO_DRIVER = no_driver;
+    MISMATCH = mismatch;
+    EXHAUSTION = exhaustion;
+    FAILED_ALLOCATION = failed_allocation;
+    FAILED_IMPORT = failed_import;
+    FAILED_REGISTER = failed_register;
+    FAILED_OPEN = failed_open;
+    FOREIGN_DESCRIPTORS = foreign_descriptors;
+    READ_ONLY = read_only;
+    PEERS_APART = peers_apart;
+    PEERS = peers;
+    IDENTITY = identity;
+}
+
+fn gpu() -> Device {
+    Device::cuda(0).unwrap()
+}
+
+fn export(backend: &Arc<dyn Backend>, region: &RawRegion) -> OwnedFd {
+    // SAFETY: every region here comes from `allocate` and is released after its export.
+    unsafe { backend.export(region) }.unwrap()
+}
+
+fn release(backend: &Arc<dyn Backend>, region: RawRegion) {
+    // SAFETY: every region here is released once, with its streams idle.
+    unsafe { backend.release(region) }.unwrap();
+}
+
+fn import(backend: &Arc<dyn Backend>, fd: BorrowedFd<'_>, bytes: u64) -> Result<RawRegion, Error> {
+    backend.import(fd, bytes, Access::ReadWrite, backend.info().id)
+}
+
+fn download(device: &Device, stream: &Stream, src: u64, bytes: usize) -> Vec<u8> {
+    let mut out = vec![0; bytes];
+    // SAFETY: the regions read here are as long as what is asked for.
+    unsafe { device.backend().download(stream.raw(), &mut out, src) }.unwrap();
+    out
+}
+
+/// A page of words, registered; lives until the process ends.
+fn words(device: &Device) -> (&'static [TimelineWord], u64) {
+    let flags = MapFlags::SHARED;
+    // SAFETY: a new mapping, placed by the kernel and never unmapped.
+    let page =
+        unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), 4096, ProtFlags::READ | ProtFlags::WRITE, flags) }
+            .unwrap();
+    // SAFETY: a whole mapped page that stays.
+    let address = unsafe { device.backend().register(page.cast(), 4096) }.unwrap();
+    // SAFETY: zeros are valid words, the page is aligned and lives on.
+    let words = unsafe { std::slice::from_raw_parts(page.cast::<TimelineWord>(), 4096 / size_of::<TimelineWord>()) };
+    (words, address)
+}
+
+fn word_address(base: u64, index: usize) -> u64 {
+    base + (index * size_of::<TimelineWord>()) as u64
+}
+
+fn batch(device: &Device, stream: RawStream, ops: &[StreamOp]) -> Result<(), Error> {
+    // SAFETY: the streams here are live, the words lie in pages that are never unmapped.
+    unsafe { device.backend().batch(stream, ops) }
+}
+
+/// Of the double: bytes created, handles, reserved ranges, mapped ranges.
+fn census() -> [u64; 4] {
+    let library = driver_library();
+    let mut census = [0; 4];
+    // SAFETY: the double has this function with this signature.
+    unsafe {
+        let count = library.get::<unsafe extern "C" fn(*mut [u64; 4]) -> i32>("cudaDoubleCensus").unwrap();
+        assert_eq!(count(&mut census), 0);
+    }
+    census
+}
+
+/// The double that the backend loaded: the same name gives the same library.
+fn driver_library() -> libloading::Library {
+    // SAFETY: loaded before, so nothing is initialised again.
+    unsafe { libloading::Library::new("libcuda.so.1") }.unwrap()
+}
+
+fn current_context() -> usize {
+    let library = driver_library();
+    let mut context = 0;
+    // SAFETY: the driver's function, with an out pointer the size of a pointer.
+    unsafe {
+        let get = library.get::<unsafe extern "C" fn(*mut usize) -> i32>("cuCtxGetCurrent").unwrap();
+        assert_eq!(get(&mut context), 0);
+    }
+    context
+}
+
+fn make_primary_current(device: i32) {
+    let library = driver_library();
+    let mut context = 0;
+    // SAFETY: the driver's functions, with their signatures.
+    unsafe {
+        let retain = library.get::<unsafe extern "C" fn(*mut usize, i32) -> i32>("cuDevicePrimaryCtxRetain").unwrap();
+        let set = library.get::<unsafe extern "C" fn(usize) -> i32>("cuCtxSetCurrent").unwrap();
+        assert_eq!((retain(&mut context, device), set(context)), (0, 0));
+    }
+}
+
+fn open() {
+    let device = gpu();
+    assert!(Arc::ptr_eq(device.backend(), gpu().backend()));
+    assert_eq!(device.info().name, "CUDA double 0");
+    assert_eq!(device.backend().granularity(), REGION_BYTES);
+    assert!(matches!(Device::cuda(2), Err(Error::NoSuchDevice { .. })));
+    assert_eq!(current_context(), 0, "none was current before");
+    make_primary_current(1);
+    let others = current_context();
+    let region = device.backend().allocate(REGION_BYTES).unwrap();
+    assert_eq!(current_context(), others);
+    let backend = device.backend().clone();
+    std::thread::spawn(move || release(&backend, region)).join().unwrap();
+}
+
+fn region() {
+    let device = gpu();
+    let backend = device.backend();
+    let region = backend.allocate(2 * REGION_BYTES).unwrap();
+    let fd = export(backend, &region);
+    assert!(rustix::io::fcntl_getfd(&fd).unwrap().contains(rustix::io::FdFlags::CLOEXEC));
+    let alias = import(backend, fd.as_fd(), region.bytes).unwrap();
+    assert_ne!(alias.ptr, region.ptr);
+    assert_eq!(backend.bytes_held(), 4 * REGION_BYTES);
+    let stream = device.stream().unwrap();
+    let sent: Vec<u8> = (0..=255).collect();
+    assert_eq!(download(&device, &stream, region.ptr, 256), [0; 256], "new memory is zeroed");
+    // SAFETY: both are mapped and long enough; the download waits for the upload.
+    unsafe { backend.upload(stream.raw(), region.ptr + 100, &sent) }.unwrap();
+    assert_eq!(download(&device, &stream, alias.ptr + 100, 256), sent);
+    release(backend, region);
+    assert_eq!(download(&device, &stream, alias.ptr + 100, 256), sent, "the memory outlives its owner");
+    release(backend, alias);
+    assert_eq!((backend.bytes_held(), census()), (0, [0; 4]));
+}
+
+fn timeline() {
+    let device = gpu();
+    let (words, base) = words(&device);
+    let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
+    let (ready, answer) = (word_address(base, 0), word_address(base, 1));
+    let ops = [StreamOp::Wait { word: ready, value: 3 }, StreamOp::Signal { word: answer, value: 7 }];
+    batch(&device, first.raw(), &ops).unwrap();
+    batch(&device, second.raw(), &[StreamOp::Signal { word: ready, value: 2 }]).unwrap();
+    assert!(device.backend().wait_word(&words[0], 2, PATIENCE).unwrap());
+    assert!(!first.is_idle().unwrap(), "2 is not 3");
+    assert!(!device.backend().wait_word(&words[1], 7, Duration::from_millis(1)).unwrap());
+    batch(&device, second.raw(), &[StreamOp::Signal { word: ready, value: 4 }]).unwrap();
+    assert!(device.backend().wait_word(&words[1], 7, PATIENCE).unwrap(), "at or above is enough");
+    batch(&device, first.raw(), &[StreamOp::Wait { word: ready, value: 9 }]).unwrap();
+    words[0].store(9);
+    first.synchronize(PATIENCE).unwrap();
+}
+
+fn broadcast() {
+    let device = gpu();
+    let (words, base) = words(&device);
+    let stream = device.stream().unwrap();
+    let gate = word_address(base, 0);
+    batch(&device, stream.raw(), &[StreamOp::Wait { word: gate, value: 1 }]).unwrap();
+    let signals: Vec<StreamOp> =
+        (1..101).map(|index| StreamOp::Signal { word: word_address(base, index), value: index as u64 }).collect();
+    batch(&device, stream.raw(), &signals).unwrap();
+    assert!(words[1..101].iter().all(|word| word.load() == 0), "stored before the work ahead of them was done");
+    words[0].store(1);
+    stream.synchronize(PATIENCE).unwrap();
+    assert!(words[1..101].iter().enumerate().all(|(index, word)| word.load() == index as u64 + 1));
+    assert_eq!(words[101].load(), 0);
+}
+
+fn kernel() {
+    let device = gpu();
+    warpipe_kernels::preload(&device).unwrap();
+    let region = device.backend().allocate(REGION_BYTES).unwrap();
+    let stream = device.stream().unwrap();
+    // SAFETY: the region has room for the words.
+    unsafe { warpipe_kernels::fill(&stream, region.ptr, 1000, 5) }.unwrap();
+    let bytes = download(&device, &stream, region.ptr, 8000);
+    for (index, word) in bytes.chunks_exact(8).enumerate() {
+        assert_eq!(u64::from_le_bytes(word.try_into().unwrap()), warpipe_kernels::pattern(5, index as u64));
+    }
+}
+
+fn upload() {
+    let device = gpu();
+    let (words, _) = words(&device);
+    let region = device.backend().allocate(REGION_BYTES).unwrap();
+    let stream = device.stream().unwrap();
+    words[0].store(42);
+    warpipe_kernels::spin(&stream, Duration::from_millis(50)).unwrap();
+    // SAFETY: the page of words is readable for as long as the process lives; the region is long enough.
+    unsafe {
+        let page = std::slice::from_raw_parts(words.as_ptr().cast::<u8>(), 8);
+        device.backend().upload(stream.raw(), region.ptr, page).unwrap();
+    }
+    words[0].store(43);
+    assert_eq!(download(&device, &stream, region.ptr, 8), 42u64.to_le_bytes());
+}
+
+fn call() {
+    let stream = gpu().stream().unwrap();
+    let (send, receive) = channel();
+    stream.call(|| panic!("on purpose")).unwrap();
+    stream.call(move || send.send(5).unwrap()).unwrap();
+    assert_eq!(receive.recv_timeout(PATIENCE), Ok(5));
+    stream.synchronize(PATIENCE).unwrap();
+}
+
+fn event() {
+    let device = gpu();
+    let backend = device.backend();
+    let (words, base) = words(&device);
+    let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
+    let event = backend.create_event().unwrap();
+    batch(&device, first.raw(), &[StreamOp::Wait { word: base, value: 1 }]).unwrap();
+    // SAFETY: the handles are live until the end of this block.
+    unsafe {
+        assert!(backend.query_event(event).unwrap(), "never recorded is complete");
+        backend.record_event(event, first.raw()).unwrap();
+        backend.wait_event(second.raw(), event).unwrap();
+        assert!(!backend.query_event(event).unwrap());
+        assert!(!second.is_idle().unwrap());
+        words[0].store(1);
+        second.synchronize(PATIENCE).unwrap();
+        assert!(backend.query_event(event).unwrap());
+        backend.destroy_event(event).unwrap();
+    }
+}
+
+fn missing_symbol() {
+    let error = gpu().backend().allocate(REGION_BYTES).unwrap_err();
+    assert!(matches!(error, Error::DriverSymbol { symbol: "cuMemCreate" }), "{error}");
+}
+
+fn no_device() {
+    let error = Device::cuda(0).unwrap_err();
+    assert!(matches!(error, Error::NoDevice { .. }), "{error:?}");
+    assert!(error.to_string().contains("CUDA_VISIBLE_DEVICES is \"\""), "{error}");
+}
+
+fn no_driver() {
+    let error = Device::cuda(0).unwrap_err();
+    assert!(matches!(&error, Error::NoDriver { reason, .. } if reason.contains("libcuda.so.1")), "{error:?}");
+}
+
+fn mismatch() {
+    let error = Device::cuda(0).unwrap_err();
+    assert!(matches!(error, Error::Driver { call: "cuInit", code: 803, .. }), "{error:?}");
+    let text = error.to_string();
+    assert!(text.contains("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH") && text.contains("reboot"), "{text}");
+}
+
+fn exhaustion() {
+    let device = gpu();
+    let backend = device.backend();
+    let held = backend.allocate(REGION_BYTES).unwrap();
+    let error = backend.allocate(4 * MIB).unwrap_err();
+    assert!(matches!(error, Error::DeviceMemory { bytes, .. } if bytes == 4 * MIB), "{error:?}");
+    assert!(error.to_string().contains("2097152 of 4194304 bytes are free"), "{error}");
+    let rest = backend.allocate(REGION_BYTES).unwrap();
+    release(backend, held);
+    release(backend, rest);
+    assert_eq!((backend.bytes_held(), census()), (0, [0; 4]));
+}
+
+fn failed_allocation() {
+    let device = gpu();
+    device.backend().allocate(REGION_BYTES).unwrap_err();
+    assert_eq!((device.backend().bytes_held(), census()), (0, [0; 4]));
+    device.backend().allocate(REGION_BYTES).unwrap();
+}
+
+fn failed_import() {
+    let device = gpu();
+    let backend = device.backend();
+    let region = backend.allocate(REGION_BYTES).unwrap();
+    let fd = export(backend, &region);
+    let before = census();
+    import(backend, fd.as_fd(), REGION_BYTES).unwrap_err();
+    assert_eq!((backend.bytes_held(), census()), (REGION_BYTES, before));
+    import(backend, fd.as_fd(), REGION_BYTES).unwrap();
+}
+
+fn failed_register() {
+    let device = gpu();
+    let mut page = std::mem::ManuallyDrop::new(vec![0u8; 8192]);
+    let start = page.as_mut_ptr().map_addr(|address| address.next_multiple_of(4096));
+    // SAFETY: a page inside memory that is never freed.
+    unsafe {
+        device.backend().register(start, 4096).unwrap_err();
+        device.backend().register(start, 4096).expect("the first was undone");
+        device.backend().unregister(start).unwrap();
+        device.backend().unregister(start).unwrap_err();
+    }
+}
+
+fn failed_open() {
+    let error = Device::cuda(0).unwrap_err();
+    assert!(matches!(error, Error::Driver { .. }), "{error:?}");
+    gpu().backend().allocate(REGION_BYTES).unwrap();
+}
+
+fn foreign_descriptors() {
+    let device = gpu();
+    let backend = device.backend();
+    let region = backend.allocate(REGION_BYTES).unwrap();
+    let own = export(backend, &region);
+    let before = census();
+    let (pipe, _writer) = rustix::pipe::pipe().unwrap();
+    let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+    let memfd = rustix::fs::memfd_create("another", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let folder = std::fs::File::open("/").unwrap();
+    let null = std::fs::File::open("/dev/null").unwrap();
+    let strangers = [pipe.as_fd(), socket.as_fd(), memfd.as_fd(), folder.as_fd(), null.as_fd()];
+    for stranger in strangers {
+        let error = import(backend, stranger, REGION_BYTES).unwrap_err();
+        assert!(matches!(error, Error::NotDeviceMemory { .. }), "{error:?}");
+    }
+    for lie in [2 * REGION_BYTES, REGION_BYTES / 2, 0, u64::MAX, 1 << 62] {
+        let error = import(backend, own.as_fd(), lie).unwrap_err();
+        assert!(matches!(error, Error::NotDeviceMemory { .. } | Error::DeviceMemory { .. }), "{lie}: {error:?}");
+        assert!(lie != 2 * REGION_BYTES || error.to_string().contains("not its size"), "{error}");
+    }
+    assert_eq!((backend.bytes_held(), census()), (REGION_BYTES, before));
+}
+
+/// Ends in a fault of the stream's thread; every way out of here is a failure of the test.
+fn read_only() {
+    let device = gpu();
+    let backend = device.backend();
+    let region = backend.allocate(REGION_BYTES).unwrap();
+    let fd = export(backend, &region);
+    let alias = backend.import(fd.as_fd(), REGION_BYTES, Access::Read, backend.info().id).unwrap();
+    let stream = device.stream().unwrap();
+    assert_eq!(download(&device, &stream, alias.ptr, 8), [0; 8]);
+    // SAFETY: the region has room for the words; that it may not be written is the point.
+    unsafe { warpipe_kernels::fill(&stream, alias.ptr, 1000, 5) }.unwrap();
+    let _ = stream.synchronize(PATIENCE);
+}
+
+fn region_of_the_second_gpu() -> (OwnedFd, DeviceId) {
+    let second = Device::cuda(1).unwrap();
+    let region = second.backend().allocate(REGION_BYTES).unwrap();
+    (export(second.backend(), &region), second.info().id)
+}
+
+fn peers_apart() {
+    let (fd, owner) = region_of_the_second_gpu();
+    let device = gpu();
+    let error = device.backend().import(fd.as_fd(), REGION_BYTES, Access::Read, owner).unwrap_err();
+    assert!(matches!(&error, Error::PeerAccess { reason, .. } if reason.contains("CanAccessPeer")), "{error:?}");
+    let hidden = DeviceId { uuid: [9; 16], ..owner };
+    let error = device.backend().import(fd.as_fd(), REGION_BYTES, Access::Read, hidden).unwrap_err();
+    assert!(matches!(&error, Error::PeerAccess { reason, .. } if reason.contains("cuMemSetAccess")), "{error:?}");
+    assert_eq!(device.backend().bytes_held(), 0);
+}
+
+fn peers() {
+    let (fd, owner) = region_of_the_second_gpu();
+    let device = gpu();
+    let region = device.backend().import(fd.as_fd(), REGION_BYTES, Access::Read, owner).unwrap();
+    assert_eq!(download(&device, &device.stream().unwrap(), region.ptr, 8), [0; 8]);
+}
+
+fn identity() {
+    let (first, second) = (gpu(), Device::cuda(1).unwrap());
+    assert_eq!((first.info().name.as_str(), second.info().name.as_str()), ("CUDA double 1", "CUDA double 0"));
+    assert_ne!(first.info().id, second.info().id);
+    assert_eq!(Device::by_uuid(second.info().id.uuid).unwrap().info().ordinal, 1);
+    assert!(matches!(Device::by_uuid([1; 16]), Err(Error::NoSuchDevice { .. })));
+}

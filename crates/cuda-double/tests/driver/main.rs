@@ -1,0 +1,140 @@
+//! The CUDA backend over the double, each case in a process of its own: the driver's library, the environment
+//! and the contexts belong to a process.
+
+mod cases;
+mod process;
+
+use process::Double;
+
+#[test]
+fn a_device_opened_twice_is_one_and_a_caller_keeps_its_context() {
+    Double::new().env("CUDA_DOUBLE_DEVICES", "2").run(cases::OPEN);
+}
+
+#[test]
+fn a_region_is_shared_by_descriptor_and_leaves_nothing_behind() {
+    Double::new().run(cases::REGION);
+}
+
+#[test]
+fn a_stream_waits_for_a_word_that_another_stream_writes() {
+    Double::new().env("CUDA_DOUBLE_DELAY_US", "2000").run(cases::TIMELINE);
+}
+
+#[test]
+fn many_signals_are_stored_by_one_kernel_behind_earlier_work() {
+    // If one of these were used for the signals, the batch would fail.
+    let fail = "cuStreamBatchMemOp_v2:1:999,cuStreamWriteValue64_v2:1:999";
+    Double::new().env("CUDA_DOUBLE_FAIL", fail).run(cases::BROADCAST);
+}
+
+#[test]
+fn a_kernel_runs_and_its_bytes_come_back() {
+    Double::new().run(cases::KERNEL);
+}
+
+#[test]
+fn registered_memory_may_be_reused_as_soon_as_an_upload_returns() {
+    Double::new().run(cases::UPLOAD);
+}
+
+#[test]
+fn a_panic_on_the_cpu_does_not_reach_the_driver() {
+    Double::new().run(cases::CALL);
+}
+
+#[test]
+fn an_event_is_complete_when_its_stream_has_come_there() {
+    Double::new().run(cases::EVENT);
+}
+
+#[test]
+fn a_driver_without_a_function_fails_by_name_where_it_is_needed() {
+    Double::new().without("cuMemCreate").run(cases::MISSING_SYMBOL);
+}
+
+#[test]
+fn an_old_driver_without_the_newer_of_two_functions_still_serves() {
+    Double::new().without("cuDeviceGetUuid_v2").without("cuFuncLoad").run(cases::KERNEL);
+}
+
+#[test]
+fn no_visible_gpu_is_an_error_that_names_the_variable() {
+    Double::new().env("CUDA_VISIBLE_DEVICES", "").run(cases::NO_DEVICE);
+}
+
+#[test]
+fn a_library_that_cannot_be_loaded_is_no_driver() {
+    Double::new().broken().run(cases::NO_DRIVER);
+}
+
+#[test]
+fn a_mismatch_of_driver_versions_says_what_to_do() {
+    Double::new().env("CUDA_DOUBLE_FAIL", "cuInit:1:803").run(cases::MISMATCH);
+}
+
+#[test]
+fn a_device_without_room_says_how_much_is_free_and_keeps_nothing() {
+    Double::new().env("CUDA_DOUBLE_MEMORY_MB", "4").run(cases::EXHAUSTION);
+}
+
+#[test]
+fn a_failure_at_any_step_of_an_allocation_is_undone() {
+    for step in ["cuMemCreate:1:2", "cuMemAddressReserve:1:2", "cuMemMap:1:999", "cuMemSetAccess:1:999"] {
+        Double::new().env("CUDA_DOUBLE_FAIL", step).run(cases::FAILED_ALLOCATION);
+    }
+}
+
+#[test]
+fn a_failure_at_any_step_of_an_import_is_undone() {
+    for step in
+        ["cuMemImportFromShareableHandle:1:999", "cuMemAddressReserve:2:2", "cuMemMap:2:801", "cuMemSetAccess:2:999"]
+    {
+        Double::new().env("CUDA_DOUBLE_FAIL", step).run(cases::FAILED_IMPORT);
+    }
+}
+
+#[test]
+fn a_failure_after_registering_is_undone() {
+    Double::new().env("CUDA_DOUBLE_FAIL", "cuMemHostGetDevicePointer_v2:1:1").run(cases::FAILED_REGISTER);
+}
+
+#[test]
+fn a_failure_while_a_device_is_opened_leaves_it_to_be_opened_again() {
+    for step in ["cuDevicePrimaryCtxRetain:1:2", "cuModuleLoadDataEx:1:218", "cuLaunchKernel:1:719"] {
+        Double::new().env("CUDA_DOUBLE_FAIL", step).run(cases::FAILED_OPEN);
+    }
+}
+
+#[test]
+fn a_descriptor_that_is_no_device_memory_is_refused() {
+    Double::new().run(cases::FOREIGN_DESCRIPTORS);
+}
+
+#[test]
+fn a_kernel_that_writes_a_read_only_import_dies() {
+    Double::new().dies_by(11, cases::READ_ONLY);
+}
+
+#[test]
+fn memory_of_a_gpu_out_of_reach_is_refused_by_name() {
+    Double::new().env("CUDA_DOUBLE_DEVICES", "2").env("CUDA_DOUBLE_NO_PEER", "1").run(cases::PEERS_APART);
+}
+
+#[test]
+fn memory_of_a_peer_gpu_is_imported() {
+    Double::new().env("CUDA_DOUBLE_DEVICES", "2").run(cases::PEERS);
+}
+
+#[test]
+fn a_gpu_keeps_its_identity_whatever_its_ordinal() {
+    Double::new().env("CUDA_DOUBLE_DEVICES", "2").env("CUDA_VISIBLE_DEVICES", "1,0").run(cases::IDENTITY);
+}
+
+/// Runs one case; started by the tests above in a process with the double in place.
+#[test]
+#[ignore = "a part of the other tests"]
+fn child() {
+    let name = std::env::var(process::CASE).expect("started by another test of this file");
+    cases::run(&name);
+}

@@ -1,0 +1,206 @@
+//! What one device must be able to do: share memory, share it for reading only, order work.
+
+use std::io::Read;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, bail, ensure};
+use warpipe::backend::{Access, DeviceKind, RawRegion, StreamOp};
+use warpipe::{Device, Stream};
+
+use super::child::{READ, REFUSED, Task, WRITTEN, command};
+use super::report::Check;
+use crate::choice::DeviceChoice;
+use crate::output;
+use crate::process;
+use crate::registered::RegisteredPage;
+
+/// The pattern that the owner writes.
+pub const SEED: u64 = 0x5eed;
+
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Opening a GPU in a new process may take seconds on a busy machine.
+const CHILD_PATIENCE: Duration = Duration::from_secs(30);
+/// How long a stream that must wait is given to go on wrongly.
+const MUST_WAIT: Duration = Duration::from_millis(20);
+
+const SIGSEGV: i32 = 11;
+
+/// A region, allocated or imported, released with its owner.
+pub struct Scratch {
+    device: Device,
+    pub region: RawRegion,
+}
+
+impl Scratch {
+    /// One unit of device memory.
+    pub fn allocate(device: &Device) -> anyhow::Result<Scratch> {
+        let bytes = device.backend().granularity();
+        let region = device.backend().allocate(bytes).context("allocating")?;
+        Ok(Scratch { device: device.clone(), region })
+    }
+
+    /// The same memory through its descriptor, on this or another device.
+    pub fn import(&self, on: &Device, access: Access) -> warpipe::Result<Scratch> {
+        let fd = self.export()?;
+        let region = on.backend().import(fd.as_fd(), self.region.bytes, access, self.device.info().id)?;
+        Ok(Scratch { device: on.clone(), region })
+    }
+
+    fn export(&self) -> warpipe::Result<OwnedFd> {
+        // SAFETY: the region came from this backend, and is released in `drop` only.
+        unsafe { self.device.backend().export(&self.region) }
+    }
+
+    /// Writes the pattern with a kernel, and waits for it.
+    pub fn fill(&self, stream: &Stream) -> warpipe::Result<()> {
+        // SAFETY: the region is mapped as long as self, and the kernel is waited for.
+        unsafe { warpipe_kernels::fill(stream, self.region.ptr, self.region.bytes / 8, SEED) }?;
+        stream.synchronize(PATIENCE)
+    }
+
+    /// How many words are not the pattern, counted by a kernel and, for the first ones, by the CPU.
+    pub fn wrong_words(&self, stream: &Stream) -> anyhow::Result<u64> {
+        let page = RegisteredPage::new(&self.device)?;
+        // SAFETY: the region is mapped as long as self, the page until the end of this function; the kernel is
+        // waited for below.
+        unsafe { warpipe_kernels::check(stream, self.region.ptr, self.region.bytes / 8, SEED, page.address(0)) }?;
+        if let Err(error) = stream.synchronize(PATIENCE) {
+            // The kernel may still run and count.
+            std::mem::forget(page);
+            return Err(error.into());
+        }
+        let mut first = [0u8; 64];
+        // SAFETY: the region has at least a page, and the stream is idle.
+        unsafe { self.device.backend().download(stream.raw(), &mut first, self.region.ptr) }?;
+        let pattern = (0..).map(|index| warpipe_kernels::pattern(SEED, index));
+        let differing = first.chunks_exact(8).zip(pattern).filter(|(found, due)| **found != due.to_le_bytes()[..]);
+        Ok(page.word(0).load().max(differing.count() as u64))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // SAFETY: released here only; every kernel on it was waited for, or failed with its context.
+        let _ = unsafe { self.device.backend().release(self.region) };
+    }
+}
+
+/// Allocates, exports, imports, writes through the one mapping and reads through the other.
+pub fn shared(device: &Device) -> Check {
+    let tried = || -> anyhow::Result<String> {
+        let stream = device.stream()?;
+        let owned = Scratch::allocate(device)?;
+        let imported = owned.import(device, Access::ReadWrite).context("exporting and importing")?;
+        owned.fill(&stream).context("writing")?;
+        let wrong = imported.wrong_words(&stream).context("reading")?;
+        ensure!(wrong == 0, "{wrong} words written through one mapping read differently through the other");
+        let size = output::bytes(owned.region.bytes);
+        Ok(format!("{size} allocated, exported as a descriptor, imported, written, read back"))
+    };
+    Check::from_result("shared memory", tried(), next(device))
+}
+
+/// Lets a child map memory for reading, and see its write refused.
+///
+/// On a GPU the refusal is a fault of the child's context, which under MPS takes every other client's with it: not
+/// something to provoke in somebody's working day.
+pub fn read_only(device: &Device) -> Check {
+    if device.info().id.kind == DeviceKind::Cuda && super::system::mps_answers() {
+        return Check::no(
+            "read-only mapping",
+            "not tried: under MPS the fault that it provokes ends every client of the daemon",
+            "to have it tried, stop the MPS daemon and run this again",
+        );
+    }
+    let tried = || -> anyhow::Result<String> {
+        let stream = device.stream()?;
+        let owned = Scratch::allocate(device)?;
+        owned.fill(&stream)?;
+        let (said, status) = ask_child(device, owned.export()?, owned.region.bytes)?;
+        let refusal = refusal(&said, status)?;
+        let wrong = owned.wrong_words(&stream)?;
+        ensure!(wrong == 0, "{wrong} words changed under their owner");
+        Ok(format!("another process read it, and its write was stopped: {refusal}"))
+    };
+    Check::from_result("read-only mapping", tried(), next(device))
+}
+
+fn ask_child(device: &Device, memory: OwnedFd, bytes: u64) -> anyhow::Result<(String, ExitStatus)> {
+    let mut child = command(Task::WriteReadOnly)
+        .args(["--device", &DeviceChoice::of(device).to_string(), "--bytes", &bytes.to_string()])
+        .stdin(memory)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .context("starting a second process")?;
+    let status = process::end(&mut child, CHILD_PATIENCE)?;
+    let mut said = String::new();
+    // The child is gone: what it left in its pipes ends.
+    child.stdout.take().map(|mut out| out.read_to_string(&mut said)).transpose()?;
+    child.stderr.take().map(|mut out| out.read_to_string(&mut said)).transpose()?;
+    Ok((said, status))
+}
+
+/// Why the child's write did not go through, or that it did.
+fn refusal(said: &str, status: ExitStatus) -> anyhow::Result<String> {
+    let mut lines = said.lines();
+    if lines.next() != Some(READ) {
+        bail!("the second process could not read: it said {:?} and {}", said.trim(), process::ending(status));
+    }
+    match lines.next() {
+        None if status.signal() == Some(SIGSEGV) => Ok("SIGSEGV".to_owned()),
+        Some(line) if line.starts_with(REFUSED) => Ok(line[REFUSED.len()..].to_owned()),
+        Some(WRITTEN) => bail!("a write through a read-only mapping went through"),
+        other => bail!("the second process said {other:?} and {}", process::ending(status)),
+    }
+}
+
+/// Holds a stream on a word, lets it go with the CPU, and holds it again until another stream lets it go.
+pub fn stream_order(device: &Device) -> Check {
+    let tried = || -> anyhow::Result<String> {
+        let page = RegisteredPage::new(device)?;
+        let (held, free) = (device.stream()?, device.stream()?);
+        let result = hold_and_release(device, &page, &held, &free);
+        // Whatever happened, no stream may still wait for a word of a page that goes away.
+        page.word(0).store(i64::MAX as u64);
+        let idle = held.synchronize(PATIENCE).and_then(|()| free.synchronize(PATIENCE));
+        if idle.is_err() {
+            std::mem::forget(page);
+        }
+        result?;
+        idle?;
+        Ok("a stream waited for a word, and went on when the CPU, then another stream, wrote it".to_owned())
+    };
+    Check::from_result("stream memory operations", tried(), next(device))
+}
+
+fn hold_and_release(device: &Device, page: &RegisteredPage, held: &Stream, free: &Stream) -> anyhow::Result<()> {
+    let backend = device.backend();
+    let (gate, done) = (page.address(0), page.address(1));
+    for turn in [1, 2] {
+        let ops = [StreamOp::Wait { word: gate, value: turn }, StreamOp::Signal { word: done, value: turn }];
+        // SAFETY: the stream is live; the caller keeps the page until both streams are idle.
+        unsafe { backend.batch(held.raw(), &ops) }?;
+        ensure!(!backend.wait_word(page.word(1), turn, MUST_WAIT)?, "a stream did not wait for its word");
+        if turn == 1 {
+            page.word(0).store(turn);
+        } else {
+            // SAFETY: as above.
+            unsafe { backend.batch(free.raw(), &[StreamOp::Signal { word: gate, value: turn }]) }?;
+        }
+        ensure!(backend.wait_word(page.word(1), turn, PATIENCE)?, "a stream did not go on when its word was written");
+    }
+    Ok(())
+}
+
+fn next(device: &Device) -> &'static str {
+    match device.info().id.kind {
+        DeviceKind::Host => {
+            "check the sandbox or container: it must allow memfd_create, mmap and exec of /proc/self/exe"
+        }
+        DeviceKind::Cuda => "update the NVIDIA driver (R525 or newer), or use --device host",
+    }
+}

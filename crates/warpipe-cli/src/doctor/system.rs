@@ -1,0 +1,132 @@
+//! What does not depend on a device: descriptors, seeing a process die, the domain, MPS.
+
+use std::io;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::process::{Resource, getrlimit};
+use warpipe::Domain;
+
+use super::child::{Task, command};
+use super::report::Check;
+use crate::output;
+use crate::process;
+
+/// What a publisher with 32 subscribers and a few regions needs, with room to spare.
+const DESCRIPTORS_WANTED: usize = 512;
+
+/// Opens descriptors, all at once, and closes them again.
+pub fn descriptors() -> Check {
+    let name = "file descriptors";
+    let mut open = Vec::new();
+    let refused = loop {
+        if open.len() == DESCRIPTORS_WANTED {
+            break None;
+        }
+        match eventfd(0, EventfdFlags::CLOEXEC) {
+            Ok(descriptor) => open.push(descriptor),
+            Err(error) => break Some(error),
+        }
+    };
+    let limit = getrlimit(Resource::Nofile).current.map_or("none".to_owned(), |limit| limit.to_string());
+    let detail = format!("opened {} at once (soft limit {limit})", open.len());
+    match refused {
+        None => Check::ok(name, detail),
+        Some(error) => Check::failed(
+            name,
+            format!("{detail}, then {error}"),
+            format!("raise the limit with `ulimit -n 4096`; {DESCRIPTORS_WANTED} were tried"),
+        ),
+    }
+}
+
+/// Starts a process and sees it end through its pidfd.
+pub fn death() -> Check {
+    let seen = || -> anyhow::Result<String> {
+        let mut child = command(Task::Nothing).stdin(Stdio::null()).spawn()?;
+        let started = Instant::now();
+        match process::wait(&mut child, Duration::from_secs(10)) {
+            Ok(Some(_)) => {
+                Ok(format!("a child's end was seen through its pidfd after {}", output::duration(started.elapsed())))
+            }
+            Ok(None) => {
+                process::end(&mut child, Duration::ZERO)?;
+                anyhow::bail!("a child's end was not seen within 10 s")
+            }
+            Err(error) => {
+                child.wait()?;
+                Err(error.into())
+            }
+        }
+    };
+    Check::from_result("see a process die", seen(), "use Linux 5.4 or newer, and a sandbox that allows pidfd_open")
+}
+
+/// Opens the domain; making its directory if need be, and checking who owns it.
+pub fn domain() -> (Check, Option<Domain>) {
+    match Domain::from_environment() {
+        Ok(domain) => (
+            Check::ok("domain directory", format!("{} is private to this user", domain.path().display())),
+            Some(domain),
+        ),
+        Err(error) => {
+            let next = "set WARPIPE_DOMAIN to a directory of your own";
+            (Check::from_result("domain directory", Err(error.into()), next), None)
+        }
+    }
+}
+
+/// Knocks at the control pipe of an MPS daemon.
+pub fn mps() -> Check {
+    let control = mps_control();
+    match knock(&control) {
+        Ok(()) => Check::ok(
+            "MPS",
+            format!("a daemon answers at {}: low latency, and one client's fault ends them all", control.display()),
+        ),
+        Err(error) => Check::no(
+            "MPS",
+            format!("no daemon answers at {} ({error}): processes share a GPU in time slices", control.display()),
+            "for hand-overs between kernels on one GPU in 10 us instead of 290, start `nvidia-cuda-mps-control -d`",
+        ),
+    }
+}
+
+/// Whether a daemon is there, so that this process's GPU work goes through it.
+pub fn mps_answers() -> bool {
+    knock(&mps_control()).is_ok()
+}
+
+fn mps_control() -> PathBuf {
+    let directory = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").map_or("/tmp/nvidia-mps".into(), PathBuf::from);
+    directory.join("control")
+}
+
+fn knock(control: &Path) -> io::Result<()> {
+    if std::fs::metadata(control)?.file_type().is_fifo() {
+        // Opening a pipe for writing without waiting fails where nobody reads it.
+        let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+        return std::fs::OpenOptions::new().write(true).custom_flags(flags).open(control).map(drop);
+    }
+    UnixStream::connect(control).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_mps_pipe_answers_only_while_somebody_listens() {
+        let directory = tempfile::tempdir().unwrap();
+        let control = directory.path().join("control");
+        assert!(knock(&control).is_err(), "nothing there");
+        let listener = std::os::unix::net::UnixListener::bind(&control).unwrap();
+        assert!(knock(&control).is_ok());
+        drop(listener);
+        assert!(knock(&control).is_err(), "what a dead daemon left behind");
+    }
+}

@@ -1,0 +1,34 @@
+//! Ctrl-C and SIGTERM as a flag that every loop looks at: nothing is torn down in the middle.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use signal_hook::consts::{SIGINT, SIGTERM};
+
+/// The longest that any wait goes without a look at the flag.
+pub const LOOK: Duration = Duration::from_millis(100);
+
+/// Set once by the first signal; a second one ends the process the hard way.
+#[derive(Debug, Clone)]
+pub struct Interrupt {
+    flag: Arc<AtomicBool>,
+}
+
+impl Interrupt {
+    /// Takes over SIGINT and SIGTERM.
+    pub fn install() -> std::io::Result<Interrupt> {
+        let flag = Arc::new(AtomicBool::new(false));
+        for signal in [SIGINT, SIGTERM] {
+            // In this order: the first signal finds the flag unset and only sets it.
+            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&flag))?;
+            signal_hook::flag::register(signal, Arc::clone(&flag))?;
+        }
+        Ok(Interrupt { flag })
+    }
+
+    /// Whether a signal came.
+    pub fn came(&self) -> bool {
+        self.flag.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,144 @@
+//! What goes to standard output: lines for people, or one JSON object a line for programs.
+
+use std::io::{self, IsTerminal, Write};
+use std::time::Duration;
+
+use serde::Serialize;
+
+/// Where results go. Errors and progress go to standard error.
+#[derive(Debug, Clone, Copy)]
+pub struct Output {
+    json: bool,
+}
+
+impl Output {
+    /// For people, or as JSON.
+    pub fn new(json: bool) -> Output {
+        Output { json }
+    }
+
+    /// One thing to say, in whichever form was asked for.
+    pub fn say(self, human: impl FnOnce() -> String, json: &impl Serialize) -> io::Result<()> {
+        if self.json { self.json_line(json) } else { self.line(&human()) }
+    }
+
+    /// A line that only people want.
+    pub fn human(self, text: impl FnOnce() -> String) -> io::Result<()> {
+        if self.json { Ok(()) } else { self.line(&text()) }
+    }
+
+    fn json_line(self, json: &impl Serialize) -> io::Result<()> {
+        self.line(&serde_json::to_string(json)?)
+    }
+
+    fn line(self, text: &str) -> io::Result<()> {
+        let mut out = io::stdout().lock();
+        writeln!(out, "{text}")?;
+        out.flush()
+    }
+}
+
+/// Emphasis, where standard output is a terminal and `NO_COLOR` is not set.
+#[derive(Debug, Clone, Copy)]
+pub enum Style {
+    Bold,
+    Dim,
+    Green,
+    Red,
+    Yellow,
+}
+
+/// `text` in a style, or as it is.
+pub fn styled(style: Style, text: &str) -> String {
+    if !io::stdout().is_terminal() || std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty()) {
+        return text.to_owned();
+    }
+    let code = match style {
+        Style::Bold => "1",
+        Style::Dim => "2",
+        Style::Green => "32",
+        Style::Red => "31",
+        Style::Yellow => "33",
+    };
+    format!("\x1b[{code}m{text}\x1b[0m")
+}
+
+/// Rows of a label and a value, the values in one column.
+pub fn table(rows: &[(&str, String)]) -> String {
+    let width = rows.iter().map(|(label, _)| label.chars().count()).max().unwrap_or(0);
+    let row = |(label, value): &(&str, String)| format!("  {label:<width$}  {value}");
+    rows.iter().map(row).collect::<Vec<_>>().join("\n")
+}
+
+/// A text from a peer or a file, fit for a terminal: control characters are escaped.
+pub fn printable(text: &str) -> String {
+    text.chars()
+        .flat_map(|letter| {
+            let plain = !letter.is_control() && !matches!(letter, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+            if plain { vec![letter] } else { letter.escape_unicode().collect() }
+        })
+        .collect()
+}
+
+/// `1234567` as `1,234,567`.
+pub fn count(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// Bytes in binary units: `16.0 MiB`.
+pub fn bytes(number: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    if number < 1024 {
+        return format!("{number} B");
+    }
+    let power = (number.ilog2() / 10) as usize;
+    format!("{:.1} {}", number as f64 / (1u64 << (10 * power)) as f64, UNITS[power - 1])
+}
+
+/// A duration in the unit that fits: `12.3 us`.
+pub fn duration(duration: Duration) -> String {
+    let ns = duration.as_nanos();
+    match ns {
+        0..1_000 => format!("{ns} ns"),
+        1_000..1_000_000 => format!("{:.1} us", ns as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.2} ms", ns as f64 / 1e6),
+        _ => format!("{:.2} s", duration.as_secs_f64()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_written_for_people() {
+        assert_eq!(
+            ["0", "999", "1,000", "12,345,678"],
+            [0, 999, 1000, 12_345_678].map(count).each_ref().map(String::as_str)
+        );
+        assert_eq!(bytes(1023), "1023 B");
+        assert_eq!(bytes(16 << 20), "16.0 MiB");
+        assert_eq!(bytes(u64::MAX), "16.0 EiB");
+        assert_eq!(duration(Duration::from_nanos(12_340)), "12.3 us");
+        assert_eq!(duration(Duration::from_millis(1500)), "1.50 s");
+    }
+
+    #[test]
+    fn a_peer_cannot_steer_the_terminal() {
+        assert_eq!(printable("a\x1b[31mb\r\nü"), "a\\u{1b}[31mb\\u{d}\\u{a}ü");
+        assert!(!printable("x\u{202e}y").contains('\u{202e}'));
+    }
+
+    #[test]
+    fn a_table_puts_its_values_under_each_other() {
+        assert_eq!(table(&[("a", "1".into()), ("long", "2".into())]), "  a     1\n  long  2");
+    }
+}

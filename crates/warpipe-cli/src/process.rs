@@ -1,0 +1,101 @@
+//! This program again, as a child: started, watched and always reaped.
+
+use std::io;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, getppid, pidfd_open};
+
+/// A command that runs this very program, in a process group of its own: a Ctrl-C on the terminal is for the parent,
+/// which then ends its children in order.
+pub fn this_program() -> Command {
+    // Not the path that this was started by: it may lead elsewhere by now.
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("warpipe").process_group(0);
+    command
+}
+
+/// For a child's first step: dies with its parent, and leaves no core file when it is made to fault.
+pub fn follow_parent(parent_pid: i32) -> io::Result<()> {
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+    // The parent may have died before the kernel was asked to tell of it.
+    if getppid().map(Pid::as_raw_pid) != Some(parent_pid) {
+        return Err(io::Error::other("the process that started this one has gone"));
+    }
+    Ok(())
+}
+
+/// Waits for the end of a child, without a poll in between (`pidfd_open` and `poll`); none when `timeout` ran out.
+pub fn wait(child: &mut Child, timeout: Duration) -> io::Result<Option<ExitStatus>> {
+    if let Some(status) = child.try_wait()? {
+        return Ok(Some(status));
+    }
+    let pidfd = pidfd_open(pid(child), PidfdFlags::empty())?;
+    let deadline = Instant::now() + timeout;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let limit = Timespec { tv_sec: left.as_secs() as _, tv_nsec: left.subsec_nanos() as _ };
+        match poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)) {
+            Err(rustix::io::Errno::INTR) if !left.is_zero() => {}
+            Err(rustix::io::Errno::INTR) => return Ok(None),
+            Err(error) => return Err(error.into()),
+            Ok(_) => return child.try_wait(),
+        }
+    }
+}
+
+/// Asks a child to end (SIGTERM). It is still to be waited for.
+pub fn terminate(child: &Child) {
+    // A child that has ended meanwhile is not yet reaped, so its number is nobody else's.
+    let _ = rustix::process::kill_process(pid(child), Signal::TERM);
+}
+
+/// Waits for a child to end, and kills it when it does not.
+pub fn end(child: &mut Child, patience: Duration) -> io::Result<ExitStatus> {
+    if let Some(status) = wait(child, patience)? {
+        return Ok(status);
+    }
+    child.kill()?;
+    child.wait()
+}
+
+/// How a process ended, for people.
+pub fn ending(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("ended with exit code {code}"),
+        (None, Some(signal)) => format!("was killed by signal {signal}{}", signal_name(signal)),
+        (None, None) => format!("ended: {status}"),
+    }
+}
+
+fn signal_name(signal: i32) -> String {
+    signal_hook::low_level::signal_name(signal).map(|name| format!(" ({name})")).unwrap_or_default()
+}
+
+fn pid(child: &Child) -> Pid {
+    Pid::from_child(child)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_child_that_does_not_end_is_killed_and_reaped() {
+        let mut child = Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        assert_eq!(wait(&mut child, Duration::from_millis(1)).unwrap(), None);
+        let status = end(&mut child, Duration::from_millis(1)).unwrap();
+        assert_eq!(status.signal(), Some(9));
+        assert!(ending(status).contains("SIGKILL"), "{}", ending(status));
+    }
+
+    #[test]
+    fn the_end_of_a_child_is_seen() {
+        let mut child = Command::new("false").spawn().unwrap();
+        let status = wait(&mut child, Duration::from_secs(30)).unwrap().unwrap();
+        assert_eq!(ending(status), "ended with exit code 1");
+    }
+}

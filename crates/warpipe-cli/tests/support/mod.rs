@@ -1,0 +1,180 @@
+//! A user with a domain of his own, who runs the built command.
+#![allow(dead_code)]
+
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Far beyond what any step takes: only a hang reaches it.
+pub const PATIENCE: Duration = Duration::from_secs(300);
+
+/// Where the tensors lie: the host, unless the machine that runs the tests says otherwise.
+pub fn device() -> String {
+    std::env::var("WARPIPE_TEST_DEVICE").unwrap_or_else(|_| "host".to_owned())
+}
+
+/// One test's domain and files.
+pub struct World {
+    directory: TempDir,
+}
+
+impl World {
+    pub fn new() -> World {
+        World { directory: tempfile::tempdir().unwrap() }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, content: &[u8]) -> PathBuf {
+        let path = self.path(name);
+        std::fs::write(&path, content).unwrap();
+        path
+    }
+
+    /// The command, in this world's domain.
+    pub fn warpipe(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_warpipe"));
+        command.args(arguments).env("WARPIPE_DOMAIN", self.path("domain")).env_remove("RUST_BACKTRACE");
+        command
+    }
+
+    /// Runs it to its end.
+    pub fn run(&self, arguments: &[&str]) -> Ended {
+        Running::start(self.warpipe(arguments)).end()
+    }
+
+    /// Starts it.
+    pub fn start(&self, arguments: &[&str]) -> Running {
+        Running::start(self.warpipe(arguments))
+    }
+}
+
+/// What a command said, and how it ended.
+#[derive(Debug)]
+pub struct Ended {
+    pub code: Option<i32>,
+    pub out: String,
+    pub err: String,
+}
+
+impl Ended {
+    /// Its output as JSON lines; every line must be one.
+    pub fn json(&self) -> Vec<Value> {
+        let parse = |line: &str| serde_json::from_str(line).unwrap_or_else(|error| panic!("{line:?}: {error}"));
+        self.out.lines().map(parse).collect()
+    }
+
+    /// The JSON lines whose `event` is this.
+    pub fn events(&self, event: &str) -> Vec<Value> {
+        self.json().into_iter().filter(|line| line["event"] == event).collect()
+    }
+
+    /// Its only JSON line of this `event`.
+    pub fn event(&self, event: &str) -> Value {
+        let mut events = self.events(event);
+        assert_eq!(events.len(), 1, "one {event} is due: {self:?}");
+        events.remove(0)
+    }
+}
+
+/// A command that runs; killed if the test ends first.
+pub struct Running {
+    child: Child,
+    out: BufReader<ChildStdout>,
+    said: String,
+}
+
+impl Running {
+    pub fn start(mut command: Command) -> Running {
+        let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        Running { child, out, said: String::new() }
+    }
+
+    /// Reads on until `count` JSON lines of this `event` have come.
+    pub fn wait_for(&mut self, event: &str, count: usize) -> Vec<Value> {
+        let mut found = Vec::new();
+        while found.len() < count {
+            let mut line = String::new();
+            assert_ne!(self.out.read_line(&mut line).unwrap(), 0, "it ended without {event:?}: {}", self.said);
+            let value: Value = serde_json::from_str(&line).unwrap();
+            found.extend((value["event"] == event).then_some(value));
+            self.said.push_str(&line);
+        }
+        found
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// Waits for its end. What it says must fit the pipes while it runs.
+    pub fn end(mut self) -> Ended {
+        assert!(ends(Pid::from_child(&self.child)), "it hangs");
+        let mut out = std::mem::take(&mut self.said);
+        self.out.read_to_string(&mut out).unwrap();
+        let mut err = String::new();
+        self.child.stderr.take().unwrap().read_to_string(&mut err).unwrap();
+        Ended { code: self.child.wait().unwrap().code(), out, err }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Whether a process ends before patience does.
+pub fn ends(pid: Pid) -> bool {
+    let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty()) else {
+        return true;
+    };
+    let limit = Timespec { tv_sec: PATIENCE.as_secs() as _, tv_nsec: 0 };
+    poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)).unwrap() == 1
+}
+
+/// The files of a directory, sorted by name.
+pub fn files(directory: &Path) -> Vec<(String, Vec<u8>)> {
+    let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap());
+    let mut files: Vec<_> =
+        entries.map(|entry| (entry.file_name().into_string().unwrap(), std::fs::read(entry.path()).unwrap())).collect();
+    files.sort();
+    files
+}
+
+/// A `.npy` file as NumPy's `save` writes it.
+pub fn npy(descr: &str, fortran_order: bool, shape: &[u64], data: &[u8]) -> Vec<u8> {
+    let dimensions: Vec<String> = shape.iter().map(u64::to_string).collect();
+    let tuple = if let [one] = &dimensions[..] { format!("({one},)") } else { format!("({})", dimensions.join(", ")) };
+    let order = if fortran_order { "True" } else { "False" };
+    let mut text = format!("{{'descr': '{descr}', 'fortran_order': {order}, 'shape': {tuple}, }}");
+    if let Some(growing) = if fortran_order { dimensions.last() } else { dimensions.first() } {
+        text.push_str(&" ".repeat(21 - growing.len()));
+    }
+    let length = (10 + text.len() + 1).next_multiple_of(64) - 10;
+    let mut file = b"\x93NUMPY\x01\x00".to_vec();
+    file.extend_from_slice(&(length as u16).to_le_bytes());
+    file.extend_from_slice(format!("{text:<width$}\n", width = length - 1).as_bytes());
+    file.extend_from_slice(data);
+    file
+}
+
+/// Bytes that differ from their neighbours.
+pub fn bytes(count: usize) -> Vec<u8> {
+    (0..count).map(|index| (index.wrapping_mul(151) ^ (index >> 8)) as u8).collect()
+}
+
+/// For tests that need the plain result.
+pub fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}

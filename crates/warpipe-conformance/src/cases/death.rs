@@ -1,0 +1,5 @@
+//! What a channel does when somebody dies.
+
+use super::Case;
+
+pub(super) const CASES: &[Case] = &[];

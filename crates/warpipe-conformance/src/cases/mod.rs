@@ -1,0 +1,52 @@
+//! The behaviours, by what they are about.
+
+mod backend;
+mod channel;
+mod death;
+mod names;
+
+use std::time::Duration;
+
+use anyhow::Result;
+
+use crate::context::Context;
+
+/// One behaviour.
+#[derive(Debug, Clone, Copy)]
+pub struct Case {
+    /// The behaviour, as a sentence.
+    pub name: &'static str,
+    /// Tries it.
+    pub run: fn(&Context) -> Result<()>,
+    /// How long it may take.
+    pub limit: Duration,
+    /// How long it may take in the long mode.
+    pub limit_long: Duration,
+}
+
+impl Case {
+    /// A case with a minute of time.
+    pub const fn new(name: &'static str, run: fn(&Context) -> Result<()>) -> Case {
+        Case { name, run, limit: Duration::from_secs(60), limit_long: Duration::from_secs(60) }
+    }
+
+    /// With another limit in the long mode.
+    pub const fn long(self, seconds: u64) -> Case {
+        Case { limit_long: Duration::from_secs(seconds), ..self }
+    }
+}
+
+/// The end of a case that cannot be tried here, for this reason.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("skipped: {0}")]
+pub struct Skip(pub String);
+
+/// Ends a case as skipped.
+fn skip<T>(reason: impl Into<String>) -> Result<T> {
+    Err(Skip(reason.into()).into())
+}
+
+/// Every case, in the order in which they are run.
+pub fn all() -> Vec<Case> {
+    [backend::CASES, channel::CASES, names::CASES, death::CASES].concat()
+}

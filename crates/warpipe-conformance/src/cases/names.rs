@@ -1,0 +1,113 @@
+//! Who has a name, and who has it next.
+
+use anyhow::{Result, bail, ensure};
+use warpipe::Error;
+
+use super::Case;
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::peer::{Batch, Order, PublisherPlan, SubscriberPlan};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("a second live publisher of a name is told the first one's pid", taken_names_tell_their_holder),
+    Case::new("a killed publisher's name can be taken at once", dead_names_are_free),
+    Case::new("a closed publisher's name can be taken at once", closed_names_are_free),
+    Case::new("a subscriber finds nobody, or waits until somebody publishes", nobody_and_somebody),
+    Case::new("reconnect follows a killed publisher's next incarnation and tells of the gap", reconnect_after_death),
+    Case::new("reconnect follows a closed publisher's next incarnation and tells of the gap", reconnect_after_goodbye),
+];
+
+fn taken_names_tell_their_holder(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of("camera/front"))?;
+    match context.publisher("camera/front").build() {
+        Err(Error::NameTaken { name, holder }) => {
+            ensure!(name == "camera/front", "the name {name:?}");
+            ensure!(holder.pid == Some(peer.id() as i32), "held by {holder}, not by process {}", peer.id());
+        }
+        other => bail!("a taken name gave {other:?}"),
+    }
+    let mut subscriber = context.subscriber("camera/front").build()?;
+    ensure!(subscriber.publisher_pid() == Some(peer.id() as i32), "the publisher's pid is the peer's");
+    peer.ask(&Order::Send(Batch::of(1, 64, 1)))?;
+    let stream = context.stream()?;
+    ensure!(context.tally()?.finish(subscriber.receive(&stream)?)? == 0, "the first publisher is undisturbed");
+    peer.dismiss()
+}
+
+fn dead_names_are_free(context: &Context) -> Result<()> {
+    for _ in 0..3 {
+        let mut peer = context.peer()?;
+        peer.publish(PublisherPlan::of("heir"))?;
+        peer.kill()?;
+        let publisher = context.publisher("heir").build()?;
+        let mut subscriber = context.subscriber("heir").build()?;
+        let stream = context.stream()?;
+        publisher.send_bytes(&stream, b"mine")?;
+        ensure!(subscriber.receive(&stream)?.to_vec(PATIENCE)? == b"mine", "the heir's data");
+        let files = std::fs::read_dir(context.domain.path())?.count();
+        ensure!(files == 2, "a name is a socket and a lock, not {files} files");
+    }
+    Ok(())
+}
+
+fn closed_names_are_free(context: &Context) -> Result<()> {
+    for _ in 0..20 {
+        drop(context.publisher("again").build()?);
+    }
+    let left = std::fs::read_dir(context.domain.path())?.count();
+    ensure!(left == 0, "a closed publisher leaves no file, not {left}");
+    Ok(())
+}
+
+fn nobody_and_somebody(context: &Context) -> Result<()> {
+    match context.subscriber("nobody").build() {
+        Err(Error::NoPublisher { name }) => ensure!(name == "nobody", "the name {name:?}"),
+        other => bail!("a name that nobody publishes gave {other:?}"),
+    }
+    let mut early = context.peer()?;
+    let wait_ms = Some(PATIENCE.as_millis() as u64);
+    early.tell(&Order::Subscribe(SubscriberPlan { wait_ms, ..SubscriberPlan::of("somebody") }))?;
+    let publisher = context.publisher("somebody").history(1).build()?;
+    publisher.wait_for_subscribers(1, PATIENCE)?;
+    early.answer()??;
+    crate::payload::Payload::of(64, 3).send(&publisher, &context.stream()?)?;
+    ensure!(early.receive(1)?[0].is_whole(), "an early subscriber receives like any other");
+    early.dismiss()
+}
+
+fn reconnect_after_death(context: &Context) -> Result<()> {
+    reconnect(context, false)
+}
+
+fn reconnect_after_goodbye(context: &Context) -> Result<()> {
+    reconnect(context, true)
+}
+
+fn reconnect(context: &Context, graceful: bool) -> Result<()> {
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    let mut previous = None;
+    let mut subscriber = None;
+    for incarnation in 0..4 {
+        let mut peer = context.peer()?;
+        // With history, since nobody reconnects before he looks.
+        peer.publish(PublisherPlan { history: Some(3), ..PublisherPlan::of("phoenix") })?;
+        peer.ask(&Order::SendAndWait(Batch::of(3, 64, 10 * incarnation)))?;
+        if subscriber.is_none() {
+            subscriber = Some(context.subscriber("phoenix").reconnect(true).build()?);
+        }
+        let Some(subscriber) = &mut subscriber else { unreachable!("made above") };
+        for sequence in 1..=3 {
+            let sample = subscriber.receive(&stream)?;
+            ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
+            let gap = sample.discontinuity().map(|gap| (gap.previous_pid, gap.graceful));
+            let due = previous.filter(|_| sequence == 1);
+            ensure!(gap == due, "incarnation {incarnation}, sample {sequence}: gap {gap:?} where {due:?} is due");
+            ensure!(tally.finish(sample)? == 0, "sample {sequence} of incarnation {incarnation} is whole");
+        }
+        previous = Some((peer.id() as i32, graceful));
+        if graceful { peer.dismiss()? } else { peer.kill()? }
+    }
+    Ok(())
+}

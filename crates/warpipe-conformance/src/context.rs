@@ -1,0 +1,191 @@
+//! What a case is given.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use serde_json::Value;
+use warpipe::{Device, Domain, Publisher, PublisherBuilder, Stream, Subscriber, SubscriberBuilder};
+
+use crate::PATIENCE;
+use crate::chance::Chance;
+use crate::guard::Guard;
+use crate::payload::{Payload, Tally};
+use crate::peer::Peer;
+
+/// The backend that is tried.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Backend {
+    /// Memfds and threads.
+    Host,
+    /// A GPU, or the driver's test double.
+    Cuda,
+}
+
+impl Backend {
+    /// Its name, as the command line has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Backend::Host => "host",
+            Backend::Cuda => "cuda",
+        }
+    }
+
+    /// Opens its device of this number.
+    ///
+    /// # Errors
+    /// Those of [`Device::cuda`].
+    pub fn open(self, ordinal: u32) -> warpipe::Result<Device> {
+        match self {
+            Backend::Host => Ok(Device::host()),
+            Backend::Cuda => Device::cuda(ordinal),
+        }
+    }
+}
+
+/// How a run was asked for.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// The backend.
+    pub backend: Backend,
+    /// How many devices the cases may use.
+    pub devices: u32,
+    /// Many more kills and rounds.
+    pub long: bool,
+    /// Decides all chance.
+    pub seed: u64,
+}
+
+/// One case's surroundings.
+#[derive(Debug)]
+pub struct Context {
+    /// How the run was asked for.
+    pub settings: Settings,
+    /// The device.
+    pub device: Device,
+    /// A domain of this case alone.
+    pub domain: Domain,
+    figures: RefCell<BTreeMap<String, Value>>,
+}
+
+impl Context {
+    /// Opens the device with this number and the case's domain.
+    ///
+    /// # Errors
+    /// Those of the device, or of making the domain.
+    pub fn open(settings: Settings, folder: &Path, ordinal: u32) -> Result<Context> {
+        let device = settings.backend.open(ordinal).context("opening the device")?;
+        warpipe_kernels::preload(&device)?;
+        let domain = Domain::at(folder.join("domain"))?;
+        Ok(Context { settings, device, domain, figures: RefCell::default() })
+    }
+
+    /// Makes everything that stays for the process's life, so that a guard sees only what a case does: the watcher,
+    /// the driver's first export, its first launch.
+    ///
+    /// # Errors
+    /// Those of a first hand-over.
+    pub fn warm_up(&self) -> Result<()> {
+        let folder = self.folder().join(format!("warm-up-{}", std::process::id()));
+        let domain = Domain::at(&folder)?;
+        let publisher = self.publisher("warm-up").domain(&domain).build()?;
+        let mut subscriber = self.subscriber("warm-up").domain(&domain).build()?;
+        let stream = self.stream()?;
+        Payload::of(64, 1).send(&publisher, &stream)?;
+        let wrong = Tally::new(&self.device)?.finish(subscriber.receive(&stream)?)?;
+        anyhow::ensure!(wrong == 0, "{wrong} wrong words in the warm-up");
+        drop((publisher, subscriber, stream, domain));
+        std::fs::remove_dir_all(folder).context("removing the warm-up's domain")?;
+        let is_idle = || self.device.backend().bytes_held() == 0;
+        anyhow::ensure!(crate::process::eventually(PATIENCE, is_idle), "the warm-up's memory did not come back");
+        Ok(())
+    }
+
+    /// A publisher of this case's domain and device.
+    pub fn publisher(&self, name: &str) -> PublisherBuilder {
+        Publisher::builder(name).domain(&self.domain).device(&self.device)
+    }
+
+    /// A subscriber of this case's domain and device.
+    pub fn subscriber(&self, name: &str) -> SubscriberBuilder {
+        Subscriber::builder(name).domain(&self.domain).device(&self.device).timeout(PATIENCE)
+    }
+
+    /// A new stream.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn stream(&self) -> warpipe::Result<Stream> {
+        self.device.stream()
+    }
+
+    /// A tally for the checks of received samples.
+    ///
+    /// # Errors
+    /// Those of registering memory.
+    pub fn tally(&self) -> warpipe::Result<Tally> {
+        Tally::new(&self.device)
+    }
+
+    /// A further process, on the same device.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn peer(&self) -> Result<Peer> {
+        self.peer_on(0)
+    }
+
+    /// A further process, on the device with this number.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn peer_on(&self, ordinal: u32) -> Result<Peer> {
+        Peer::start(&self.settings, self.folder(), ordinal)
+    }
+
+    fn folder(&self) -> PathBuf {
+        self.domain.path().parent().map(Path::to_path_buf).unwrap_or_default()
+    }
+
+    /// Counts what is there now.
+    pub fn guard(&self) -> Guard {
+        Guard::take(&self.device, &self.domain)
+    }
+
+    /// Chance, decided by the run's seed.
+    pub fn chance(&self) -> Chance {
+        Chance::new(self.settings.seed)
+    }
+
+    /// `short` rounds, or in the long mode as many as the backend bears.
+    pub fn rounds(&self, short: u32, long_host: u32, long_cuda: u32) -> u32 {
+        match (self.settings.long, self.settings.backend) {
+            (false, _) => short,
+            (true, Backend::Host) => long_host,
+            (true, Backend::Cuda) => long_cuda,
+        }
+    }
+
+    /// A figure for the report.
+    pub fn figure(&self, key: &str, value: impl Into<Value>) {
+        self.figures.borrow_mut().insert(key.to_string(), value.into());
+    }
+
+    /// Percentiles of durations, in microseconds, for the report.
+    pub fn figure_times(&self, key: &str, times: &mut [Duration]) {
+        times.sort_unstable();
+        let at = |share: f64| times.get(((times.len() as f64 - 1.0) * share).round() as usize).copied();
+        for (name, share) in [("p50", 0.5), ("p90", 0.9), ("max", 1.0)] {
+            if let Some(time) = at(share) {
+                self.figure(&format!("{key}_{name}_us"), time.as_nanos() as f64 / 1e3);
+            }
+        }
+    }
+
+    /// All figures so far.
+    pub fn take_figures(&self) -> BTreeMap<String, Value> {
+        self.figures.take()
+    }
+}

@@ -1,0 +1,96 @@
+//! `conformance`: tries every behaviour that a backend of warpipe must have, each in processes of its own.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result};
+use clap::Parser;
+use warpipe_conformance::cases::{self, Case};
+use warpipe_conformance::context::{Backend, Settings};
+use warpipe_conformance::report::Outcome;
+use warpipe_conformance::{peer, runner};
+
+/// Tries every behaviour that a backend of warpipe must have. Exits with 0 if none failed.
+#[derive(Debug, Parser)]
+#[command(name = "conformance", version)]
+struct Arguments {
+    /// The backend to try; `cuda` is a GPU, or whatever libcuda.so.1 the loader finds.
+    #[arg(long, value_enum, default_value = "host")]
+    backend: Backend,
+    /// How many GPUs the cases may use.
+    #[arg(long, default_value_t = 1)]
+    devices: u32,
+    /// Hundreds of kills instead of a few.
+    #[arg(long)]
+    long: bool,
+    /// Write a report, as JSON.
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+    /// Only the cases whose names contain this.
+    #[arg(long, value_name = "SUBSTRING")]
+    only: Option<String>,
+    /// Print the names of the cases and run none.
+    #[arg(long)]
+    list: bool,
+    /// Decides all chance; by default another number each time.
+    #[arg(long)]
+    seed: Option<u64>,
+    #[arg(long, hide = true)]
+    case: Option<String>,
+    #[arg(long, hide = true)]
+    peer: bool,
+    #[arg(long, hide = true, default_value = ".")]
+    folder: PathBuf,
+    #[arg(long, hide = true, default_value = "result")]
+    result: PathBuf,
+    #[arg(long, hide = true, default_value_t = 0)]
+    ordinal: u32,
+}
+
+impl Arguments {
+    fn settings(&self) -> Settings {
+        let Arguments { backend, devices, long, seed, .. } = *self;
+        Settings { backend, devices, long, seed: seed.unwrap_or_else(|| std::process::id().into()) }
+    }
+
+    fn chosen(&self) -> Vec<Case> {
+        let mut cases = cases::all();
+        cases.retain(|case| self.only.as_ref().is_none_or(|only| case.name.contains(only.as_str())));
+        cases
+    }
+}
+
+fn main() -> ExitCode {
+    match run(&Arguments::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Whether nothing failed.
+fn run(arguments: &Arguments) -> Result<bool> {
+    let settings = arguments.settings();
+    if arguments.peer {
+        return peer::act(settings, &arguments.folder, arguments.ordinal).map(|()| true);
+    }
+    if let Some(name) = &arguments.case {
+        let case = cases::all().into_iter().find(|case| case.name == name).context("no such case")?;
+        return runner::run_here(settings, &case, &arguments.folder, &arguments.result).map(|()| true);
+    }
+    let chosen = arguments.chosen();
+    if arguments.list {
+        chosen.iter().for_each(|case| println!("{}", case.name));
+        return Ok(true);
+    }
+    let report = runner::run(&settings, &chosen)?;
+    if let Some(path) = &arguments.report {
+        let text = serde_json::to_string_pretty(&report)?;
+        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
+    }
+    println!("{}", report.summary());
+    Ok(report.count(Outcome::Failed) == 0 && !chosen.is_empty())
+}

@@ -1,0 +1,228 @@
+//! What the tensors hold: a pattern that one kernel writes and another checks, on the device, in any process.
+//! **This module is marked for unsafe**: it launches kernels on addresses.
+//!
+//! A sample's metadata says what its words must be ([`Mark`]), so that whoever receives it can check it alone.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use warpipe::backend::DevicePtr;
+use warpipe::{DType, Device, Layout, Publisher, Sample, SampleMut, Stream};
+use warpipe_kernels as kernels;
+
+use crate::PATIENCE;
+
+/// What a sample's words are: `count` words of the pattern of `seed`, from the slot's first byte on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mark {
+    /// The pattern's seed.
+    pub seed: u64,
+    /// How many words.
+    pub count: u64,
+}
+
+impl Mark {
+    /// The mark's length as metadata, in bytes.
+    pub const BYTES: usize = 16;
+
+    /// The mark as metadata.
+    pub fn to_bytes(self) -> [u8; Mark::BYTES] {
+        let mut bytes = [0; Mark::BYTES];
+        bytes[..8].copy_from_slice(&self.seed.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.count.to_le_bytes());
+        bytes
+    }
+
+    /// The mark at the beginning of `metadata`.
+    pub fn of(metadata: &[u8]) -> Option<Mark> {
+        let word = |at: usize| Some(u64::from_le_bytes(metadata.get(at..at + 8)?.try_into().ok()?));
+        Some(Mark { seed: word(0)?, count: word(8)? })
+    }
+}
+
+/// A sample to be sent.
+#[derive(Debug, Clone, Copy)]
+pub struct Payload {
+    /// Its words and what they are.
+    pub mark: Mark,
+    /// How long its kernel waits before it writes them.
+    pub slow: Duration,
+}
+
+impl Payload {
+    /// `count` words of the pattern of `seed`, written at once.
+    pub fn of(count: u64, seed: u64) -> Payload {
+        Payload { mark: Mark { seed, count }, slow: Duration::ZERO }
+    }
+
+    /// The same, written late.
+    pub fn slow(self, slow: Duration) -> Payload {
+        Payload { slow, ..self }
+    }
+
+    /// Loans a slot, enqueues the kernel that fills it and marks the sample.
+    ///
+    /// # Errors
+    /// Those of [`Publisher::loan`].
+    pub fn loan(self, publisher: &Publisher, stream: &Stream) -> warpipe::Result<SampleMut> {
+        let mut sample = publisher.loan(&Layout::contiguous(DType::U64, &[self.mark.count])?)?;
+        self.fill(&mut sample, stream)?;
+        Ok(sample)
+    }
+
+    /// Enqueues the kernel that fills a loan, and marks it.
+    ///
+    /// # Errors
+    /// [`warpipe::Error::Argument`] if the loan is too short; those of a launch.
+    pub fn fill(self, sample: &mut SampleMut, stream: &Stream) -> warpipe::Result<()> {
+        let Mark { seed, count } = self.mark;
+        assert!(count * 8 <= sample.layout().bytes(), "a case fills no more than it loaned");
+        sample.set_metadata(&self.mark.to_bytes())?;
+        if count == 0 {
+            return Ok(());
+        }
+        // SAFETY: the slot is this loan's alone and `count` words long (checked above); slots are aligned, and the
+        // engine keeps them until the stream has passed this kernel.
+        unsafe { fill_words(stream, sample.slot_ptr(), count, seed, self.slow) }
+    }
+
+    /// Loans, fills and sends. Returns the sequence number.
+    ///
+    /// # Errors
+    /// Those of [`Publisher::loan`] and [`SampleMut::send`].
+    pub fn send(self, publisher: &Publisher, stream: &Stream) -> warpipe::Result<u64> {
+        Ok(self.loan(publisher, stream)?.send(stream)?)
+    }
+}
+
+/// Enqueues `fill`, or `slow_fill` where it shall be late.
+///
+/// # Safety
+/// `words` names `count` words that are writable, and written by nothing else, until the kernel is done.
+pub unsafe fn fill_words(
+    stream: &Stream,
+    words: DevicePtr,
+    count: u64,
+    seed: u64,
+    slow: Duration,
+) -> warpipe::Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if slow.is_zero() {
+            kernels::fill(stream, words, count, seed)
+        } else {
+            kernels::slow_fill(stream, words, count, seed, slow)
+        }
+    }
+}
+
+/// Counters in registered host memory, into which `check` kernels add the wrong words they see.
+#[derive(Debug)]
+pub struct Tally {
+    device: Device,
+    page: *mut u8,
+    address: DevicePtr,
+    next: usize,
+}
+
+// SAFETY: the page is written by device work and read by `wrong_words`, both atomically, from any thread.
+unsafe impl Send for Tally {}
+
+/// A check that was enqueued.
+#[derive(Debug, Clone, Copy)]
+#[must_use = "what a check found is asked of the tally"]
+pub struct Check(usize);
+
+impl Tally {
+    const BYTES: usize = 64 << 10;
+    const COUNTERS: usize = Tally::BYTES / 8;
+    const PAGE: std::alloc::Layout = match std::alloc::Layout::from_size_align(Tally::BYTES, 4096) {
+        Ok(layout) => layout,
+        Err(_) => panic!("64 KiB aligned to a page is a layout"),
+    };
+
+    /// Counters at zero. At most 8192 checks may be on their way at once.
+    ///
+    /// # Errors
+    /// Those of registering the memory.
+    pub fn new(device: &Device) -> warpipe::Result<Tally> {
+        // SAFETY: the layout is not empty.
+        let page = unsafe { std::alloc::alloc_zeroed(Tally::PAGE) };
+        assert!(!page.is_null(), "64 KiB of memory");
+        // SAFETY: page-aligned memory that is freed only after `unregister` (see `Drop`).
+        match unsafe { device.backend().register(page, Tally::BYTES) } {
+            Ok(address) => Ok(Tally { device: device.clone(), page, address, next: 0 }),
+            Err(error) => {
+                // SAFETY: allocated above with this layout.
+                unsafe { std::alloc::dealloc(page, Tally::PAGE) };
+                Err(error)
+            }
+        }
+    }
+
+    fn counter(&self, index: usize) -> &std::sync::atomic::AtomicU64 {
+        // SAFETY: the index is below COUNTERS, the memory is zeroed, aligned and lives as long as self.
+        unsafe { &*self.page.cast::<std::sync::atomic::AtomicU64>().add(index) }
+    }
+
+    /// Enqueues a check of `count` words at `words` against the pattern of `seed`.
+    ///
+    /// # Safety
+    /// `words` names `count` words that stay mapped until the kernel is done.
+    ///
+    /// # Errors
+    /// Those of a launch.
+    pub unsafe fn check(&mut self, stream: &Stream, words: DevicePtr, count: u64, seed: u64) -> warpipe::Result<Check> {
+        let index = self.next % Tally::COUNTERS;
+        self.next += 1;
+        self.counter(index).store(0, std::sync::atomic::Ordering::Release);
+        if count > 0 {
+            let errors = self.address + 8 * index as u64;
+            // SAFETY: the words are the caller's promise; the counter is ours and only added to.
+            unsafe { kernels::check(stream, words, count, seed, errors)? };
+        }
+        Ok(Check(index))
+    }
+
+    /// Enqueues the check of a sample by its [`Mark`], behind the wait for its data.
+    ///
+    /// # Errors
+    /// Metadata without a mark, a mark that claims more than the tensor has, or those of a launch.
+    pub fn check_sample(&mut self, sample: &Sample) -> Result<Check> {
+        let mark = Mark::of(sample.metadata()).context("the sample's metadata begins with a mark")?;
+        ensure!(mark.count.saturating_mul(8) <= sample.layout().bytes(), "a mark of more words than the tensor has");
+        // SAFETY: the words lie in the sample's slot, which stays mapped until its release behind this check, on
+        // the sample's own stream, is done.
+        Ok(unsafe { self.check(&sample.stream().clone(), sample.slot_ptr(), mark.count, mark.seed)? })
+    }
+
+    /// How many wrong words a check saw. The stream must have passed it.
+    pub fn wrong_words(&self, check: Check) -> u64 {
+        self.counter(check.0).load(std::sync::atomic::Ordering::Acquire)
+    }
+
+    /// Checks a sample, releases it, and says how many of its words were wrong.
+    ///
+    /// # Errors
+    /// [`warpipe::Error::SampleLost`] and the others of [`Sample::finish`]; those of [`check_sample`](Self::check_sample).
+    pub fn finish(&mut self, sample: Sample) -> Result<u64> {
+        let stream = sample.stream().clone();
+        let check = self.check_sample(&sample)?;
+        sample.finish(PATIENCE)?;
+        stream.synchronize(PATIENCE)?;
+        Ok(self.wrong_words(check))
+    }
+}
+
+impl Drop for Tally {
+    fn drop(&mut self) {
+        // SAFETY: registered in `new`, once; every user synchronises the streams of its checks before it ends, and
+        // a case that failed ends its process instead of reusing the memory.
+        unsafe {
+            let is_free = self.device.backend().unregister(self.page).is_ok();
+            if is_free {
+                std::alloc::dealloc(self.page, Tally::PAGE);
+            }
+        }
+    }
+}

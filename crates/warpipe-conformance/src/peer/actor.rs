@@ -1,0 +1,288 @@
+//! The peer's own side: carries out one order after the other until there are no more.
+
+use std::io::{BufRead as _, Write as _};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use warpipe::{Error, Publisher, Sample, SampleMut, Stream, Subscriber};
+
+use super::order::{Answer, Batch, Fault, Item, Order};
+use crate::PATIENCE;
+use crate::context::{Context, Settings};
+use crate::guard::Guard;
+use crate::payload::{Check, Payload, Tally};
+
+/// Carries out the orders on standard input.
+///
+/// # Errors
+/// The device cannot be opened, or the orders cannot be read.
+pub fn act(settings: Settings, folder: &Path, ordinal: u32) -> Result<()> {
+    let mut actor = Actor::new(Context::open(settings, folder, ordinal)?)?;
+    for line in std::io::stdin().lock().lines() {
+        let order: Order = serde_json::from_str(&line?).context("an order")?;
+        let answer = actor.carry_out(order).unwrap_or_else(|error| Answer::Fault(Fault::of_any(&error)));
+        say(&serde_json::to_string(&answer)?);
+    }
+    Ok(())
+}
+
+/// Writes a line in one piece. A case that is gone reads nothing any more; its peer is about to be killed.
+fn say(line: &str) {
+    let _ = std::io::stdout().lock().write_all(format!("{line}\n").as_bytes());
+}
+
+/// Fields are dropped in this order: samples and loans before the ends of the channel, streams after them.
+struct Actor {
+    held: Vec<(Sample, Check, Item)>,
+    loans: Vec<SampleMut>,
+    subscribers: Vec<Subscriber>,
+    publisher: Option<Publisher>,
+    sockets: Vec<std::os::fd::OwnedFd>,
+    streams: Option<Streams>,
+    guard: Option<Guard>,
+    context: Context,
+}
+
+struct Streams {
+    sending: Stream,
+    receiving: Stream,
+    tally: Tally,
+}
+
+impl Actor {
+    fn new(context: Context) -> Result<Actor> {
+        Ok(Actor {
+            held: Vec::new(),
+            loans: Vec::new(),
+            subscribers: Vec::new(),
+            publisher: None,
+            sockets: Vec::new(),
+            streams: None,
+            guard: None,
+            context,
+        })
+    }
+
+    fn carry_out(&mut self, order: Order) -> Result<Answer> {
+        match order {
+            Order::Publish(plan) => {
+                self.publisher = Some(plan.apply(self.context.publisher(&plan.name)).build()?);
+            }
+            Order::Subscribe(plan) => {
+                self.subscribers.push(plan.apply(self.context.subscriber(&plan.name)).build()?);
+                return Ok(Answer::Number(self.subscribers.len() as u64 - 1));
+            }
+            Order::AwaitSubscribers(count) => self.publisher()?.wait_for_subscribers(count, PATIENCE)?,
+            Order::Loan(batch) => self.loan(batch)?,
+            Order::Send(batch) => return Ok(Answer::Number(self.send(batch)?)),
+            Order::SendAndWait(batch) => {
+                let sequence = self.send(batch)?;
+                self.streams()?.sending.synchronize(PATIENCE)?;
+                return Ok(Answer::Number(sequence));
+            }
+            Order::Stream(batch) => self.stream(batch)?,
+            Order::Receive { subscriber, count, hold } => {
+                return (0..count).map(|_| self.receive(subscriber, hold)).collect::<Result<_>>().map(Answer::Items);
+            }
+            Order::ReceiveAll { subscriber } => return Ok(Answer::Items(self.receive_all(subscriber)?)),
+            Order::Consume { subscriber, hold } => self.consume(subscriber, hold)?,
+            Order::Overwrite { subscriber } => self.overwrite(subscriber)?,
+            Order::Release => return Ok(Answer::Items(self.release()?)),
+            Order::Dropped { subscriber } => return Ok(Answer::Number(self.subscriber(subscriber)?.dropped())),
+            Order::PublisherState { subscriber } => {
+                return Ok(Answer::Text(format!("{:?}", self.subscriber(subscriber)?.publisher_state())));
+            }
+            Order::ConnectOnly(name) => self.connect_only(&name)?,
+            Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
+            Order::Guard => {
+                self.context.warm_up()?;
+                self.guard = Some(self.context.guard());
+            }
+            Order::Settle => self.settle()?,
+        }
+        Ok(Answer::Done)
+    }
+
+    fn publisher(&self) -> Result<&Publisher> {
+        self.publisher.as_ref().context("it does not publish")
+    }
+
+    fn subscriber(&mut self, index: usize) -> Result<&mut Subscriber> {
+        self.subscribers.get_mut(index).context("no such subscriber")
+    }
+
+    fn streams(&mut self) -> Result<&mut Streams> {
+        if self.streams.is_none() {
+            let (sending, receiving) = (self.context.stream()?, self.context.stream()?);
+            self.streams = Some(Streams { sending, receiving, tally: self.context.tally()? });
+        }
+        self.streams.as_mut().context("made above")
+    }
+
+    fn payloads(batch: Batch) -> impl Iterator<Item = Payload> {
+        let slow = Duration::from_micros(batch.slow_us);
+        (0..batch.count).map(move |index| Payload::of(batch.words, batch.seed.wrapping_add(index)).slow(slow))
+    }
+
+    fn loan(&mut self, batch: Batch) -> Result<()> {
+        let stream = self.streams()?.sending.clone();
+        for payload in Self::payloads(batch) {
+            self.loans.push(payload.loan(self.publisher()?, &stream)?);
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, batch: Batch) -> Result<u64> {
+        let stream = self.streams()?.sending.clone();
+        let mut sequence = 0;
+        for payload in Self::payloads(batch) {
+            sequence = payload.send(self.publisher()?, &stream)?;
+        }
+        Ok(sequence)
+    }
+
+    fn stream(&mut self, batch: Batch) -> Result<()> {
+        let stream = self.streams()?.sending.clone();
+        for payload in Self::payloads(Batch { count: u64::MAX, ..batch }) {
+            let sequence = payload.send(self.publisher()?, &stream)?;
+            stream.call(move || say(&format!("ready {sequence}")))?;
+        }
+        Ok(())
+    }
+
+    fn receive(&mut self, subscriber: usize, hold: bool) -> Result<Item> {
+        let stream = self.streams()?.receiving.clone();
+        let sample = self.subscriber(subscriber)?.receive(&stream)?;
+        let tally = &mut self.streams()?.tally;
+        let mut item = describe(&sample);
+        let check = tally.check_sample(&sample)?;
+        if hold {
+            self.held.push((sample, check, item.clone()));
+            return Ok(item);
+        }
+        conclude(tally, sample, check, &mut item)?;
+        Ok(item)
+    }
+
+    fn receive_all(&mut self, subscriber: usize) -> Result<Vec<Item>> {
+        let mut items = Vec::new();
+        loop {
+            match self.receive(subscriber, false) {
+                Ok(item) => items.push(item),
+                Err(error) => {
+                    items.push(Item { fault: Some(Fault::of_any(&error)), ..Item::default() });
+                    return Ok(items);
+                }
+            }
+        }
+    }
+
+    fn consume(&mut self, subscriber: usize, hold: usize) -> Result<()> {
+        let mut chance = self.context.chance();
+        loop {
+            self.receive(subscriber, true)?;
+            while self.held.len() > hold {
+                let (sample, check, mut item) = self.held.swap_remove(chance.below(self.held.len() as u64) as usize);
+                conclude(&mut self.streams()?.tally, sample, check, &mut item)?;
+                say(&format!("got {} {}", item.sequence, item.wrong.unwrap_or(u64::MAX)));
+            }
+        }
+    }
+
+    fn overwrite(&mut self, subscriber: usize) -> Result<()> {
+        let stream = self.streams()?.receiving.clone();
+        let sample = self.subscriber(subscriber)?.receive(&stream)?;
+        let words = sample.layout().bytes() / 8;
+        ensure!(words > 0, "a sample of at least a word");
+        // SAFETY: none is claimed: the mapping is read-only, and that this faults is what is tried. The process has
+        // no other use.
+        unsafe { crate::payload::fill_words(&stream, sample.slot_ptr(), words, 0, Duration::ZERO)? };
+        stream.synchronize(PATIENCE)?;
+        Ok(())
+    }
+
+    fn release(&mut self) -> Result<Vec<Item>> {
+        let mut items = Vec::new();
+        for (sample, check, mut item) in std::mem::take(&mut self.held) {
+            conclude(&mut self.streams()?.tally, sample, check, &mut item)?;
+            items.push(item);
+        }
+        Ok(items)
+    }
+
+    fn connect_only(&mut self, name: &str) -> Result<()> {
+        use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+        let path = self.context.domain.path().join(format!("{}.sock", name.replace('/', "+")));
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None)?;
+        rustix::net::connect(&socket, &SocketAddrUnix::new(&path)?)?;
+        self.sockets.push(socket);
+        Ok(())
+    }
+
+    fn settle(&mut self) -> Result<()> {
+        self.held.clear();
+        self.loans.clear();
+        self.subscribers.clear();
+        self.publisher = None;
+        self.sockets.clear();
+        if let Some(streams) = self.streams.take() {
+            streams.sending.synchronize(PATIENCE)?;
+            streams.receiving.synchronize(PATIENCE)?;
+        }
+        self.guard.take().context("a guard to compare with")?.settles()
+    }
+}
+
+/// What can be said of a sample before its data is complete.
+pub(crate) fn describe(sample: &Sample) -> Item {
+    let mark = crate::payload::Mark::of(sample.metadata());
+    Item {
+        sequence: sample.sequence(),
+        seed: mark.map_or(0, |mark| mark.seed),
+        layout: format!("{:?}", sample.layout()),
+        discontinuity: sample.discontinuity().map(|gap| (gap.previous_pid, gap.graceful)),
+        ..Item::default()
+    }
+}
+
+/// Releases a sample behind its check and writes down how both ended. A lost sample is the item's fault and no
+/// failure of ours; what the check saw of it does not count.
+fn conclude(tally: &mut Tally, sample: Sample, check: Check, item: &mut Item) -> Result<()> {
+    let stream = sample.stream().clone();
+    if sample.layout().bytes() <= 64 << 10 && sample.wait(PATIENCE).is_ok() {
+        item.digest = Some(digest(&sample.to_vec(PATIENCE)?));
+    }
+    match sample.finish(PATIENCE) {
+        Ok(()) => {
+            stream.synchronize(PATIENCE)?;
+            item.wrong = Some(tally.wrong_words(check));
+        }
+        Err(error @ Error::SampleLost { .. }) => item.fault = Some(Fault::of(&error)),
+        Err(error) => bail!(error),
+    }
+    Ok(())
+}
+
+/// A checksum of bytes (FNV-1a, Fowler, Noll and Vo).
+pub(crate) fn digest(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+/// Forks a child that keeps nothing but its life, and lives until it is killed. **Unsafe inside**: `fork`.
+fn fork_and_live() -> Result<i32> {
+    // SAFETY: the child calls only async-signal-safe functions.
+    match unsafe { libc::fork() } {
+        -1 => Err(std::io::Error::last_os_error()).context("fork"),
+        0 => loop {
+            // SAFETY: closing the standard streams lets the case see that its peer has ended; `pause` waits for a
+            // signal and touches nothing.
+            unsafe {
+                libc::close(0);
+                libc::close(1);
+                libc::pause();
+            }
+        },
+        child => Ok(child),
+    }
+}

@@ -1,0 +1,285 @@
+//! A further process of this program, which publishes or subscribes as a case tells it.
+//!
+//! Orders go down its standard input, answers come up its standard output, one line each; what it says on standard
+//! error joins the case's own words. Every wait for it has a limit, and it is killed when its handle is dropped.
+
+mod actor;
+mod order;
+
+pub use actor::act;
+pub(crate) use actor::{describe, digest};
+pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, SubscriberPlan, kind_of};
+
+use std::io::Write as _;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use rustix::process::{Pid, Signal};
+
+use crate::PATIENCE;
+use crate::context::Settings;
+use crate::process::{self, wait_readable};
+
+/// A peer, as its case holds it.
+#[derive(Debug)]
+pub struct Peer {
+    child: Child,
+    orders: Option<ChildStdin>,
+    answers: ChildStdout,
+    /// What has come of the next lines.
+    pending: Vec<u8>,
+    is_over: bool,
+}
+
+impl Peer {
+    /// Starts one.
+    ///
+    /// # Errors
+    /// The program cannot be started.
+    pub fn start(settings: &Settings, folder: PathBuf, ordinal: u32) -> Result<Peer> {
+        let program = std::env::current_exe().context("the path of this program")?;
+        let mut command = Command::new(program);
+        command.arg("--peer").arg("--folder").arg(folder).arg("--ordinal").arg(ordinal.to_string());
+        command.arg("--backend").arg(settings.backend.name()).arg("--seed").arg(settings.seed.to_string());
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("starting a peer")?;
+        let (orders, answers) = (child.stdin.take(), child.stdout.take().context("a piped standard output")?);
+        Ok(Peer { child, orders, answers, pending: Vec::new(), is_over: false })
+    }
+
+    /// Its process id.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Its process.
+    ///
+    /// # Errors
+    /// None in practice.
+    pub fn pid(&self) -> Result<Pid> {
+        process::pid(self.id())
+    }
+
+    /// Gives an order without waiting for the answer.
+    ///
+    /// # Errors
+    /// The peer has ended.
+    pub fn tell(&mut self, order: &Order) -> Result<()> {
+        let mut line = serde_json::to_vec(order)?;
+        line.push(b'\n');
+        self.orders.as_mut().context("the orders are open")?.write_all(&line).context("telling a peer")
+    }
+
+    /// The next line that the peer writes; `None` when it has ended.
+    ///
+    /// # Errors
+    /// None came in time.
+    pub fn line(&mut self, timeout: Duration) -> Result<Option<String>> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            if let Some(end) = self.pending.iter().position(|&byte| byte == b'\n') {
+                let line: Vec<u8> = self.pending.drain(..=end).collect();
+                return Ok(Some(String::from_utf8_lossy(&line[..end]).into_owned()));
+            }
+            if self.is_over {
+                return Ok(None);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            ensure!(wait_readable(self.answers.as_fd(), left), "the peer did not write a line within {timeout:?}");
+            let mut bytes = [0; 16 << 10];
+            match rustix::io::read(&self.answers, &mut bytes) {
+                Ok(0) => self.is_over = true,
+                Ok(length) => self.pending.extend_from_slice(&bytes[..length]),
+                Err(error) => bail!("reading from a peer: {error}"),
+            }
+        }
+    }
+
+    /// The answer to an order that was told.
+    ///
+    /// # Errors
+    /// None came in time, or the peer died of it.
+    pub fn answer(&mut self) -> Result<Result<Answer, Fault>> {
+        let Some(line) = self.line(2 * PATIENCE)? else {
+            bail!("the peer ended ({}) instead of answering", self.ended()?)
+        };
+        Ok(match serde_json::from_str(&line).with_context(|| format!("a peer's answer: {line:?}"))? {
+            Answer::Fault(fault) => Err(fault),
+            answer => Ok(answer),
+        })
+    }
+
+    /// Gives an order and waits for its answer, which may be a fault.
+    ///
+    /// # Errors
+    /// As [`answer`](Self::answer).
+    pub fn try_ask(&mut self, order: &Order) -> Result<Result<Answer, Fault>> {
+        self.tell(order)?;
+        self.answer()
+    }
+
+    /// Gives an order that must succeed.
+    ///
+    /// # Errors
+    /// The [`Fault`], or as [`answer`](Self::answer).
+    pub fn ask(&mut self, order: &Order) -> Result<Answer> {
+        Ok(self.try_ask(order)?.with_context(|| format!("a peer's {order:?}"))?)
+    }
+
+    /// Lets it publish.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn publish(&mut self, plan: PublisherPlan) -> Result<()> {
+        self.ask(&Order::Publish(plan)).map(drop)
+    }
+
+    /// Lets it subscribe; returns the subscriber's number there.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn subscribe(&mut self, name: &str) -> Result<usize> {
+        self.subscribe_as(SubscriberPlan::of(name))
+    }
+
+    /// Lets it subscribe by a plan.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn subscribe_as(&mut self, plan: SubscriberPlan) -> Result<usize> {
+        Ok(self.number(&Order::Subscribe(plan))? as usize)
+    }
+
+    /// Lets its first subscriber receive, check and release.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn receive(&mut self, count: u64) -> Result<Vec<Item>> {
+        self.items(&Order::Receive { subscriber: 0, count, hold: false })
+    }
+
+    /// Lets its first subscriber receive and hold.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn hold(&mut self, count: u64) -> Result<Vec<Item>> {
+        self.items(&Order::Receive { subscriber: 0, count, hold: true })
+    }
+
+    /// An order that is answered with samples.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn items(&mut self, order: &Order) -> Result<Vec<Item>> {
+        match self.ask(order)? {
+            Answer::Items(items) => Ok(items),
+            other => bail!("{other:?} instead of samples"),
+        }
+    }
+
+    /// An order that is answered with a number.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn number(&mut self, order: &Order) -> Result<u64> {
+        match self.ask(order)? {
+            Answer::Number(number) => Ok(number),
+            other => bail!("{other:?} instead of a number"),
+        }
+    }
+
+    /// An order that is answered with a word.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn text(&mut self, order: &Order) -> Result<String> {
+        match self.ask(order)? {
+            Answer::Text(text) => Ok(text),
+            other => bail!("{other:?} instead of a word"),
+        }
+    }
+
+    /// Stops it (SIGSTOP), and waits until it stands.
+    ///
+    /// # Errors
+    /// It does not stand.
+    pub fn stop(&self) -> Result<()> {
+        process::signal(self.pid()?, Signal::STOP)?;
+        let stat = format!("/proc/{}/stat", self.id());
+        let stands = || std::fs::read_to_string(&stat).is_ok_and(|text| text.contains(") T "));
+        ensure!(process::eventually(PATIENCE, stands), "a stopped process stands");
+        Ok(())
+    }
+
+    /// Lets it go on (SIGCONT).
+    ///
+    /// # Errors
+    /// It is gone.
+    pub fn go_on(&self) -> Result<()> {
+        process::signal(self.pid()?, Signal::CONT)
+    }
+
+    /// Sends SIGKILL, and nothing more.
+    ///
+    /// # Errors
+    /// It is gone.
+    pub fn strike(&self) -> Result<()> {
+        process::signal(self.pid()?, Signal::KILL)
+    }
+
+    /// Kills it (SIGKILL) and waits until it is dead.
+    ///
+    /// # Errors
+    /// It was dead already.
+    pub fn kill(&mut self) -> Result<()> {
+        self.strike()?;
+        let status = self.ended()?;
+        ensure!(!status.success(), "a killed peer does not end well");
+        Ok(())
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// It lives on.
+    pub fn ended(&mut self) -> Result<ExitStatus> {
+        if let Some(status) = self.child.try_wait()? {
+            return Ok(status);
+        }
+        let pidfd = process::pidfd(self.pid()?)?;
+        ensure!(wait_readable(&pidfd, PATIENCE), "the peer does not end");
+        Ok(self.child.wait()?)
+    }
+
+    /// Takes in what it had still written when it ended.
+    ///
+    /// # Errors
+    /// As [`line`](Self::line).
+    pub fn last_lines(&mut self) -> Result<Vec<String>> {
+        let mut lines = Vec::new();
+        while let Some(line) = self.line(PATIENCE)? {
+            lines.push(line);
+        }
+        Ok(lines)
+    }
+
+    /// Ends its orders, whereupon it drops everything, and waits for its good end.
+    ///
+    /// # Errors
+    /// It does not end, or not well.
+    pub fn dismiss(mut self) -> Result<()> {
+        self.orders = None;
+        let status = self.ended()?;
+        ensure!(status.success(), "the peer ended with {status}");
+        Ok(())
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

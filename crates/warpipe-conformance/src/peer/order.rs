@@ -1,0 +1,271 @@
+//! What a peer can be told, and what it answers: one line of JSON each.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use warpipe::{Policy, PublisherBuilder, SubscriberBuilder};
+
+/// How a peer shall publish. The defaults are the builder's.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct PublisherPlan {
+    /// The endpoint's name.
+    pub name: String,
+    /// See [`PublisherBuilder::depth`].
+    pub depth: Option<u32>,
+    /// See [`PublisherBuilder::history`].
+    pub history: Option<u32>,
+    /// See [`PublisherBuilder::memory_limit`].
+    pub memory_limit: Option<u64>,
+    /// See [`PublisherBuilder::policy`].
+    pub policy: Option<PolicyPlan>,
+}
+
+/// A [`Policy`] in words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PolicyPlan {
+    /// [`Policy::Block`] for so many milliseconds.
+    Block(u64),
+    /// [`Policy::DropOldest`].
+    DropOldest,
+    /// [`Policy::DropNewest`].
+    DropNewest,
+    /// [`Policy::Fail`].
+    Fail,
+}
+
+impl PolicyPlan {
+    /// The policy meant.
+    pub fn policy(self) -> Policy {
+        match self {
+            PolicyPlan::Block(milliseconds) => Policy::Block { timeout: Duration::from_millis(milliseconds) },
+            PolicyPlan::DropOldest => Policy::DropOldest,
+            PolicyPlan::DropNewest => Policy::DropNewest,
+            PolicyPlan::Fail => Policy::Fail,
+        }
+    }
+}
+
+impl PublisherPlan {
+    /// A plan with the builder's defaults.
+    pub fn of(name: &str) -> PublisherPlan {
+        PublisherPlan { name: name.into(), ..PublisherPlan::default() }
+    }
+
+    pub(super) fn apply(&self, mut builder: PublisherBuilder) -> PublisherBuilder {
+        if let Some(depth) = self.depth {
+            builder = builder.depth(depth);
+        }
+        if let Some(history) = self.history {
+            builder = builder.history(history);
+        }
+        if let Some(bytes) = self.memory_limit {
+            builder = builder.memory_limit(bytes);
+        }
+        if let Some(policy) = self.policy {
+            builder = builder.policy(policy.policy());
+        }
+        builder
+    }
+}
+
+/// How a peer shall subscribe.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct SubscriberPlan {
+    /// The endpoint's name.
+    pub name: String,
+    /// See [`SubscriberBuilder::reconnect`].
+    pub reconnect: bool,
+    /// See [`SubscriberBuilder::wait_for_publisher`], in milliseconds.
+    pub wait_ms: Option<u64>,
+}
+
+impl SubscriberPlan {
+    /// A plan with the builder's defaults.
+    pub fn of(name: &str) -> SubscriberPlan {
+        SubscriberPlan { name: name.into(), ..SubscriberPlan::default() }
+    }
+
+    pub(super) fn apply(&self, builder: SubscriberBuilder) -> SubscriberBuilder {
+        builder.reconnect(self.reconnect).wait_for_publisher(self.wait_ms.map(Duration::from_millis))
+    }
+}
+
+/// Samples to send.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub struct Batch {
+    /// How many.
+    pub count: u64,
+    /// Words in each.
+    pub words: u64,
+    /// The first one's seed; each further one's is one higher.
+    pub seed: u64,
+    /// How long each one's kernel waits before it writes.
+    pub slow_us: u64,
+}
+
+impl Batch {
+    /// `count` samples of `words` words, written at once.
+    pub fn of(count: u64, words: u64, seed: u64) -> Batch {
+        Batch { count, words, seed, slow_us: 0 }
+    }
+
+    /// The same, written late.
+    pub fn slow(self, slow: Duration) -> Batch {
+        Batch { slow_us: slow.as_micros() as u64, ..self }
+    }
+}
+
+/// What a peer is told.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum Order {
+    /// Publish. Answers [`Answer::Done`].
+    Publish(PublisherPlan),
+    /// Subscribe. Answers with the subscriber's number.
+    Subscribe(SubscriberPlan),
+    /// Wait until so many subscribers are attached.
+    AwaitSubscribers(usize),
+    /// Loan and fill without sending.
+    Loan(Batch),
+    /// Loan, fill and send. Answers with the last sequence number, at once.
+    Send(Batch),
+    /// The same, and wait until all data is complete.
+    SendAndWait(Batch),
+    /// Send until killed, or until the orders end. Writes a line `ready N` whenever the data of sample N is complete.
+    Stream(Batch),
+    /// Receive and check so many samples. Answers with the items; held ones are checked when they are released.
+    Receive {
+        /// Which subscriber.
+        subscriber: usize,
+        /// How many.
+        count: u64,
+        /// Do not release them yet.
+        hold: bool,
+    },
+    /// Receive and check until the publisher ends. Answers with the items and then the end, as an item with a fault.
+    ReceiveAll {
+        /// Which subscriber.
+        subscriber: usize,
+    },
+    /// Receive until killed, holding this many samples at a time. Writes a line `got N WRONG` for each one checked.
+    Consume {
+        /// Which subscriber.
+        subscriber: usize,
+        /// How many to hold.
+        hold: usize,
+    },
+    /// Receive one sample and write into it with a kernel, which its importer must not.
+    Overwrite {
+        /// Which subscriber.
+        subscriber: usize,
+    },
+    /// Check and release what is held. Answers with the items.
+    Release,
+    /// How many samples this subscriber was told that it did not get.
+    Dropped {
+        /// Which subscriber.
+        subscriber: usize,
+    },
+    /// The publisher's state, as this subscriber sees it.
+    PublisherState {
+        /// Which subscriber.
+        subscriber: usize,
+    },
+    /// Connect to an endpoint's socket and say nothing.
+    ConnectOnly(String),
+    /// Fork a child that only lives on. Answers with its process id.
+    Fork,
+    /// Warm up and count what is there.
+    Guard,
+    /// Drop everything, and see that it counts as before.
+    Settle,
+}
+
+/// What a peer answers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum Answer {
+    /// It is done.
+    Done,
+    /// A number.
+    Number(u64),
+    /// A word.
+    Text(String),
+    /// Samples.
+    Items(Vec<Item>),
+    /// It failed.
+    Fault(Fault),
+}
+
+/// A received sample, as its receiver found it.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Item {
+    /// Its number; 0 if there is none because of the fault.
+    pub sequence: u64,
+    /// The seed of its mark.
+    pub seed: u64,
+    /// Its layout, as `Debug` shows it.
+    pub layout: String,
+    /// Wrong words that the check kernel saw; `None` while it is held.
+    pub wrong: Option<u64>,
+    /// The previous publisher's pid, and whether it said goodbye.
+    pub discontinuity: Option<(i32, bool)>,
+    /// A checksum of all its bytes, read by the CPU.
+    pub digest: Option<u64>,
+    /// Why it, or the next one, did not come.
+    pub fault: Option<Fault>,
+}
+
+impl Item {
+    /// Whether all of it came as it was sent.
+    pub fn is_whole(&self) -> bool {
+        self.wrong == Some(0) && self.fault.is_none()
+    }
+}
+
+/// An error of the library in another process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    /// The variant of [`warpipe::Error`].
+    pub kind: String,
+    /// What it says.
+    pub text: String,
+}
+
+impl Fault {
+    /// The error's variant and words.
+    pub fn of(error: &warpipe::Error) -> Fault {
+        Fault { kind: kind_of(error), text: error.to_string() }
+    }
+
+    /// The same for any error; one that is not of the library has the kind `Other`.
+    pub fn of_any(error: &anyhow::Error) -> Fault {
+        let known = error.chain().find_map(|cause| cause.downcast_ref::<warpipe::Error>());
+        known.map_or_else(|| Fault { kind: "Other".into(), text: format!("{error:#}") }, Fault::of)
+    }
+}
+
+impl std::fmt::Display for Fault {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.kind, self.text)
+    }
+}
+
+impl std::error::Error for Fault {}
+
+/// The name of an error's variant.
+pub fn kind_of(error: &warpipe::Error) -> String {
+    let shown = format!("{error:?}");
+    shown.split(|c: char| !c.is_alphanumeric()).next().unwrap_or_default().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_names_the_variant_also_behind_other_words() {
+        assert_eq!(kind_of(&warpipe::Error::Forked), "Forked");
+        let wrapped = anyhow::Error::from(warpipe::Error::NoPublisher { name: "a".into() }).context("while looking");
+        assert_eq!(Fault::of_any(&wrapped).kind, "NoPublisher");
+        assert_eq!(Fault::of_any(&anyhow::anyhow!("no")).kind, "Other");
+    }
+}

@@ -1,0 +1,179 @@
+//! Gives each case a process and a process group of its own, a folder, and a time limit.
+
+use std::fs::File;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::panic::AssertUnwindSafe;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+use rustix::process::Signal;
+
+use crate::cases::{Case, Skip};
+use crate::context::{Context, Settings};
+use crate::process;
+use crate::report::{Finding, Line, Outcome, Report};
+
+/// Runs `cases` one after the other, telling of each as it ends.
+///
+/// # Errors
+/// No folder can be made. A failed case is no error.
+pub fn run(settings: &Settings, cases: &[Case]) -> Result<Report> {
+    let home = Home::new()?;
+    let device = settings.backend.open(0).map(|device| device.info().name.clone());
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let mut report = Report {
+        backend: settings.backend.name(),
+        device: device.unwrap_or_else(|error| format!("none: {error}")),
+        driver: crate::report::driver_version(),
+        date: crate::report::utc(now.as_secs()),
+        seed: settings.seed,
+        long: settings.long,
+        cases: Vec::new(),
+    };
+    println!("{} on {}, seed {}", report.backend, report.device, report.seed);
+    for (index, case) in cases.iter().enumerate() {
+        let start = Instant::now();
+        let folder = home.folder(index)?;
+        let finding = attempt(settings, case, &folder).unwrap_or_else(|error| Finding::failed(format!("{error:#}")));
+        let line = Line { name: case.name.to_string(), seconds: start.elapsed().as_secs_f64(), finding };
+        tell(&line, &folder);
+        report.cases.push(line);
+    }
+    Ok(report)
+}
+
+fn tell(line: &Line, folder: &Path) {
+    let Finding { outcome, reason, figures } = &line.finding;
+    let word = match outcome {
+        Outcome::Passed => "ok",
+        Outcome::Failed => "FAILED",
+        Outcome::Skipped => "skipped",
+    };
+    let reason = if reason.is_empty() { String::new() } else { format!(" ({reason})") };
+    println!("{word:>7} {:>6.2} s  {}{reason}", line.seconds, line.name);
+    for (key, value) in figures {
+        println!("                  {key} = {value}");
+    }
+    if *outcome == Outcome::Failed {
+        let words = std::fs::read(words_of(folder)).unwrap_or_default();
+        let words = String::from_utf8_lossy(&words);
+        words.lines().for_each(|line| println!("                | {line}"));
+    }
+}
+
+fn words_of(folder: &Path) -> PathBuf {
+    folder.join("output")
+}
+
+/// Runs one case in a process of its own.
+fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<Finding> {
+    let words = File::create(words_of(folder))?;
+    let result = folder.join("result");
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg("--case").arg(case.name).arg("--folder").arg(folder).arg("--result").arg(&result);
+    command.args(["--backend", settings.backend.name(), "--seed", &settings.seed.to_string()]);
+    command.args(["--devices", &settings.devices.to_string()]).args(settings.long.then_some("--long"));
+    command.stdin(Stdio::null()).stdout(words.try_clone()?).stderr(words).process_group(0);
+    let mut child = command.spawn().context("starting a case")?;
+    let limit = if settings.long { case.limit_long } else { case.limit };
+    let status = wait(&mut child, limit)?;
+    let strays = end_group(&mut child)?;
+    let Some(status) = status else { return Ok(Finding::failed(format!("it did not end within {limit:?}"))) };
+    let finding = match std::fs::read(&result) {
+        Ok(bytes) if status.success() => serde_json::from_slice(&bytes).context("a case's result")?,
+        _ => Finding::failed(format!("its process ended with {}", explain(status))),
+    };
+    if strays > 0 && finding.outcome == Outcome::Passed {
+        return Ok(Finding::failed(format!("it left {strays} processes behind")));
+    }
+    Ok(finding)
+}
+
+/// Waits for the case; `None` when its time is up.
+fn wait(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>> {
+    let pidfd = process::pidfd(process::pid(child.id())?)?;
+    if process::wait_readable(&pidfd, limit) { Ok(Some(child.wait()?)) } else { Ok(None) }
+}
+
+/// Kills whatever is left of the case's process group. Returns how many processes that were, beside the case.
+fn end_group(child: &mut Child) -> Result<usize> {
+    let leader = process::pid(child.id())?;
+    let strays = process::group_members(leader).len();
+    // No such group any more is the usual answer.
+    let _ = rustix::process::kill_process_group(leader, Signal::KILL);
+    child.wait()?;
+    Ok(strays)
+}
+
+fn explain(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (_, Some(signal)) => format!("signal {signal}"),
+        (code, None) => format!("exit code {}", code.unwrap_or(-1)),
+    }
+}
+
+/// The case's own process: runs it, sees that nothing is left behind, and writes what it found to `result`.
+///
+/// # Errors
+/// The result cannot be written.
+pub fn run_here(settings: Settings, case: &Case, folder: &Path, result: &Path) -> Result<()> {
+    let (mut outcome, mut reason, mut figures) = (Outcome::Passed, String::new(), Default::default());
+    match Context::open(settings, folder, 0).and_then(|context| context.warm_up().map(|()| context)) {
+        Err(error) => (outcome, reason) = (Outcome::Failed, format!("{error:#}")),
+        Ok(context) => {
+            if let Err(error) = guarded(case, &context) {
+                let skip = error.downcast_ref::<Skip>().map(|Skip(reason)| reason.clone());
+                outcome = if skip.is_some() { Outcome::Skipped } else { Outcome::Failed };
+                reason = skip.unwrap_or_else(|| format!("{error:#}"));
+            }
+            figures = context.take_figures();
+        }
+    }
+    std::fs::write(result, serde_json::to_vec(&Finding { outcome, reason, figures })?)?;
+    // Without running destructors: what a failed case left stuck must not keep its process.
+    std::process::exit(0)
+}
+
+fn guarded(case: &Case, context: &Context) -> Result<()> {
+    let guard = context.guard();
+    match std::panic::catch_unwind(AssertUnwindSafe(|| (case.run)(context))) {
+        Ok(result) => result?,
+        Err(panic) => {
+            let words = panic.downcast_ref::<String>().map(String::as_str);
+            bail!("it panicked: {}", words.or(panic.downcast_ref::<&str>().copied()).unwrap_or("?"));
+        }
+    }
+    // A killed publisher's socket and lock stay until somebody looks after them; this is how.
+    context.domain.clean()?;
+    guard.settles()
+}
+
+/// The run's folder, removed at its end.
+struct Home(PathBuf);
+
+impl Home {
+    fn new() -> Result<Home> {
+        let path = std::env::temp_dir().join(format!("warpipe-conformance-{}", std::process::id()));
+        make_private(&path)?;
+        Ok(Home(path))
+    }
+
+    fn folder(&self, index: usize) -> Result<PathBuf> {
+        let folder = self.0.join(index.to_string());
+        make_private(&folder)?;
+        Ok(folder)
+    }
+}
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn make_private(path: &Path) -> Result<()> {
+    std::fs::DirBuilder::new().mode(0o700).create(path).with_context(|| format!("making {}", path.display()))
+}

@@ -1,0 +1,138 @@
+//! This process's own proof that its streams are past what they were given.
+//!
+//! The words of a link segment cannot be that proof: the peer maps them writable, and one that stores what it likes
+//! would have memory unmapped, or used again, under a stream that still has to touch it. An event of this
+//! process can: nobody else signals it. So who lets memory go records one behind each stream that ever worked on
+//! it, and waits for those. It costs nothing per sample.
+
+use crate::backend::RawEvent;
+use crate::stream::Stream;
+
+/// More streams than this are looked through for such as nobody can use any more.
+const PRUNE_FROM: usize = 8;
+
+/// The streams that have worked on some memory.
+#[derive(Debug, Default)]
+pub(crate) struct Streams {
+    list: Vec<Stream>,
+}
+
+impl Streams {
+    /// Remembers `stream`. To be called before its work is enqueued.
+    pub(crate) fn note(&mut self, stream: &Stream) {
+        if self.list.iter().any(|known| known.is_same(stream)) {
+            return;
+        }
+        if self.list.len() >= PRUNE_FROM {
+            // A stream that is ours alone gets no new work, and an idle one has none left. One that cannot be asked
+            // has a device that does nothing any more.
+            self.list.retain(|known| known.is_shared() || !known.is_idle().unwrap_or(true));
+        }
+        self.list.push(stream.clone());
+    }
+
+    /// Records an event behind everything that the streams have been given so far.
+    pub(crate) fn mark(&self) -> Proof {
+        let busy = self.list.iter().filter(|stream| !stream.is_idle().unwrap_or(false));
+        Proof { open: busy.map(Mark::behind).collect() }
+    }
+}
+
+/// Events that are still due. Passed when all are complete.
+#[derive(Debug)]
+pub(crate) struct Proof {
+    open: Vec<Mark>,
+}
+
+impl Proof {
+    /// Whether the streams have done what they had been given when the mark was made.
+    pub(crate) fn is_passed(&mut self) -> bool {
+        self.open.retain(|mark| !mark.is_passed());
+        self.open.is_empty()
+    }
+}
+
+/// An event behind one stream's work.
+#[derive(Debug)]
+struct Mark {
+    stream: Stream,
+    /// `None` if it could not be recorded; then only an idle stream is proof.
+    event: Option<RawEvent>,
+}
+
+impl Mark {
+    fn behind(stream: &Stream) -> Mark {
+        let backend = stream.backend();
+        let event = backend.create_event().ok().and_then(|event| {
+            // SAFETY: both handles are live: the event was made above, and `stream` is borrowed.
+            match unsafe { backend.record_event(event, stream.raw()) } {
+                Ok(()) => Some(event),
+                Err(_) => {
+                    // SAFETY: made above, and given up here.
+                    let _ = unsafe { backend.destroy_event(event) };
+                    None
+                }
+            }
+        });
+        Mark { stream: stream.clone(), event }
+    }
+
+    fn is_passed(&self) -> bool {
+        match self.event {
+            // SAFETY: the event is live until drop.
+            Some(event) => unsafe { self.stream.backend().query_event(event) }.unwrap_or(false),
+            None => self.stream.is_idle().unwrap_or(false),
+        }
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        if let Some(event) = self.event {
+            // SAFETY: made in `behind`, destroyed here only.
+            let _ = unsafe { self.stream.backend().destroy_event(event) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::device::Device;
+
+    #[test]
+    fn a_proof_is_passed_only_when_every_stream_is_past_its_mark() {
+        let device = Device::host();
+        let (busy, idle) = (device.stream().unwrap(), device.stream().unwrap());
+        let (go, wait) = mpsc::channel::<()>();
+        let mut streams = Streams::default();
+        streams.note(&busy);
+        streams.note(&idle);
+        busy.call(move || {
+            let _ended = wait.recv();
+        })
+        .unwrap();
+        let mut proof = streams.mark();
+        idle.synchronize(Duration::from_secs(5)).unwrap();
+        assert!(!proof.is_passed());
+        drop(go);
+        busy.synchronize(Duration::from_secs(5)).unwrap();
+        assert!(proof.is_passed());
+    }
+
+    #[test]
+    fn streams_that_nobody_can_use_any_more_are_forgotten() {
+        let device = Device::host();
+        let mut streams = Streams::default();
+        let kept = device.stream().unwrap();
+        streams.note(&kept);
+        for _ in 0..10 * PRUNE_FROM {
+            streams.note(&device.stream().unwrap());
+        }
+        assert!(streams.list.len() <= PRUNE_FROM + 1, "{}", streams.list.len());
+        assert!(streams.list.iter().any(|stream| stream.is_same(&kept)));
+    }
+}
