@@ -13,6 +13,7 @@ mod figure;
 mod handoff;
 mod idle;
 mod partner;
+mod pin;
 mod pipeline;
 mod plot;
 mod raw;
