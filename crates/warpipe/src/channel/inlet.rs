@@ -99,6 +99,9 @@ pub(crate) struct Inlet {
     lost: Vec<AtomicU64>,
     socket: Arc<PrivateFd>,
     watcher: Arc<Watcher>,
+    /// What copies to the host run on, made for the first of them: a stream for each copy would cost more than
+    /// the hand-over.
+    copies: Mutex<Option<Stream>>,
     /// `None` only while dropping.
     memory: Option<Memory>,
 }
@@ -170,6 +173,7 @@ impl Inlet {
             lost: words(),
             socket,
             watcher: watcher.clone(),
+            copies: Mutex::default(),
             memory: Some(memory),
         });
         let me: Weak<dyn Watched> = Arc::downgrade(&inlet) as Weak<dyn Watched>;
@@ -310,6 +314,16 @@ impl Inlet {
         Ok(())
     }
 
+    /// The stream for copies to the host. Nothing but complete data is ever copied on it, so it is never stuck
+    /// behind anything but other copies.
+    pub(super) fn copies(&self) -> Result<Stream> {
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*copies {
+            Some(stream) => Ok(stream.clone()),
+            None => Ok(copies.insert(self.device.stream()?).clone()),
+        }
+    }
+
     /// Closes the link because of `error`. Nothing else of this process is touched.
     pub(super) fn fail(&self, error: Error) {
         let farewell = Farewell::Failed(message::text(&error));
@@ -446,7 +460,8 @@ impl Drop for Inlet {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
         if !self.home.is_here() {
-            return std::mem::forget(memory);
+            let copies = self.copies.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+            return std::mem::forget((memory, copies));
         }
         let mut proof = memory.streams.lock().unwrap_or_else(PoisonError::into_inner).mark();
         if !proof.is_passed() {
