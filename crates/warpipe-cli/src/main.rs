@@ -46,7 +46,7 @@ fn run(command: &Command) -> anyhow::Result<Exit> {
         Command::Sub(args) => subscribe::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Ls(args) => list::run(args),
-        Command::Bench(args) => bench::run(args).map(|_met| Exit::Done),
+        Command::Bench(args) => bench::run(args).map(|()| Exit::Done),
         Command::DemoPublisher(args) => demo::run_publisher(args),
         Command::DemoSubscriber(args) => demo::run_subscriber(args),
         Command::DoctorChild(args) => doctor::run_child(args),

@@ -1,8 +1,8 @@
 //! What a case is given.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
@@ -67,7 +67,7 @@ pub struct Context {
     pub device: Device,
     /// A domain of this case alone.
     pub domain: Domain,
-    figures: RefCell<BTreeMap<String, Value>>,
+    figures: Mutex<BTreeMap<String, Value>>,
 }
 
 impl Context {
@@ -79,7 +79,7 @@ impl Context {
         let device = settings.backend.open(ordinal).context("opening the device")?;
         warpipe_kernels::preload(&device)?;
         let domain = Domain::at(folder.join("domain"))?;
-        Ok(Context { settings, device, domain, figures: RefCell::default() })
+        Ok(Context { settings, device, domain, figures: Mutex::default() })
     }
 
     /// Makes everything that stays for the process's life, so that a guard sees only what a case does: the watcher,
@@ -98,7 +98,8 @@ impl Context {
         anyhow::ensure!(wrong == 0, "{wrong} wrong words in the warm-up");
         drop((publisher, subscriber, stream, domain));
         std::fs::remove_dir_all(folder).context("removing the warm-up's domain")?;
-        let is_idle = || self.device.backend().bytes_held() == 0;
+        // The main thread and the watcher stay.
+        let is_idle = || self.device.backend().bytes_held() == 0 && crate::guard::threads_of(&self.device) <= 2;
         anyhow::ensure!(crate::process::eventually(PATIENCE, is_idle), "the warm-up's memory did not come back");
         Ok(())
     }
@@ -170,7 +171,7 @@ impl Context {
 
     /// A figure for the report.
     pub fn figure(&self, key: &str, value: impl Into<Value>) {
-        self.figures.borrow_mut().insert(key.to_string(), value.into());
+        self.figures.lock().unwrap_or_else(PoisonError::into_inner).insert(key.to_string(), value.into());
     }
 
     /// Percentiles of durations, in microseconds, for the report.
@@ -186,6 +187,6 @@ impl Context {
 
     /// All figures so far.
     pub fn take_figures(&self) -> BTreeMap<String, Value> {
-        self.figures.take()
+        std::mem::take(&mut *self.figures.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }

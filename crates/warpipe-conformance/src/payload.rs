@@ -19,24 +19,28 @@ pub struct Mark {
     pub seed: u64,
     /// How many words.
     pub count: u64,
+    /// Where one more word lies, in bytes from the slot's first, that is the first word of the next seed's pattern;
+    /// 0 for none. So the far end of a tensor is checked that is too large to be filled.
+    pub tail: u64,
 }
 
 impl Mark {
     /// The mark's length as metadata, in bytes.
-    pub const BYTES: usize = 16;
+    pub const BYTES: usize = 24;
 
     /// The mark as metadata.
     pub fn to_bytes(self) -> [u8; Mark::BYTES] {
         let mut bytes = [0; Mark::BYTES];
         bytes[..8].copy_from_slice(&self.seed.to_le_bytes());
-        bytes[8..].copy_from_slice(&self.count.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.count.to_le_bytes());
+        bytes[16..].copy_from_slice(&self.tail.to_le_bytes());
         bytes
     }
 
     /// The mark at the beginning of `metadata`.
     pub fn of(metadata: &[u8]) -> Option<Mark> {
         let word = |at: usize| Some(u64::from_le_bytes(metadata.get(at..at + 8)?.try_into().ok()?));
-        Some(Mark { seed: word(0)?, count: word(8)? })
+        Some(Mark { seed: word(0)?, count: word(8)?, tail: word(16)? })
     }
 }
 
@@ -52,7 +56,7 @@ pub struct Payload {
 impl Payload {
     /// `count` words of the pattern of `seed`, written at once.
     pub fn of(count: u64, seed: u64) -> Payload {
-        Payload { mark: Mark { seed, count }, slow: Duration::ZERO }
+        Payload { mark: Mark { seed, count, tail: 0 }, slow: Duration::ZERO }
     }
 
     /// The same, written late.
@@ -73,17 +77,26 @@ impl Payload {
     /// Enqueues the kernel that fills a loan, and marks it.
     ///
     /// # Errors
-    /// [`warpipe::Error::Argument`] if the loan is too short; those of a launch.
+    /// Those of a launch.
+    ///
+    /// # Panics
+    /// If the loan is too short.
     pub fn fill(self, sample: &mut SampleMut, stream: &Stream) -> warpipe::Result<()> {
-        let Mark { seed, count } = self.mark;
-        assert!(count * 8 <= sample.layout().bytes(), "a case fills no more than it loaned");
+        let Mark { seed, count, tail } = self.mark;
+        let bytes = sample.layout().bytes();
+        assert!(count * 8 <= bytes && (tail == 0 || tail + 8 <= bytes), "a case fills no more than it loaned");
         sample.set_metadata(&self.mark.to_bytes())?;
-        if count == 0 {
-            return Ok(());
+        // SAFETY: the slot is this loan's alone and as long as both need (checked above); slots are aligned, and the
+        // engine keeps them until the stream has passed these kernels.
+        unsafe {
+            if count > 0 {
+                fill_words(stream, sample.slot_ptr(), count, seed, self.slow)?;
+            }
+            if tail > 0 {
+                fill_words(stream, sample.slot_ptr() + tail, 1, seed + 1, self.slow)?;
+            }
         }
-        // SAFETY: the slot is this loan's alone and `count` words long (checked above); slots are aligned, and the
-        // engine keeps them until the stream has passed this kernel.
-        unsafe { fill_words(stream, sample.slot_ptr(), count, seed, self.slow) }
+        Ok(())
     }
 
     /// Loans, fills and sends. Returns the sequence number.
@@ -184,16 +197,25 @@ impl Tally {
         Ok(Check(index))
     }
 
-    /// Enqueues the check of a sample by its [`Mark`], behind the wait for its data.
+    /// Enqueues the check of a sample by its [`Mark`], behind the wait for its data. A sample without a mark has
+    /// none.
     ///
     /// # Errors
-    /// Metadata without a mark, a mark that claims more than the tensor has, or those of a launch.
-    pub fn check_sample(&mut self, sample: &Sample) -> Result<Check> {
-        let mark = Mark::of(sample.metadata()).context("the sample's metadata begins with a mark")?;
-        ensure!(mark.count.saturating_mul(8) <= sample.layout().bytes(), "a mark of more words than the tensor has");
-        // SAFETY: the words lie in the sample's slot, which stays mapped until its release behind this check, on
-        // the sample's own stream, is done.
-        Ok(unsafe { self.check(&sample.stream().clone(), sample.slot_ptr(), mark.count, mark.seed)? })
+    /// A mark that claims more than the tensor has, or those of a launch.
+    pub fn check_sample(&mut self, sample: &Sample) -> Result<Option<Check>> {
+        let Some(Mark { seed, count, tail }) = Mark::of(sample.metadata()) else { return Ok(None) };
+        let end = count.saturating_mul(8).max(if tail == 0 { 0 } else { tail.saturating_add(8) });
+        ensure!(end <= sample.layout().bytes(), "a mark of more words than the tensor has");
+        let stream = sample.stream().clone();
+        // SAFETY: the words lie in the sample's slot, which stays mapped until its release behind these checks, on
+        // the sample's own stream, is done; the counter is ours and only added to.
+        unsafe {
+            let check = self.check(&stream, sample.slot_ptr(), count, seed)?;
+            if tail > 0 {
+                kernels::check(&stream, sample.slot_ptr() + tail, 1, seed + 1, self.address + 8 * check.0 as u64)?;
+            }
+            Ok(Some(check))
+        }
     }
 
     /// How many wrong words a check saw. The stream must have passed it.
@@ -207,7 +229,7 @@ impl Tally {
     /// [`warpipe::Error::SampleLost`] and the others of [`Sample::finish`]; those of [`check_sample`](Self::check_sample).
     pub fn finish(&mut self, sample: Sample) -> Result<u64> {
         let stream = sample.stream().clone();
-        let check = self.check_sample(&sample)?;
+        let check = self.check_sample(&sample)?.context("the sample's metadata begins with a mark")?;
         sample.finish(PATIENCE)?;
         stream.synchronize(PATIENCE)?;
         Ok(self.wrong_words(check))

@@ -1,6 +1,7 @@
 //! 128 bytes of host memory from one process to another: polling, and with the receiver asleep.
 //!
-//! One way is half of there and back. The floor is a bare ring each way.
+//! One way is half of there and back. The floor is a bare ring each way. Each process keeps to a CPU of its own: a
+//! scheduler that puts both on one, for a while, would measure something else.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -11,6 +12,7 @@ use warpipe::{Device, Domain, Publisher, Stream, Subscriber};
 use super::Role;
 use super::figure::{Figure, Quantiles, Wanted};
 use super::partner::{Control, Partner};
+use super::pin;
 use super::raw::{LINE_BYTES, SharedMemory};
 use super::rings::{DEPTH, LINES, Patience, Payload, Ring, bell};
 use super::setup::{Choice, PATIENCE, Place, Setup};
@@ -74,6 +76,7 @@ fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
     };
     end.publisher.wait_for_subscribers(1, PATIENCE)?;
     partner.control.tell(&())?;
+    let _here = pin::this_thread(0)?;
     let mut measured = Measured::default();
     for round in 0..=terms.rounds {
         let floor = timed(terms.trips, || end.floor_trip())?;
@@ -181,6 +184,7 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         patience: terms.patience(),
     };
     control.hear::<()>()?;
+    let _here = pin::this_thread(1)?;
     for _ in 0..=terms.rounds {
         for _ in 0..terms.trips {
             let mut bytes = [0; LINE_BYTES];

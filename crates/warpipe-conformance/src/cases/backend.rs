@@ -85,7 +85,7 @@ fn without_waits_words_are_wrong(context: &Context) -> Result<()> {
     for seed in 1..=3 {
         Payload::of(WORDS, seed).slow(Duration::from_millis(100)).send(&publisher, &sending)?;
         let sample = subscriber.receive(&receiving)?;
-        let check = tally.check_sample(&sample)?;
+        let check = tally.check_sample(&sample)?.context("a mark")?;
         receiving.synchronize(PATIENCE)?;
         wrong += tally.wrong_words(check);
         sample.finish(PATIENCE)?;

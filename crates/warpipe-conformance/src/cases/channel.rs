@@ -1,5 +1,311 @@
 //! What a channel does while everybody lives.
 
-use super::Case;
+use std::os::fd::AsFd;
+use std::time::Duration;
 
-pub(super) const CASES: &[Case] = &[];
+use anyhow::{Context as _, Result, bail, ensure};
+use rustix::event::epoll;
+use warpipe::Error;
+
+use super::{Case, all_whole, skip};
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::payload::Payload;
+use crate::peer::{Answer, Batch, Order, PublisherPlan};
+use crate::process::wait_readable;
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("several samples are held at once and released in random order", held_and_released_at_random),
+    Case::new("a sample that is held long does not stop the others", held_long),
+    Case::new("a late joiner gets the history first", history),
+    Case::new("a late joiner waits for history that is not complete yet", history_in_flight),
+    Case::new("sixty-four subscribers of eight processes receive everything", sixty_four_subscribers),
+    Case::new("publisher and subscriber share one thread", one_thread),
+    Case::new("publishers and subscribers share one process in several threads", several_threads),
+    Case::new("the iterator ends when the publisher says goodbye", iterator_ends),
+    Case::new("poll and epoll wake up for a sample and for the end", pollable),
+    Case::new("a receipt says when the data was complete", receipts),
+    Case::new("samples outlive their subscriber, and a loan its publisher", handles_outlive_each_other),
+    Case::new("a receive without a sample times out, and a try returns at once", timeouts),
+    Case::new("a subscriber on another device receives", another_device),
+];
+
+const WORDS: u64 = 512;
+
+fn held_and_released_at_random(context: &Context) -> Result<()> {
+    let publisher = context.publisher("held").depth(8).build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    peer.subscribe("held")?;
+    for round in 0..20u64 {
+        for index in 1..=8 {
+            Payload::of(WORDS, 8 * round + index).send(&publisher, &stream)?;
+        }
+        peer.hold(8)?;
+        let mut items = peer.release()?;
+        items.sort_by_key(|item| item.sequence);
+        all_whole(&items, 8 * round + 1..=8 * round + 8)?;
+    }
+    peer.dismiss()
+}
+
+fn held_long(context: &Context) -> Result<()> {
+    let publisher = context.publisher("long").depth(4).build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    peer.subscribe("long")?;
+    for seed in 1..=3 {
+        Payload::of(WORDS, seed).send(&publisher, &stream)?;
+    }
+    peer.hold(3)?;
+    for sequence in 4..=60 {
+        Payload::of(WORDS, sequence).send(&publisher, &stream)?;
+        all_whole(&peer.receive(1)?, [sequence])?;
+    }
+    let mut items = peer.release()?;
+    items.sort_by_key(|item| item.sequence);
+    all_whole(&items, 1..=3)?;
+    peer.dismiss()
+}
+
+fn history(context: &Context) -> Result<()> {
+    let publisher = context.publisher("history").history(3).build()?;
+    let stream = context.stream()?;
+    for seed in 1..=5 {
+        Payload::of(WORDS, seed).send(&publisher, &stream)?;
+    }
+    stream.synchronize(PATIENCE)?;
+    for _ in 0..2 {
+        let mut peer = context.peer()?;
+        peer.subscribe("history")?;
+        all_whole(&peer.receive(3)?, 3..=5)?;
+        peer.dismiss()?;
+    }
+    let mut peer = context.peer()?;
+    peer.subscribe("history")?;
+    Payload::of(WORDS, 6).send(&publisher, &stream)?;
+    all_whole(&peer.receive(4)?, 3..=6)?;
+    peer.dismiss()
+}
+
+fn history_in_flight(context: &Context) -> Result<()> {
+    let publisher = context.publisher("history").history(2).build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    for seed in 1..=3 {
+        Payload::of(WORDS, seed).slow(Duration::from_millis(100)).send(&publisher, &stream)?;
+    }
+    peer.subscribe("history")?;
+    all_whole(&peer.receive(2)?, 2..=3)?;
+    peer.dismiss()
+}
+
+fn sixty_four_subscribers(context: &Context) -> Result<()> {
+    let publisher = context.publisher("many").build()?;
+    let stream = context.stream()?;
+    let mut peers = (0..8).map(|_| context.peer()).collect::<Result<Vec<_>>>()?;
+    for peer in &mut peers {
+        (0..8).try_for_each(|_| peer.subscribe("many").map(drop))?;
+    }
+    publisher.wait_for_subscribers(64, PATIENCE)?;
+    for seed in 1..=8 {
+        Payload::of(WORDS, seed).send(&publisher, &stream)?;
+    }
+    for subscriber in 0..8 {
+        peers.iter_mut().try_for_each(|peer| peer.tell(&Order::Receive { subscriber, count: 8, hold: false }))?;
+        for peer in &mut peers {
+            match peer.answer()?? {
+                Answer::Items(items) => all_whole(&items, 1..=8)?,
+                other => bail!("{other:?} instead of samples"),
+            }
+        }
+    }
+    let subscribers = publisher.subscribers();
+    ensure!(subscribers.len() == 64, "{} of 64 subscribers", subscribers.len());
+    peers.into_iter().try_for_each(|peer| peer.dismiss())
+}
+
+fn one_thread(context: &Context) -> Result<()> {
+    let publisher = context.publisher("alone").build()?;
+    let mut subscriber = context.subscriber("alone").build()?;
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    for sequence in 1..=100 {
+        ensure!(Payload::of(WORDS, sequence).send(&publisher, &stream)? == sequence, "the sequence number");
+        let sample = subscriber.receive(&stream)?;
+        ensure!(sample.sent_at_ns() <= sample.received_at_ns(), "sent before it is received");
+        ensure!(sample.sequence() == sequence && tally.finish(sample)? == 0, "sample {sequence}");
+    }
+    Ok(())
+}
+
+fn several_threads(context: &Context) -> Result<()> {
+    const EACH: u64 = 100;
+    let publisher = context.publisher("threads").build()?;
+    let subscribers = (0..3).map(|_| context.subscriber("threads").build()).collect::<warpipe::Result<Vec<_>>>()?;
+    std::thread::scope(|scope| {
+        let senders: Vec<_> = (0..2)
+            .map(|sender| {
+                let (publisher, device) = (&publisher, &context.device);
+                scope.spawn(move || -> Result<()> {
+                    let stream = device.stream()?;
+                    for index in 0..EACH {
+                        Payload::of(WORDS, sender * EACH + index).send(publisher, &stream)?;
+                    }
+                    Ok(stream.synchronize(PATIENCE)?)
+                })
+            })
+            .collect();
+        let receivers: Vec<_> = subscribers
+            .into_iter()
+            .map(|mut subscriber| {
+                let device = &context.device;
+                scope.spawn(move || -> Result<()> {
+                    let (stream, mut tally) = (device.stream()?, crate::payload::Tally::new(device)?);
+                    for sequence in 1..=2 * EACH {
+                        let sample = subscriber.receive(&stream)?;
+                        ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
+                        ensure!(tally.finish(sample)? == 0, "sample {sequence} is whole");
+                    }
+                    Ok(())
+                })
+            })
+            .collect();
+        let join =
+            |thread: std::thread::ScopedJoinHandle<'_, Result<()>>| thread.join().unwrap_or_else(|_| bail!("a panic"));
+        senders.into_iter().chain(receivers).try_for_each(join)
+    })
+}
+
+fn iterator_ends(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of("finite"))?;
+    let mut subscriber = context.subscriber("finite").build()?;
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    peer.ask(&Order::SendAndWait(Batch::of(5, WORDS, 1)))?;
+    peer.dismiss()?;
+    let mut received = 0;
+    for sample in subscriber.samples(&stream) {
+        ensure!(tally.finish(sample?)? == 0, "a sample sent before the goodbye is whole");
+        received += 1;
+    }
+    ensure!(received == 5, "{received} samples of 5 before the end");
+    match subscriber.receive(&stream) {
+        Err(Error::PublisherGone { graceful: true, .. }) => Ok(()),
+        other => bail!("after the goodbye came {other:?}"),
+    }
+}
+
+fn pollable(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of("polled"))?;
+    let mut subscriber = context.subscriber("polled").build()?;
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+    epoll::add(&set, subscriber.as_fd(), epoll::EventData::new_u64(1), epoll::EventFlags::IN)?;
+    while subscriber.try_receive(&stream)?.is_some() {}
+    for round in 0..20 {
+        ensure!(!wait_readable(&subscriber, Duration::ZERO), "readable without a sample, in round {round}");
+        peer.tell(&Order::Send(Batch::of(2, WORDS, round)))?;
+        let mut received = 0;
+        while received < 2 {
+            let woken =
+                if round % 2 == 0 { wait_readable(&subscriber, PATIENCE) } else { wait_readable(&set, PATIENCE) };
+            ensure!(woken, "no wake-up for a sample in round {round}");
+            while let Some(sample) = subscriber.try_receive(&stream)? {
+                ensure!(tally.finish(sample)? == 0, "a polled sample is whole");
+                received += 1;
+            }
+        }
+        ensure!(received == 2, "{received} samples of 2");
+        peer.answer()??;
+    }
+    peer.kill()?;
+    ensure!(wait_readable(&set, PATIENCE), "no wake-up for the end");
+    let gone = || matches!(subscriber.try_receive(&stream), Err(Error::PublisherGone { graceful: false, .. }));
+    ensure!(crate::process::eventually(PATIENCE, gone), "the end is told");
+    Ok(())
+}
+
+fn receipts(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of("receipts"))?;
+    let mut subscriber = context.subscriber("receipts").build()?;
+    let stream = context.stream()?;
+    peer.ask(&Order::Send(Batch::of(1, WORDS, 1).slow(Duration::from_millis(300))))?;
+    let receipt = subscriber.receive(&stream)?.release()?;
+    ensure!(!receipt.check()?, "nothing is complete at once that is written in 300 ms");
+    match receipt.wait(Duration::from_millis(1)) {
+        Err(Error::Timeout { .. }) => {}
+        other => bail!("a wait of 1 ms gave {other:?}"),
+    }
+    receipt.wait(PATIENCE)?;
+    ensure!(receipt.check()?, "complete after the wait");
+    peer.dismiss()
+}
+
+fn handles_outlive_each_other(context: &Context) -> Result<()> {
+    let publisher = context.publisher("outlived").build()?;
+    let mut subscriber = context.subscriber("outlived").build()?;
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    Payload::of(WORDS, 1).send(&publisher, &stream)?;
+    Payload::of(WORDS, 2).send(&publisher, &stream)?;
+    let (first, second) = (subscriber.receive(&stream)?, subscriber.receive(&stream)?);
+    drop(subscriber);
+    ensure!(tally.finish(first)? == 0, "a sample is whole after its subscriber");
+    let loan = Payload::of(WORDS, 3).loan(&publisher, &stream)?;
+    drop(publisher);
+    ensure!(tally.finish(second)? == 0, "a sample is whole after its publisher");
+    match loan.send(&stream) {
+        Err(failed) => ensure!(matches!(failed.error, Error::PublisherGone { .. }), "{failed}"),
+        Ok(sequence) => bail!("a closed publisher sent {sequence}"),
+    }
+    Ok(stream.synchronize(PATIENCE)?)
+}
+
+fn timeouts(context: &Context) -> Result<()> {
+    let publisher = context.publisher("silent").build()?;
+    let mut subscriber = context.subscriber("silent").build()?;
+    let stream = context.stream()?;
+    ensure!(subscriber.try_receive(&stream)?.is_none(), "nothing was sent");
+    match subscriber.receive_timeout(&stream, Duration::from_millis(20)) {
+        Err(Error::Timeout { waited, .. }) => ensure!(waited == Duration::from_millis(20), "waited {waited:?}"),
+        other => bail!("nothing was sent, and there came {other:?}"),
+    }
+    match publisher.wait_for_subscribers(2, Duration::from_millis(20)) {
+        Err(Error::Timeout { .. }) => {}
+        other => bail!("a second subscriber gave {other:?}"),
+    }
+    Payload::of(WORDS, 1).send(&publisher, &stream)?;
+    // The first sample's region is new, and may arrive a moment behind it.
+    let mut received = None;
+    let came = || {
+        received = subscriber.try_receive(&stream).transpose();
+        received.is_some()
+    };
+    ensure!(crate::process::eventually(PATIENCE, came), "what was sent comes");
+    let sample = received.context("it came")??;
+    ensure!(context.tally()?.finish(sample)? == 0, "whole");
+    Ok(())
+}
+
+fn another_device(context: &Context) -> Result<()> {
+    if context.settings.devices < 2 {
+        return skip("a second GPU is needed; say --devices 2");
+    }
+    let publisher = context.publisher("across").history(2).build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer_on(1)?;
+    if let Err(fault) = peer.try_ask(&Order::Subscribe(crate::peer::SubscriberPlan::of("across")))? {
+        ensure!(fault.kind == "PeerAccess", "{fault}");
+        return skip(fault.text);
+    }
+    for sequence in 1..=20 {
+        Payload::of(1 << 20, sequence).slow(Duration::from_millis(2)).send(&publisher, &stream)?;
+        all_whole(&peer.receive(1)?, [sequence])?;
+    }
+    peer.dismiss()
+}

@@ -1,5 +1,275 @@
-//! What a channel does when somebody dies.
+//! What a channel does when somebody is killed, at points that were chosen.
 
-use super::Case;
+use std::time::{Duration, Instant};
 
-pub(super) const CASES: &[Case] = &[];
+use anyhow::{Context as _, Result, bail, ensure};
+use warpipe::{Error, Layout, Sample, Subscriber};
+
+use super::{Case, all_whole};
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::guard::PublisherGuard;
+use crate::payload::Payload;
+use crate::peer::{Batch, Order, PublisherPlan, SubscriberPlan};
+use crate::process::eventually;
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("a killed publisher's ready samples are received, in order, then its end", ready_samples_survive),
+    Case::new("a killed publisher's samples stay readable while they are held", held_samples_survive),
+    Case::new("a sample whose writer is killed is lost, and the reader's stream goes on", unfinished_samples_are_lost),
+    Case::new("a publisher killed between loan and send has sent nothing", killed_between_loan_and_send),
+    Case::new("a subscriber killed while it holds samples returns its slots", killed_holder_returns_its_slots),
+    Case::new("a subscriber killed while it waits disturbs nobody", killed_sleeper),
+    Case::new("a subscriber killed in the handshake disturbs nobody", killed_in_the_handshake),
+    Case::new("a publisher killed in the handshake is a typed error", publisher_killed_in_the_handshake),
+    Case::new("times from a publisher's death to its subscriber being told (a measurement)", time_to_be_told),
+    Case::new("times from a subscriber's death to its slots being free (a measurement)", time_to_reclaim),
+];
+
+const WORDS: u64 = 1024;
+
+/// The end of a channel whose publisher was killed.
+fn expect_death(received: warpipe::Result<Sample>, pid: u32) -> Result<()> {
+    match received {
+        Err(Error::PublisherGone { pid: told, graceful: false, .. }) => {
+            ensure!(told == pid as i32, "process {told} is told dead, not {pid}");
+            Ok(())
+        }
+        other => bail!("after the publisher's death came {other:?}"),
+    }
+}
+
+fn ready_samples_survive(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of("mortal"))?;
+    let mut subscriber = context.subscriber("mortal").build()?;
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    peer.ask(&Order::SendAndWait(Batch::of(10, WORDS, 1)))?;
+    peer.kill()?;
+    for sequence in 1..=10 {
+        let sample = subscriber.receive(&stream)?;
+        ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
+        ensure!(tally.finish(sample)? == 0, "sample {sequence} is whole");
+    }
+    expect_death(subscriber.receive(&stream), peer.id())?;
+    expect_death(subscriber.receive(&stream), peer.id())
+}
+
+fn held_samples_survive(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of("mortal"))?;
+    let mut subscriber = context.subscriber("mortal").build()?;
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    peer.ask(&Order::SendAndWait(Batch::of(4, WORDS, 1)))?;
+    let held = (0..4).map(|_| subscriber.receive(&stream)).collect::<warpipe::Result<Vec<_>>>()?;
+    peer.kill()?;
+    expect_death(subscriber.receive(&stream), peer.id())?;
+    drop(subscriber);
+    for sample in held {
+        let copy = sample.to_vec(PATIENCE)?;
+        ensure!(copy.len() as u64 == 8 * WORDS, "all bytes");
+        ensure!(tally.finish(sample)? == 0, "a sample is whole after its publisher's death");
+    }
+    Ok(())
+}
+
+fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of("mortal"))?;
+    let mut subscriber = context.subscriber("mortal").build()?;
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    peer.ask(&Order::SendAndWait(Batch::of(2, WORDS, 1)))?;
+    peer.ask(&Order::Send(Batch::of(3, WORDS, 3).slow(Duration::from_secs(5))))?;
+    // Two ready, one taken before the death that will never be complete, two that nobody has taken by then.
+    for sequence in 1..=2 {
+        ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "sample {sequence} is whole");
+    }
+    let unfinished = subscriber.receive(&stream)?;
+    tally.check_sample(&unfinished)?;
+    peer.kill()?;
+    match unfinished.finish(PATIENCE) {
+        Err(Error::SampleLost { sequence: 3, pid, .. }) => ensure!(pid == peer.id() as i32, "lost by process {pid}"),
+        other => bail!("an unfinished sample gave {other:?}"),
+    }
+    loop {
+        match subscriber.receive(&stream) {
+            Ok(sample) => match sample.finish(PATIENCE) {
+                Err(Error::SampleLost { .. }) => {}
+                other => bail!("a further unfinished sample gave {other:?}"),
+            },
+            end => break expect_death(end, peer.id())?,
+        }
+    }
+    stream.synchronize(PATIENCE).context("the reader's stream goes on")
+}
+
+fn killed_between_loan_and_send(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of("mortal"))?;
+    let mut subscriber = context.subscriber("mortal").build()?;
+    peer.ask(&Order::Loan(Batch::of(3, WORDS, 1)))?;
+    peer.kill()?;
+    expect_death(subscriber.receive(&context.stream()?), peer.id())
+}
+
+fn killed_holder_returns_its_slots(context: &Context) -> Result<()> {
+    let slot = 512 << 10;
+    let publisher = context.publisher("tight").memory_limit(4 * slot).loan_timeout(PATIENCE).build()?;
+    let stream = context.stream()?;
+    let mut witness = context.subscriber("tight").build()?;
+    let mut tally = context.tally()?;
+    let mut send = |witness: &mut Subscriber, seed| -> Result<()> {
+        let sequence = Payload::of(slot / 8, seed).send(&publisher, &stream)?;
+        let sample = witness.receive(&stream)?;
+        ensure!(sample.sequence() == sequence && tally.finish(sample)? == 0, "the witness's sample {sequence}");
+        Ok(())
+    };
+    // What the publisher and its witness hold from now on is all there is.
+    (0..4).try_for_each(|index| send(&mut witness, index))?;
+    let mut guard = PublisherGuard::take(&publisher, &context.domain);
+    for round in 0..5 {
+        let mut holder = context.peer()?;
+        holder.subscribe("tight")?;
+        (0..4).try_for_each(|index| send(&mut witness, 10 * round + index))?;
+        holder.hold(4)?;
+        holder.strike()?;
+        (0..12).try_for_each(|index| send(&mut witness, 100 * round + index))?;
+        ensure!(holder.ended().is_ok(), "the killed one is dead");
+        drop(holder);
+        ensure!(eventually(PATIENCE, || publisher.subscribers().len() == 1), "the dead are forgotten");
+        guard.settles().with_context(|| format!("after kill {round}"))?;
+    }
+    Ok(())
+}
+
+fn killed_sleeper(context: &Context) -> Result<()> {
+    let publisher = context.publisher("quiet").build()?;
+    let stream = context.stream()?;
+    for round in 0..5 {
+        let (mut victim, mut witness) = (context.peer()?, context.peer()?);
+        victim.subscribe("quiet")?;
+        witness.subscribe("quiet")?;
+        victim.tell(&Order::Receive { subscriber: 0, count: 100, hold: false })?;
+        Payload::of(WORDS, round).send(&publisher, &stream)?;
+        victim.kill()?;
+        Payload::of(WORDS, round + 1).send(&publisher, &stream)?;
+        all_whole(&witness.receive(2)?, 2 * round + 1..=2 * round + 2)?;
+        witness.dismiss()?;
+    }
+    Ok(())
+}
+
+fn killed_in_the_handshake(context: &Context) -> Result<()> {
+    let publisher = context.publisher("door").build()?;
+    Payload::of(WORDS, 0).send(&publisher, &context.stream()?)?;
+    let guard = context.guard();
+    for _ in 0..5 {
+        let mut mute = context.peer()?;
+        mute.ask(&Order::ConnectOnly("door".into()))?;
+        mute.kill()?;
+    }
+    // At any moment of a handshake: the order is on its way when the signal comes.
+    let mut chance = context.chance();
+    for _ in 0..10 {
+        let mut victim = context.peer()?;
+        victim.ask(&Order::ConnectOnly("door".into()))?;
+        victim.tell(&Order::Subscribe(SubscriberPlan::of("door")))?;
+        std::thread::park_timeout(Duration::from_micros(chance.below(1500)));
+        victim.kill()?;
+    }
+    let mut witness = context.peer()?;
+    witness.subscribe("door")?;
+    let stream = context.stream()?;
+    Payload::of(WORDS, 1).send(&publisher, &stream)?;
+    all_whole(&witness.receive(1)?, [2])?;
+    witness.dismiss()?;
+    ensure!(eventually(PATIENCE, || publisher.subscribers().is_empty()), "nobody is left");
+    drop(stream);
+    guard.settles()
+}
+
+fn publisher_killed_in_the_handshake(context: &Context) -> Result<()> {
+    let mut chance = context.chance();
+    for round in 0..6 {
+        let mut publisher = context.peer()?;
+        publisher.publish(PublisherPlan::of("door"))?;
+        // Stopped, it answers nobody: the subscriber is in the middle of its handshake when the signal comes.
+        if round % 2 == 0 {
+            publisher.stop()?;
+        }
+        let built = std::thread::scope(|scope| {
+            let subscriber = scope.spawn(|| context.subscriber("door").build());
+            std::thread::park_timeout(Duration::from_micros(chance.below(3000)));
+            publisher.strike()?;
+            publisher.ended()?;
+            subscriber.join().map_err(|_| anyhow::anyhow!("a panic"))
+        })?;
+        match built {
+            Err(Error::Handshake { .. } | Error::NoPublisher { .. }) => {}
+            Ok(mut subscriber) if round % 2 == 1 => {
+                expect_death(subscriber.receive(&context.stream()?), publisher.id())?;
+            }
+            other => bail!("a publisher that died in the handshake gave {other:?}"),
+        }
+    }
+    Ok(())
+}
+
+fn time_to_be_told(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let (mut told_after_eof, mut told_after_kill) = (Vec::new(), Vec::new());
+    for _ in 0..context.rounds(5, 50, 50) {
+        let mut peer = context.peer()?;
+        peer.publish(PublisherPlan::of("mortal"))?;
+        let mut subscriber = context.subscriber("mortal").build()?;
+        let (told, eof, killed) = std::thread::scope(|scope| -> Result<_> {
+            let told = scope.spawn(|| (subscriber.receive(&stream), Instant::now()));
+            let killed = Instant::now();
+            peer.strike()?;
+            // The pipe that its answers come up closes when its sockets do.
+            peer.last_lines()?;
+            let eof = Instant::now();
+            let (received, at) = told.join().map_err(|_| anyhow::anyhow!("a panic"))?;
+            expect_death(received, peer.id())?;
+            Ok((at, eof, killed))
+        })?;
+        told_after_eof.push(told.saturating_duration_since(eof));
+        told_after_kill.push(told - killed);
+    }
+    context.figure_times("told_after_eof", &mut told_after_eof);
+    context.figure_times("told_after_kill", &mut told_after_kill);
+    Ok(())
+}
+
+fn time_to_reclaim(context: &Context) -> Result<()> {
+    let slot = 2 << 20;
+    let publisher = context.publisher("tight").memory_limit(slot).loan_timeout(PATIENCE).build()?;
+    let stream = context.stream()?;
+    let (mut after_pidfd, mut after_kill) = (Vec::new(), Vec::new());
+    for round in 0..context.rounds(5, 50, 50) {
+        let mut holder = context.peer()?;
+        holder.subscribe("tight")?;
+        Payload::of(slot / 8, round.into()).send(&publisher, &stream)?;
+        holder.hold(1)?;
+        let (free, dead, killed) = std::thread::scope(|scope| -> Result<_> {
+            let layout = Layout::bytes_only(slot)?;
+            let loan = scope.spawn({
+                let publisher = &publisher;
+                move || publisher.loan(&layout).map(|loan| (Instant::now(), loan).0)
+            });
+            let killed = Instant::now();
+            holder.strike()?;
+            holder.ended()?;
+            let dead = Instant::now();
+            Ok((loan.join().map_err(|_| anyhow::anyhow!("a panic"))??, dead, killed))
+        })?;
+        after_pidfd.push(free.saturating_duration_since(dead));
+        after_kill.push(free.saturating_duration_since(killed));
+    }
+    context.figure_times("slot_free_after_pidfd", &mut after_pidfd);
+    context.figure_times("slot_free_after_kill", &mut after_kill);
+    Ok(())
+}

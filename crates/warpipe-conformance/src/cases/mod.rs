@@ -3,13 +3,22 @@
 mod backend;
 mod channel;
 mod death;
+mod fault;
+mod fork;
+mod layout;
+mod memory;
+mod model;
 mod names;
+mod policy;
+mod stall;
+mod storm;
 
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 use crate::context::Context;
+use crate::peer::Item;
 
 /// One behaviour.
 #[derive(Debug, Clone, Copy)]
@@ -41,6 +50,15 @@ impl Case {
 #[error("skipped: {0}")]
 pub struct Skip(pub String);
 
+/// Whether every item came whole; else says which did not.
+fn all_whole(items: &[Item], sequences: impl IntoIterator<Item = u64>) -> Result<()> {
+    let broken: Vec<_> = items.iter().filter(|item| !item.is_whole()).collect();
+    ensure!(broken.is_empty(), "not whole: {broken:?}");
+    let (found, due): (Vec<_>, Vec<_>) = (items.iter().map(|item| item.sequence).collect(), Vec::from_iter(sequences));
+    ensure!(found == due, "samples {found:?} where {due:?} are due");
+    Ok(())
+}
+
 /// Ends a case as skipped.
 fn skip<T>(reason: impl Into<String>) -> Result<T> {
     Err(Skip(reason.into()).into())
@@ -48,5 +66,19 @@ fn skip<T>(reason: impl Into<String>) -> Result<T> {
 
 /// Every case, in the order in which they are run.
 pub fn all() -> Vec<Case> {
-    [backend::CASES, channel::CASES, names::CASES, death::CASES].concat()
+    [
+        backend::CASES,
+        layout::CASES,
+        channel::CASES,
+        memory::CASES,
+        policy::CASES,
+        names::CASES,
+        death::CASES,
+        stall::CASES,
+        fork::CASES,
+        fault::CASES,
+        model::CASES,
+        storm::CASES,
+    ]
+    .concat()
 }

@@ -34,7 +34,7 @@ fn say(line: &str) {
 
 /// Fields are dropped in this order: samples and loans before the ends of the channel, streams after them.
 struct Actor {
-    held: Vec<(Sample, Check, Item)>,
+    held: Vec<(Sample, Option<Check>, Item)>,
     loans: Vec<SampleMut>,
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,
@@ -204,7 +204,9 @@ impl Actor {
 
     fn release(&mut self) -> Result<Vec<Item>> {
         let mut items = Vec::new();
-        for (sample, check, mut item) in std::mem::take(&mut self.held) {
+        let mut chance = self.context.chance();
+        while !self.held.is_empty() {
+            let (sample, check, mut item) = self.held.swap_remove(chance.below(self.held.len() as u64) as usize);
             conclude(&mut self.streams()?.tally, sample, check, &mut item)?;
             items.push(item);
         }
@@ -235,20 +237,26 @@ impl Actor {
 }
 
 /// What can be said of a sample before its data is complete.
-pub(crate) fn describe(sample: &Sample) -> Item {
+fn describe(sample: &Sample) -> Item {
     let mark = crate::payload::Mark::of(sample.metadata());
     Item {
         sequence: sample.sequence(),
         seed: mark.map_or(0, |mark| mark.seed),
-        layout: format!("{:?}", sample.layout()),
+        layout: describe_layout(sample.layout()),
+        metadata: digest(sample.metadata()),
         discontinuity: sample.discontinuity().map(|gap| (gap.previous_pid, gap.graceful)),
         ..Item::default()
     }
 }
 
+/// All of a layout in words.
+pub(crate) fn describe_layout(layout: &warpipe::Layout) -> String {
+    format!("{} {:?} by {:?} from {}", layout.dtype(), layout.shape(), layout.strides(), layout.offset())
+}
+
 /// Releases a sample behind its check and writes down how both ended. A lost sample is the item's fault and no
 /// failure of ours; what the check saw of it does not count.
-fn conclude(tally: &mut Tally, sample: Sample, check: Check, item: &mut Item) -> Result<()> {
+fn conclude(tally: &mut Tally, sample: Sample, check: Option<Check>, item: &mut Item) -> Result<()> {
     let stream = sample.stream().clone();
     if sample.layout().bytes() <= 64 << 10 && sample.wait(PATIENCE).is_ok() {
         item.digest = Some(digest(&sample.to_vec(PATIENCE)?));
@@ -256,7 +264,7 @@ fn conclude(tally: &mut Tally, sample: Sample, check: Check, item: &mut Item) ->
     match sample.finish(PATIENCE) {
         Ok(()) => {
             stream.synchronize(PATIENCE)?;
-            item.wrong = Some(tally.wrong_words(check));
+            item.wrong = check.map(|check| tally.wrong_words(check));
         }
         Err(error @ Error::SampleLost { .. }) => item.fault = Some(Fault::of(&error)),
         Err(error) => bail!(error),

@@ -7,7 +7,7 @@ mod actor;
 mod order;
 
 pub use actor::act;
-pub(crate) use actor::{describe, digest};
+pub(crate) use actor::{describe_layout, digest};
 pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, SubscriberPlan, kind_of};
 
 use std::io::Write as _;
@@ -166,6 +166,14 @@ impl Peer {
     /// As [`ask`](Self::ask).
     pub fn hold(&mut self, count: u64) -> Result<Vec<Item>> {
         self.items(&Order::Receive { subscriber: 0, count, hold: true })
+    }
+
+    /// Lets it check and release what it holds, in random order.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn release(&mut self) -> Result<Vec<Item>> {
+        self.items(&Order::Release)
     }
 
     /// An order that is answered with samples.

@@ -158,7 +158,7 @@ pub enum Order {
         /// Which subscriber.
         subscriber: usize,
     },
-    /// Check and release what is held. Answers with the items.
+    /// Check and release what is held, in random order. Answers with the items.
     Release,
     /// How many samples this subscriber was told that it did not get.
     Dropped {
@@ -202,8 +202,10 @@ pub struct Item {
     pub sequence: u64,
     /// The seed of its mark.
     pub seed: u64,
-    /// Its layout, as `Debug` shows it.
+    /// Its layout in words.
     pub layout: String,
+    /// A checksum of its metadata.
+    pub metadata: u64,
     /// Wrong words that the check kernel saw; `None` while it is held.
     pub wrong: Option<u64>,
     /// The previous publisher's pid, and whether it said goodbye.

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use super::outlet::{Outlet, Parts, Phase, share_memory};
 use super::publisher::{Policy, PublisherBuilder, SubscriberInfo};
 use crate::backend::{Access, StreamOp};
-use crate::clock::now_ns;
+use crate::clock::{Stopwatch, now_ns};
 use crate::device::Device;
 use crate::domain::Claim;
 use crate::error::{Error, HandshakeFault, Result};
@@ -168,7 +168,7 @@ impl Core {
     /// Takes a slot for `bytes`: a free one, a new region, or what is released within the loan's timeout.
     pub(super) fn take_slot(&self, bytes: u64) -> Result<(SlotId, u64)> {
         self.home.check()?;
-        let start = Instant::now();
+        let mut clock = Stopwatch::default();
         let mut backoff = Backoff::default();
         let mut state = self.lock();
         loop {
@@ -192,7 +192,7 @@ impl Core {
                 continue;
             }
             let (used, limit) = (state.arena.total(), state.arena.limit());
-            let left = self.options.loan_timeout.saturating_sub(start.elapsed());
+            let left = self.options.loan_timeout.saturating_sub(clock.elapsed());
             if left.is_zero() || bytes > limit {
                 return Err(Error::MemoryLimit { name: self.name.clone(), bytes, used, limit });
             }
@@ -273,7 +273,7 @@ impl Core {
         state.place_all();
         let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
         let description =
-            Description { sequence, sent_ns: now_ns(), region, slot: offset, layout, metadata: *metadata };
+            Description { sequence, sent_ns: now_ns(), region, slot: offset, layout, metadata: metadata.clone() };
         let State { arena, outlets, places, ops, .. } = state;
         ops.clear();
         for &(index, position) in places.iter() {
@@ -315,7 +315,7 @@ impl Core {
     /// Waits until every subscriber that may not miss a sample has room for one.
     fn make_room(&self) -> Result<MutexGuard<'_, State>> {
         self.home.check()?;
-        let start = Instant::now();
+        let mut clock = Stopwatch::default();
         let mut backoff = Backoff::default();
         let mut state = self.lock();
         loop {
@@ -328,7 +328,7 @@ impl Core {
             let Policy::Block { timeout } = full.policy else {
                 return Err(Error::Full { name: self.name.clone(), subscriber, depth: self.options.depth });
             };
-            let left = timeout.saturating_sub(start.elapsed());
+            let left = timeout.saturating_sub(clock.elapsed());
             if left.is_zero() {
                 let what = format!("room at subscriber {subscriber} of {:?}", self.name);
                 return Err(Error::Timeout { what, waited: timeout });
@@ -429,15 +429,12 @@ impl Core {
         }
         drop(state);
         self.bell.ring();
-        // Two owners here: the publisher that is being dropped, and this call. A third is a loan still out.
-        let core = self.clone();
-        if Arc::strong_count(&core) > 2 || !mark(&self.streams).is_passed() {
-            let mut proof = None;
-            self.watcher.retire(move || {
-                let is_last = Arc::strong_count(&core) == 1;
-                is_last && proof.get_or_insert_with(|| mark(&core.streams)).is_passed()
-            });
-        }
+        // Never here, even if all is quiet: to unregister memory, a driver may wait for a stream that waits for a peer.
+        let (core, mut proof) = (self.clone(), None);
+        self.watcher.retire(move || {
+            let is_last = Arc::strong_count(&core) == 1;
+            is_last && proof.get_or_insert_with(|| mark(&core.streams)).is_passed()
+        });
     }
 }
 

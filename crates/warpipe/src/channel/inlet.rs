@@ -1,6 +1,6 @@
 //! The subscriber's end of one link: the handshake, the regions, and what its publisher's death means here.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -99,6 +99,9 @@ pub(crate) struct Inlet {
     lost: Vec<AtomicU64>,
     socket: Arc<PrivateFd>,
     watcher: Arc<Watcher>,
+    /// What copies to the host run on, made for the first of them: a stream for each copy would cost more than
+    /// the hand-over.
+    copies: Mutex<Option<Stream>>,
     /// `None` only while dropping.
     memory: Option<Memory>,
 }
@@ -170,6 +173,7 @@ impl Inlet {
             lost: words(),
             socket,
             watcher: watcher.clone(),
+            copies: Mutex::default(),
             memory: Some(memory),
         });
         let me: Weak<dyn Watched> = Arc::downgrade(&inlet) as Weak<dyn Watched>;
@@ -310,6 +314,16 @@ impl Inlet {
         Ok(())
     }
 
+    /// The stream for copies to the host. Nothing but complete data is ever copied on it, so it is never stuck
+    /// behind anything but other copies.
+    pub(super) fn copies(&self) -> Result<Stream> {
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*copies {
+            Some(stream) => Ok(stream.clone()),
+            None => Ok(copies.insert(self.device.stream()?).clone()),
+        }
+    }
+
     /// Closes the link because of `error`. Nothing else of this process is touched.
     pub(super) fn fail(&self, error: Error) {
         let farewell = Farewell::Failed(message::text(&error));
@@ -446,15 +460,17 @@ impl Drop for Inlet {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
         if !self.home.is_here() {
-            return std::mem::forget(memory);
+            let copies = self.copies.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+            return std::mem::forget((memory, copies));
         }
-        let mut proof = memory.streams.lock().unwrap_or_else(PoisonError::into_inner).mark();
-        if !proof.is_passed() {
-            self.watcher.retire(move || {
-                let _kept_until_then = &memory;
-                proof.is_passed()
-            });
-        }
+        // Never here, even if all is quiet: to unregister memory, a driver may wait for a stream that waits for a peer.
+        let mut proof = None;
+        self.watcher.retire(move || {
+            // All of it: a closure that names one field would capture that one, and the rest would be dropped now.
+            let memory = &memory;
+            let mark = || memory.streams.lock().unwrap_or_else(PoisonError::into_inner).mark();
+            proof.get_or_insert_with(mark).is_passed()
+        });
     }
 }
 
@@ -581,5 +597,5 @@ fn import(
         return Err(wrong("region length", format!("{bytes} bytes"), format!("a multiple of {unit}")));
     }
     let [fd] = fds else { return Err(wrong("descriptors", fds.len().to_string(), "1".into())) };
-    Ok(Arc::new(Region::import(device, BorrowedFd::from(fd.as_fd()), bytes, access, owner)?))
+    Ok(Arc::new(Region::import(device, fd.as_fd(), bytes, access, owner)?))
 }

@@ -115,9 +115,9 @@ impl Sample {
         if bytes.is_empty() {
             return Ok(());
         }
-        // A stream of its own: the user's may be stuck behind something else, and this must not be.
-        let stream = self.stream.device().stream()?;
-        // SAFETY: the stream is live and empty; the slot lies inside the region (checked when it was received),
+        // Not the user's stream: that may be stuck behind something else, and this must not be.
+        let stream = self.inlet.copies()?;
+        // SAFETY: the stream is live and only ever copies; the slot lies inside the region (checked when it was received),
         // which this sample keeps mapped.
         unsafe { stream.backend().download(stream.raw(), bytes, self.slot_ptr())? };
         // A death in between cannot have torn it: the data was complete.

@@ -273,10 +273,10 @@ impl Subscriber {
     /// # Errors
     /// As [`receive`](Self::receive).
     pub fn receive_timeout(&mut self, stream: &Stream, timeout: Duration) -> Result<Sample> {
-        let start = Instant::now();
         if let Some(sample) = self.poll(stream)? {
             return Ok(sample);
         }
+        let start = Instant::now();
         loop {
             if let Some(sample) = self.spin(stream, timeout)? {
                 return Ok(sample);
@@ -433,7 +433,7 @@ impl Attached {
     /// Takes and checks the next sample in the ring.
     fn next(&mut self) -> Result<Option<(u64, Arc<Region>, Description)>, Violation> {
         let Found::Sample(position, copy) = self.take()? else { return Ok(None) };
-        let (region, description) = self.check(&copy)?;
+        let (region, description) = self.check(copy)?;
         Ok(Some((position, region, description)))
     }
 
@@ -466,7 +466,7 @@ impl Attached {
         }
     }
 
-    fn check(&self, copy: &Allegation) -> Result<(Arc<Region>, Description), Violation> {
+    fn check(&self, copy: Allegation) -> Result<(Arc<Region>, Description), Violation> {
         let region = &self.regions[copy.region() as usize];
         let description = copy.check(region.bytes())?;
         let follows = match self.last_sequence {

@@ -8,8 +8,8 @@ use std::time::Duration;
 use super::publisher_handshake::hello;
 use super::scribbler::Words;
 use super::stage::{
-    Guarded, LONG, Random, Scratch, alone, assert_delivers, command, descriptors, eventually, hear, packet, role,
-    send_raw, settled_descriptors, stream,
+    Guarded, LONG, Random, Scratch, alone, assert_delivers, command, descriptors, eventually, hear, mappings, packet,
+    role, send_raw, settled_descriptors, stream,
 };
 use crate::link::PeerState;
 use crate::link::message::{Message, Received};
@@ -82,6 +82,8 @@ fn whatever_a_receiver_scribbles_the_good_one_gets_every_sample_whole() {
             }
             println!("{policy:?}: {sent} sent, {refused} refused");
             assert!(sent > 10);
+            let is_in = |it: &crate::SubscriberInfo| matches!(it.state, PeerState::Alive | PeerState::Stalled);
+            eventually("the liars are out", || publisher.subscribers().iter().filter(|it| is_in(it)).count() == 1);
             assert_delivers(&publisher, &mut good, b"afterwards");
             assert_delivers(&publisher, &mut scratch.subscriber(), b"and to somebody new");
             drop(publisher);
@@ -116,12 +118,6 @@ fn a_receiver_that_calls_everything_done_has_nothing_unmapped_under_the_publishe
     stream.synchronize(LONG).unwrap();
     eventually("now it is unmapped", || mappings(segment) == 1);
     assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
-}
-
-/// How often this process has a file mapped.
-fn mappings(inode: u64) -> usize {
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    maps.lines().filter(|line| line.split_whitespace().nth(4) == Some(&inode.to_string())).count()
 }
 
 #[test]

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use super::scribbler::Words;
 use super::stage::{
-    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, memfd, packet, send_raw, settled_descriptors,
-    stream,
+    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, mappings, memfd, packet, send_raw,
+    settled_descriptors, stream,
 };
 use super::subscriber_handshake::{Offer, meet};
 use crate::link::entry::{Description, Metadata};
@@ -53,6 +53,11 @@ impl Fake {
             });
         });
         (fake.unwrap(), subscriber.unwrap())
+    }
+
+    /// The segment's inode.
+    fn inode(&self) -> u64 {
+        rustix::fs::fstat(&self.segment_fd).unwrap().st_ino
     }
 
     /// Publishes a right sample if there is room, spoilt before the receiver looks.
@@ -229,6 +234,29 @@ fn a_wake_channel_that_is_closed_or_rings_without_end_costs_nobody_a_hang() {
             !crate::link::message::wait_readable(fd.as_fd(), Duration::ZERO)
         });
     }
+}
+
+#[test]
+fn a_subscriber_that_goes_keeps_its_memory_mapped_under_its_streams_work() {
+    let scratch = Scratch::new();
+    let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+    let (stream, (go, wait)) = (stream(), std::sync::mpsc::channel::<()>());
+    fake.send(|_| ());
+    let sample = subscriber.receive(&stream).unwrap();
+    stream.call(move || assert!(wait.recv().is_err())).unwrap();
+    drop(sample);
+    // Its sender calls it released, and it is not: the release is enqueued, and what reads the sample runs before it.
+    fake.segment.entry(1).released.store(1);
+    assert_eq!(mappings(fake.inode()), 2, "this side's and the subscriber's");
+    drop(subscriber);
+    // A link that ended later, and whose streams have nothing to do, shows that its turn has come and gone.
+    let (later, another) = Fake::attach(&scratch, true);
+    drop(another);
+    eventually("a later link is unmapped", || mappings(later.inode()) == 1);
+    assert_eq!(mappings(fake.inode()), 2, "the stream still has to write there");
+    drop(go);
+    stream.synchronize(LONG).unwrap();
+    eventually("now it is unmapped", || mappings(fake.inode()) == 1);
 }
 
 #[test]

@@ -1,44 +1,40 @@
 //! What an entry says of its sample: packed by the sender, copied once and checked by the receiver.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::segment::{Entry, META_BYTES_MAX};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Layout, RANK_MAX};
 
-/// User metadata of at most [`META_BYTES_MAX`] bytes, in place.
-#[derive(Clone, Copy)]
-pub(crate) struct Metadata {
-    length: u16,
-    bytes: [u8; META_BYTES_MAX],
-}
+/// User metadata of at most [`META_BYTES_MAX`] bytes. Not in place: most samples have none, and a sample that is
+/// moved from hand to hand would carry the room for it along each time.
+#[derive(Clone)]
+pub(crate) struct Metadata(Option<Arc<[u8]>>);
 
 impl Metadata {
-    pub(crate) const EMPTY: Metadata = Metadata { length: 0, bytes: [0; META_BYTES_MAX] };
+    pub(crate) const EMPTY: Metadata = Metadata(None);
 
     pub(crate) fn new(bytes: &[u8]) -> Result<Metadata> {
         if bytes.len() > META_BYTES_MAX {
             return Err(Error::argument("metadata", format!("{} bytes", bytes.len()), "at most 256 bytes"));
         }
-        let mut metadata = Metadata::EMPTY;
-        metadata.bytes[..bytes.len()].copy_from_slice(bytes);
-        metadata.length = bytes.len() as u16;
-        Ok(metadata)
+        Ok(Metadata((!bytes.is_empty()).then(|| bytes.into())))
     }
 
     pub(crate) fn as_bytes(&self) -> &[u8] {
-        &self.bytes[..usize::from(self.length)]
+        self.0.as_deref().unwrap_or_default()
     }
 }
 
 impl std::fmt::Debug for Metadata {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} bytes", self.length)
+        write!(f, "{} bytes", self.as_bytes().len())
     }
 }
 
 /// A sample's description.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Description {
     pub(crate) sequence: u64,
     pub(crate) sent_ns: u64,
@@ -83,7 +79,7 @@ impl Description {
         let rank = layout.shape().len();
         let flags = if plain { CONTIGUOUS } else { 0 };
         entry.sequence.store(self.sequence, Relaxed);
-        put(PACKED, pack(self.region, self.metadata.length, layout.dtype(), rank, flags));
+        put(PACKED, pack(self.region, self.metadata.as_bytes().len() as u16, layout.dtype(), rank, flags));
         put(SLOT, self.slot);
         put(SLOT_BYTES, layout.bytes());
         put(SENT, self.sent_ns);
@@ -152,9 +148,12 @@ impl Allegation {
             }
         }
         let length = copy.meta_length().min(META_BYTES_MAX);
-        copy.metadata.length = length as u16;
-        for index in 0..length.div_ceil(8) {
-            copy.metadata.bytes[index * 8..][..8].copy_from_slice(&get(META + index).to_le_bytes());
+        if length > 0 {
+            let mut bytes = [0; META_BYTES_MAX];
+            for (index, chunk) in bytes.chunks_mut(8).take(length.div_ceil(8)).enumerate() {
+                chunk.copy_from_slice(&get(META + index).to_le_bytes());
+            }
+            copy.metadata = Metadata(Some(bytes[..length].into()));
         }
         copy
     }
@@ -176,7 +175,7 @@ impl Allegation {
     }
 
     /// Judges the copy against a region of `region_bytes` bytes.
-    pub(crate) fn check(&self, region_bytes: u64) -> Result<Description, Violation> {
+    pub(crate) fn check(self, region_bytes: u64) -> Result<Description, Violation> {
         let (code, bits) = ((self.packed >> 41 & 0x3f) as u8, (self.packed >> 47 & 0x1f) as u8 * 8);
         let dtype = DType::from_dlpack(code, bits)
             .ok_or_else(|| violation("dtype", format!("code {code}, {bits} bits"), "a DLPack type"))?;

@@ -111,10 +111,7 @@ mod tests {
         let mut streams = Streams::default();
         streams.note(&busy);
         streams.note(&idle);
-        busy.call(move || {
-            let _ended = wait.recv();
-        })
-        .unwrap();
+        busy.call(move || assert!(wait.recv().is_err())).unwrap();
         let mut proof = streams.mark();
         idle.synchronize(Duration::from_secs(5)).unwrap();
         assert!(!proof.is_passed());

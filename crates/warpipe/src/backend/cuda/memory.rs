@@ -146,7 +146,10 @@ impl CudaBackend {
         let _current = self.enter()?;
         self.check_peer(owner)?;
         let size = size(bytes)?;
-        let handle = self.driver.memory_import(fd.as_raw_fd()).map_err(import_error)?;
+        // The driver takes the descriptor's number for a pointer, and number 0 for none.
+        let moved = if fd.as_raw_fd() == 0 { Some(duplicate(fd)?) } else { None };
+        let number = moved.as_ref().map_or(fd.as_raw_fd(), AsRawFd::as_raw_fd);
+        let handle = self.driver.memory_import(number).map_err(import_error)?;
         let region = Mapping::of(self.driver, handle, size)
             .build(self.device, access)
             .map_err(|step| self.map_error(step, bytes, owner))?;
@@ -239,6 +242,10 @@ fn access_flags(access: Access) -> u32 {
 
 fn size(bytes: u64) -> Result<usize> {
     usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))
+}
+
+fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
+    rustix::io::fcntl_dupfd_cloexec(fd, 3).map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a received descriptor", e))
 }
 
 fn not_memory(found: String) -> Error {

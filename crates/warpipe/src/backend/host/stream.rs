@@ -20,11 +20,12 @@ const QUEUE_MAX: usize = 1 << 16;
 /// How long an enqueue waits for room in a full queue.
 const ROOM_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Looks at a word before its wait is queued: a sample is announced a moment before its `ready` is stored, and
+/// to queue the wait for so little would cost two thread switches.
+const LOOKS: u32 = 64;
+
 /// How long a parked thread sleeps at most before it looks again; a lost wake-up costs this, never a hang.
 const PARK_MAX: Duration = Duration::from_millis(100);
-
-/// Looks at a word before its wait is left to the thread: about a microsecond.
-const LOOKS: u32 = 50;
 
 /// One queued operation.
 pub(super) enum Op {
@@ -123,7 +124,7 @@ impl HostStream {
         for &op in ops {
             let idle = queue.ops.is_empty() && !queue.running;
             // SAFETY: the caller's promise for every word.
-            if idle && unsafe { try_briefly(op) } {
+            if idle && unsafe { try_now_or_soon(op) } {
                 continue;
             }
             queue = self.enqueue(queue, Op::Memory(op))?;
@@ -219,12 +220,11 @@ unsafe fn try_now(op: StreamOp) -> bool {
     }
 }
 
-/// Looks at a word that is just about to be signalled a few times: a sample is announced before its signal is
-/// enqueued, and handing a wait over to the thread costs far more than the moment in between.
+/// [`try_now`], with some patience for a word that is about to be stored.
 ///
 /// # Safety
 /// As for [`word`].
-unsafe fn try_briefly(op: StreamOp) -> bool {
+unsafe fn try_now_or_soon(op: StreamOp) -> bool {
     for _ in 0..LOOKS {
         // SAFETY: the caller's promise.
         if unsafe { try_now(op) } {

@@ -1,0 +1,218 @@
+//! What happens when the device refuses: every call of every method that a step uses, failed once.
+//!
+//! Methods that only give back (`release`, `unregister`, `destroy_...`) are left out: one that is failed before it
+//! does anything has given nothing back, and no roll-back can change that.
+
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result, ensure};
+use warpipe::backend::testing::{Failing, Wrapped};
+use warpipe::{DType, Device, Error, Layout, Publisher, Sample, SampleMut, Stream, Subscriber};
+
+use super::Case;
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::payload::{Payload, Tally};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("a device that refuses while a publisher is built leaves nothing, and it is built next", publisher),
+    Case::new("a device that refuses while a subscriber is built leaves nothing, and it is built next", subscriber),
+    Case::new("a device that refuses a loan leaves both sides usable", loan),
+    Case::new("a device that refuses a send gives the loan back, and it is sent next", send),
+    Case::new("a device that refuses a receive loses no sample", receive),
+    Case::new("a device that refuses a release leaves both sides usable", release),
+];
+
+const WORDS: u64 = 256;
+const METHODS: &[&str] = &[
+    "allocate",
+    "export",
+    "import",
+    "register",
+    "create_stream",
+    "batch",
+    "copy",
+    "upload",
+    "download",
+    "launch",
+    "preload",
+    "call",
+    "query",
+    "create_event",
+    "record_event",
+    "wait_event",
+    "query_event",
+    "wait_word",
+];
+/// More calls of one method than any step makes.
+const CALLS_MAX: u64 = 32;
+
+/// One thing that the library does; each builds on the ones before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    Publish,
+    Subscribe,
+    Loan,
+    Send,
+    Receive,
+    Release,
+}
+
+const STEPS: &[Step] = &[Step::Publish, Step::Subscribe, Step::Loan, Step::Send, Step::Receive, Step::Release];
+
+/// The device of one side, which fails when it is told to.
+struct Side {
+    hook: Arc<Wrapped<Failing>>,
+    device: Device,
+    stream: Stream,
+}
+
+impl Side {
+    fn new(context: &Context) -> Result<Side> {
+        let hook = Wrapped::new(context.device.backend().clone(), Failing::default());
+        let device = Device::from_backend(hook.clone());
+        Ok(Side { hook, stream: device.stream()?, device })
+    }
+}
+
+/// A channel between two such sides, as far as it has come. Fields are dropped in this order.
+struct Flow<'a> {
+    context: &'a Context,
+    loan: Option<SampleMut>,
+    sample: Option<Sample>,
+    subscriber: Option<Subscriber>,
+    publisher: Option<Publisher>,
+    tally: Tally,
+    /// The publisher's and the subscriber's.
+    sides: [Side; 2],
+}
+
+impl<'a> Flow<'a> {
+    fn new(context: &'a Context) -> Result<Flow<'a>> {
+        let sides = [Side::new(context)?, Side::new(context)?];
+        let tally = context.tally()?;
+        Ok(Flow { context, loan: None, sample: None, subscriber: None, publisher: None, tally, sides })
+    }
+
+    fn take(&mut self, step: Step) -> Result<()> {
+        let [out, back] = &self.sides;
+        match step {
+            Step::Publish => {
+                self.publisher = Some(self.context.publisher("fault").device(&out.device).history(1).build()?);
+            }
+            Step::Subscribe => {
+                self.subscriber = Some(self.context.subscriber("fault").device(&back.device).build()?);
+            }
+            Step::Loan => {
+                let publisher = self.publisher.as_ref().context("published")?;
+                self.loan = Some(publisher.loan(&Layout::contiguous(DType::U64, &[WORDS])?)?);
+            }
+            Step::Send => {
+                let sent = self.loan.take().context("loaned")?.send(&out.stream);
+                sent.map_err(|failed| {
+                    self.loan = Some(*failed.sample);
+                    failed.error
+                })?;
+            }
+            Step::Receive => self.sample = Some(self.subscriber.as_mut().context("subscribed")?.receive(&back.stream)?),
+            Step::Release => self.sample.take().context("received")?.finish(PATIENCE)?,
+        }
+        Ok(())
+    }
+
+    /// Fills the loan and, of what was received, checks the words: the user's work between the steps.
+    fn work(&mut self, seed: u64) -> Result<()> {
+        if let Some(loan) = &mut self.loan {
+            Payload::of(WORDS, seed).fill(loan, &self.sides[0].stream)?;
+        }
+        if let Some(sample) = &self.sample {
+            let check = self.tally.check_sample(sample)?.context("a mark")?;
+            self.sides[1].stream.synchronize(PATIENCE)?;
+            ensure!(self.tally.wrong_words(check) == 0, "sample {} has wrong words", sample.sequence());
+        }
+        Ok(())
+    }
+
+    fn go(&mut self, steps: &[Step], seed: u64) -> Result<()> {
+        steps.iter().try_for_each(|&step| {
+            self.take(step).with_context(|| format!("{step:?}"))?;
+            self.work(seed)
+        })
+    }
+}
+
+/// Whether the error says that the fault was injected, here or at the other side of a handshake.
+fn is_injected(error: &anyhow::Error) -> bool {
+    match error.downcast_ref::<Error>() {
+        Some(Error::Injected { .. }) => true,
+        Some(error @ Error::Handshake { .. }) => error.to_string().contains("injected"),
+        _ => false,
+    }
+}
+
+/// Fails each call of each method that `step` makes on either side, each time on a fresh channel; then takes the step
+/// again and sees that everything works.
+fn refuse(context: &Context, step: Step) -> Result<()> {
+    let at = STEPS.iter().position(|&other| other == step).context("a step")?;
+    let (before, after) = (&STEPS[..at], &STEPS[at + 1..]);
+    let guard = context.guard();
+    let mut refusals = 0;
+    for (side, method) in [0, 1].into_iter().flat_map(|side| METHODS.iter().map(move |&method| (side, method))) {
+        for call in 1..=CALLS_MAX {
+            let mut flow = Flow::new(context)?;
+            flow.go(before, 1)?;
+            flow.sides[side].hook.hook().aim(method, call);
+            let result = flow.take(step);
+            // Disarmed, if it was not struck.
+            let struck = flow.sides[side].hook.hook().has_struck();
+            flow.sides[side].hook.hook().aim("none", 0);
+            let words = || format!("call {call} of {method} failed on side {side}");
+            again(&mut flow, step, result).and_then(|()| flow.go(after, 1)).with_context(words)?;
+            flow.go(&STEPS[2..], 2).with_context(|| format!("{}, on the next message", words()))?;
+            drop(flow);
+            guard.settles().with_context(words)?;
+            if !struck {
+                break;
+            }
+            refusals += 1;
+        }
+    }
+    context.figure("refusals", refusals);
+    Ok(())
+}
+
+/// After a refusal takes the step again.
+fn again(flow: &mut Flow<'_>, step: Step, result: Result<()>) -> Result<()> {
+    if let Err(error) = result {
+        ensure!(is_injected(&error), "another error than the one injected: {error:#}");
+        // A release that fails is tried once more by the sample's own drop.
+        if step != Step::Release {
+            flow.take(step).context("the second time")?;
+        }
+    }
+    flow.work(1)
+}
+
+fn publisher(context: &Context) -> Result<()> {
+    refuse(context, Step::Publish)
+}
+
+fn subscriber(context: &Context) -> Result<()> {
+    refuse(context, Step::Subscribe)
+}
+
+fn loan(context: &Context) -> Result<()> {
+    refuse(context, Step::Loan)
+}
+
+fn send(context: &Context) -> Result<()> {
+    refuse(context, Step::Send)
+}
+
+fn receive(context: &Context) -> Result<()> {
+    refuse(context, Step::Receive)
+}
+
+fn release(context: &Context) -> Result<()> {
+    refuse(context, Step::Release)
+}

@@ -1,0 +1,177 @@
+//! What a fork does to the handles of a process. **This module is marked for unsafe**: it forks.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use warpipe::{Error, Layout, Publisher, Sample, SampleMut, Stream, Subscriber};
+
+use super::Case;
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::payload::Payload;
+use crate::peer::{Batch, Order, PublisherPlan};
+use crate::process::{pid, pidfd, wait_readable};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("a forked child's handles refuse everything, and dropping them harms nothing", handles_refuse),
+    Case::new("a killed publisher is seen dead although its forked child lives", death_is_seen_despite_a_child),
+    Case::new("a killed subscriber's slots come back although its forked child lives", slots_despite_a_child),
+];
+
+const WORDS: u64 = 256;
+
+/// Forks, lets the child work, and returns the number that it ends with.
+fn in_a_child(work: impl FnOnce() -> u8) -> Result<u8> {
+    // SAFETY: glibc keeps its allocator usable in the child of a process with threads; the child uses it, and
+    // handles that only look at the fork's count, and ends by `_exit`.
+    match unsafe { libc::fork() } {
+        -1 => Err(std::io::Error::last_os_error()).context("fork"),
+        0 => {
+            let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or(255);
+            // SAFETY: ends the process at once.
+            unsafe { libc::_exit(i32::from(code)) }
+        }
+        child => {
+            let child = pid(child as u32)?;
+            let ended = wait_readable(pidfd(child)?, PATIENCE);
+            if !ended {
+                crate::process::signal(child, rustix::process::Signal::KILL)?;
+            }
+            let status = rustix::process::waitpid(Some(child), rustix::process::WaitOptions::empty())?;
+            ensure!(ended, "the child hangs");
+            let (_, status) = status.context("the child's end")?;
+            status.exit_status().map(|code| code as u8).context("the child ends by itself")
+        }
+    }
+}
+
+fn handles_refuse(context: &Context) -> Result<()> {
+    let mut publisher = Some(context.publisher("forked").build()?);
+    let mut subscriber = Some(context.subscriber("forked").build()?);
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    let send = |publisher: &Option<Publisher>, seed| -> Result<()> {
+        Payload::of(WORDS, seed).send(publisher.as_ref().context("the parent's")?, &stream)?;
+        Ok(())
+    };
+    let receive = |subscriber: &mut Option<Subscriber>| -> Result<Sample> {
+        Ok(subscriber.as_mut().context("the parent's")?.receive(&stream)?)
+    };
+    (1..=4).try_for_each(|seed| send(&publisher, seed))?;
+    let mut samples = (0..4).map(|_| receive(&mut subscriber)).collect::<Result<Vec<_>>>()?;
+    let mut loan = Some(Payload::of(WORDS, 5).loan(publisher.as_ref().context("built")?, &stream)?);
+    stream.synchronize(PATIENCE)?;
+    // The child has copies of everything, to use and to drop.
+    let code = in_a_child(|| {
+        let (Some(publisher), Some(subscriber), Some(loan)) = (publisher.take(), subscriber.take(), loan.take()) else {
+            return 254;
+        };
+        first_accepted(publisher, subscriber, loan, std::mem::take(&mut samples), &stream)
+    })?;
+    ensure!(code == 0, "operation {code} was not refused in the forked child");
+    for sample in samples {
+        ensure!(tally.finish(sample)? == 0, "what the parent held is whole");
+    }
+    loan.context("the parent's")?.send(&stream)?;
+    ensure!(tally.finish(receive(&mut subscriber)?)? == 0, "what the parent had loaned is whole");
+    for seed in 6..=40 {
+        send(&publisher, seed)?;
+        ensure!(tally.finish(receive(&mut subscriber)?)? == 0, "the parent goes on");
+    }
+    Ok(())
+}
+
+/// In the child: tries everything and drops everything. The number, from 1, of the first operation that was not
+/// refused; 0 if all were.
+fn first_accepted(
+    publisher: Publisher,
+    mut subscriber: Subscriber,
+    loan: SampleMut,
+    mut samples: Vec<Sample>,
+    stream: &Stream,
+) -> u8 {
+    let is_forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked));
+    let short = Duration::from_millis(1);
+    let (Some(sample), Some(released), Some(finished)) = (samples.pop(), samples.pop(), samples.pop()) else {
+        return 254;
+    };
+    let layout = Layout::bytes_only(8);
+    let refusals = [
+        is_forked(layout.and_then(|layout| publisher.loan(&layout)).map(drop)),
+        is_forked(publisher.send_bytes(stream, b"x").map(drop)),
+        is_forked(publisher.wait_for_subscribers(1, short)),
+        is_forked(subscriber.receive_timeout(stream, short).map(drop)),
+        is_forked(subscriber.try_receive(stream).map(drop)),
+        is_forked(sample.wait(short)),
+        is_forked(sample.to_vec(short).map(drop)),
+        is_forked(released.release().map(drop)),
+        is_forked(finished.finish(short)),
+        is_forked(loan.send(stream).map(drop).map_err(Error::from)),
+    ];
+    let _shown = (publisher.subscribers(), publisher.memory_in_use(), subscriber.publisher_state());
+    drop((sample, samples, subscriber, publisher));
+    refusals.iter().position(|refused| !refused).map_or(0, |index| index as u8 + 1)
+}
+
+/// Kills, and sees that the child which was forked before still lives. It is killed at the end.
+struct Orphan(rustix::process::Pid);
+
+impl Orphan {
+    fn of(peer: &mut crate::peer::Peer) -> Result<Orphan> {
+        Ok(Orphan(pid(peer.number(&Order::Fork)? as u32)?))
+    }
+
+    fn is_alive(&self) -> bool {
+        rustix::process::test_kill_process(self.0).is_ok()
+    }
+}
+
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        let fd = pidfd(self.0);
+        let _ = crate::process::signal(self.0, rustix::process::Signal::KILL);
+        let _ = fd.map(|fd| wait_readable(fd, PATIENCE));
+    }
+}
+
+fn death_is_seen_despite_a_child(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of("parent"))?;
+    let mut subscriber = context.subscriber("parent").build()?;
+    peer.ask(&Order::SendAndWait(Batch::of(2, WORDS, 1)))?;
+    let orphan = Orphan::of(&mut peer)?;
+    peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 3)))?;
+    peer.kill()?;
+    for sequence in 1..=3 {
+        ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "sample {sequence} is whole");
+    }
+    match subscriber.receive(&stream) {
+        Err(Error::PublisherGone { graceful: false, .. }) => {}
+        other => anyhow::bail!("after the death came {other:?}"),
+    }
+    drop(context.publisher("parent").build().context("the name is free")?);
+    ensure!(orphan.is_alive(), "the forked child lives");
+    Ok(())
+}
+
+fn slots_despite_a_child(context: &Context) -> Result<()> {
+    let slot = 1 << 20;
+    let publisher = context.publisher("tight").memory_limit(2 * slot).loan_timeout(PATIENCE).build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    peer.subscribe("tight")?;
+    for seed in 1..=2 {
+        Payload::of(slot / 8, seed).send(&publisher, &stream)?;
+    }
+    peer.hold(2)?;
+    let orphan = Orphan::of(&mut peer)?;
+    peer.kill()?;
+    for seed in 3..=10 {
+        Payload::of(slot / 8, seed).send(&publisher, &stream)?;
+    }
+    ensure!(crate::process::eventually(PATIENCE, || publisher.subscribers().is_empty()), "the dead one is forgotten");
+    ensure!(orphan.is_alive(), "the forked child lives");
+    Ok(())
+}

@@ -1,0 +1,145 @@
+//! What a sample can be: every type, every layout, every size, and its metadata.
+
+use anyhow::{Result, bail, ensure};
+use warpipe::{DType, Error, Layout};
+
+use super::{Case, all_whole, skip};
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::payload::{Mark, Payload};
+use crate::peer::{describe_layout, digest};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("every element type crosses in every kind of layout", every_type_and_layout),
+    Case::new("payloads of any size cross, from nothing to 64 MiB", every_size),
+    Case::new("a payload of more than 4 GiB crosses", beyond_four_gigabytes),
+    Case::new("metadata of 0 to 256 bytes crosses and 257 are refused", metadata),
+    Case::new("host bytes, slices and device pointers are copied in", copies_in),
+];
+
+fn layouts(dtype: DType) -> Result<Vec<Layout>> {
+    let width = dtype.bytes();
+    Ok(vec![
+        Layout::contiguous(dtype, &[])?,
+        Layout::contiguous(dtype, &[5])?,
+        Layout::contiguous(dtype, &[4, 0, 7])?,
+        Layout::contiguous(dtype, &[2, 1, 3, 1, 2, 1, 2, 3])?,
+        Layout::strided(dtype, &[3, 4], &[1, 3], 0)?,
+        Layout::strided(dtype, &[3, 4], &[16, 2], 8 * width)?,
+        Layout::strided(dtype, &[3, 4], &[-4, -1], 11 * width)?,
+        Layout::strided(dtype, &[6, 5], &[0, 1], 0)?,
+    ])
+}
+
+fn every_type_and_layout(context: &Context) -> Result<()> {
+    let publisher = context.publisher("layouts").build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    peer.subscribe("layouts")?;
+    let mut chance = context.chance();
+    for &dtype in DType::ALL {
+        let layouts = layouts(dtype)?;
+        let mut due = Vec::new();
+        for layout in &layouts {
+            let bytes: Vec<u8> = (0..layout.bytes()).map(|_| chance.any() as u8).collect();
+            let mut sample = publisher.loan(layout)?;
+            sample.write(&stream, &bytes)?;
+            sample.send(&stream)?;
+            due.push((describe_layout(layout), Some(digest(&bytes))));
+        }
+        let items = peer.receive(layouts.len() as u64)?;
+        let found: Vec<_> = items.into_iter().map(|item| (item.layout, item.digest)).collect();
+        ensure!(found == due, "of {dtype}: received {found:?}, sent {due:?}");
+    }
+    peer.dismiss()
+}
+
+fn every_size(context: &Context) -> Result<()> {
+    let publisher = context.publisher("sizes").build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    peer.subscribe("sizes")?;
+    const MIB: u64 = 1 << 20;
+    let sizes = [0, 1, 7, 8, 511, 512, 513, 4095, 4096, 2 * MIB - 8, 2 * MIB, 2 * MIB + 8, 64 * MIB, 3, 0];
+    for (seed, &bytes) in sizes.iter().enumerate() {
+        let mut sample = publisher.loan(&Layout::bytes_only(bytes)?)?;
+        Payload::of(bytes / 8, seed as u64).fill(&mut sample, &stream)?;
+        sample.send(&stream)?;
+        let items = peer.receive(1)?;
+        all_whole(&items, [seed as u64 + 1])?;
+        let due = describe_layout(&Layout::bytes_only(bytes)?);
+        ensure!(items[0].layout == due, "received {}, sent {due}", items[0].layout);
+    }
+    peer.dismiss()
+}
+
+/// Touches only both ends of it, so that a machine of little memory can run this, too.
+fn beyond_four_gigabytes(context: &Context) -> Result<()> {
+    let bytes = (4 << 30) + (6 << 20);
+    let publisher = context.publisher("large").memory_limit(16 << 30).build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    peer.subscribe("large")?;
+    for seed in [10, 20] {
+        let mut sample = match publisher.loan(&Layout::bytes_only(bytes)?) {
+            Err(error @ Error::DeviceMemory { .. }) => return skip(error.to_string()),
+            other => other?,
+        };
+        let payload = Payload { mark: Mark { seed, count: 1, tail: bytes - 8 }, ..Payload::of(1, seed) };
+        payload.fill(&mut sample, &stream)?;
+        sample.send(&stream)?;
+        all_whole(&peer.receive(1)?, [seed / 10])?;
+    }
+    peer.dismiss()
+}
+
+fn metadata(context: &Context) -> Result<()> {
+    let publisher = context.publisher("metadata").build()?;
+    let stream = context.stream()?;
+    let mut subscriber = context.subscriber("metadata").build()?;
+    let mut peer = context.peer()?;
+    peer.subscribe("metadata")?;
+    // A peer takes the first bytes for a mark; zeros claim no word.
+    let bytes: Vec<u8> = (0..256).map(|at| if at < Mark::BYTES { 0 } else { at as u8 }).collect();
+    for length in 0..=256 {
+        let metadata = &bytes[..length];
+        let mut sample = publisher.loan(&Layout::contiguous(DType::U64, &[64])?)?;
+        sample.set_metadata(metadata)?;
+        sample.send(&stream)?;
+        let received = subscriber.receive(&stream)?;
+        ensure!(received.metadata() == metadata, "{length} bytes became {:?}", received.metadata());
+        let item = peer.receive(1)?.remove(0);
+        ensure!(item.metadata == digest(metadata), "{length} bytes became others in another process");
+    }
+    drop(peer);
+    let mut sample = publisher.loan(&Layout::bytes_only(1)?)?;
+    match sample.set_metadata(&[0; 257]) {
+        Err(Error::Argument { argument: "metadata", .. }) => {}
+        other => bail!("257 bytes of metadata gave {other:?}"),
+    }
+    sample.send(&stream)?;
+    ensure!(subscriber.receive(&stream)?.metadata().is_empty(), "refused metadata leaves none behind");
+    Ok(())
+}
+
+fn copies_in(context: &Context) -> Result<()> {
+    let publisher = context.publisher("copies").build()?;
+    let stream = context.stream()?;
+    let mut subscriber = context.subscriber("copies").build()?;
+    let bytes: Vec<u8> = (0..40_000u32).map(|i| (i % 251) as u8).collect();
+    publisher.send_bytes(&stream, &bytes)?;
+    let layout = Layout::contiguous(DType::U8, &[200, 200])?;
+    publisher.send_slice(&stream, &layout, &bytes)?;
+    let mut source = publisher.loan(&layout)?;
+    source.write(&stream, &bytes)?;
+    // SAFETY: the source is a loan that lives until the stream has done the copy: the copy is received below.
+    unsafe { publisher.send_device(&stream, &layout, source.slot_ptr())? };
+    for _ in 0..3 {
+        let sample = subscriber.receive(&stream)?;
+        ensure!(sample.to_vec(PATIENCE)? == bytes, "sample {} is not what was copied in", sample.sequence());
+    }
+    match source.write(&stream, &bytes[1..]) {
+        Err(Error::Argument { argument: "bytes", .. }) => Ok(()),
+        other => bail!("a short slice gave {other:?}"),
+    }
+}

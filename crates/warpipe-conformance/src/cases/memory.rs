@@ -1,0 +1,111 @@
+//! The publisher's memory: loans, growth, limits.
+
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use warpipe::{Error, Layout};
+
+use super::{Case, all_whole};
+use crate::context::Context;
+use crate::payload::Payload;
+use crate::process::eventually;
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("a growing publisher's new regions reach connected subscribers", growth),
+    Case::new("the memory limit is an error, and memory given back is used again", limit),
+    Case::new("what a subscriber holds counts against the limit until it is released", limit_by_holders),
+    Case::new("a loan that is dropped or discarded returns its slot", loans_return),
+    Case::new("without subscribers samples go out and their slots come back", nobody_listens),
+];
+
+const MIB: u64 = 1 << 20;
+
+fn growth(context: &Context) -> Result<()> {
+    let publisher = context.publisher("growing").memory_limit(256 * MIB).build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    peer.subscribe("growing")?;
+    let mut memory = 0;
+    let mut growths = 0;
+    for (index, mebibytes) in [1, 1, 2, 4, 8, 16, 32].into_iter().enumerate() {
+        Payload::of(mebibytes * MIB / 8, index as u64).send(&publisher, &stream)?;
+        let (used, allowed) = publisher.memory_in_use();
+        ensure!(used <= allowed, "{used} bytes of {allowed}");
+        growths += u32::from(used > memory);
+        memory = used;
+    }
+    ensure!(growths >= 4, "the case needs growth, not {growths} regions");
+    peer.hold(7)?;
+    let mut items = peer.release()?;
+    items.sort_by_key(|item| item.sequence);
+    all_whole(&items, 1..=7)?;
+    peer.dismiss()
+}
+
+fn limit(context: &Context) -> Result<()> {
+    let builder = context.publisher("limited").memory_limit(4 * MIB).loan_timeout(Duration::from_millis(20));
+    let publisher = builder.build()?;
+    let layout = Layout::bytes_only(MIB)?;
+    let mut loans = (0..4).map(|_| publisher.loan(&layout)).collect::<warpipe::Result<Vec<_>>>()?;
+    match publisher.loan(&layout) {
+        Err(Error::MemoryLimit { bytes: MIB, used, limit, .. }) => {
+            ensure!((used, limit) == (4 * MIB, 4 * MIB), "{used} of {limit} bytes in use");
+        }
+        other => bail!("a fifth loan gave {other:?}"),
+    }
+    loans.pop();
+    loans.push(publisher.loan(&layout)?);
+    match publisher.loan(&Layout::bytes_only(5 * MIB)?) {
+        Err(Error::MemoryLimit { .. }) => {}
+        other => bail!("a loan beyond the limit gave {other:?}"),
+    }
+    drop(loans);
+    drop(publisher.loan(&Layout::bytes_only(2 * MIB)?)?);
+    Ok(())
+}
+
+fn limit_by_holders(context: &Context) -> Result<()> {
+    let builder = context.publisher("held").memory_limit(2 * MIB).loan_timeout(Duration::from_millis(50));
+    let publisher = builder.build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    peer.subscribe("held")?;
+    let words = MIB / 2 / 8;
+    for round in 0..3 {
+        for index in 1..=4 {
+            Payload::of(words, 4 * round + index).send(&publisher, &stream)?;
+        }
+        peer.hold(4)?;
+        match publisher.loan(&Layout::bytes_only(8)?) {
+            Err(Error::MemoryLimit { .. }) => {}
+            other => bail!("a loan while all memory is held gave {other:?}"),
+        }
+        let mut items = peer.release()?;
+        items.sort_by_key(|item| item.sequence);
+        all_whole(&items, 4 * round + 1..=4 * round + 4)?;
+    }
+    peer.dismiss()
+}
+
+fn loans_return(context: &Context) -> Result<()> {
+    let builder = context.publisher("returned").memory_limit(2 * MIB).loan_timeout(Duration::from_secs(5));
+    let publisher = builder.build()?;
+    let stream = context.stream()?;
+    for round in 0..20 {
+        drop(publisher.loan(&Layout::bytes_only(2 * MIB)?)?);
+        let slow = Payload::of(2 * MIB / 8, round).slow(Duration::from_millis(3));
+        slow.loan(&publisher, &stream)?.discard(&stream)?;
+    }
+    Ok(())
+}
+
+fn nobody_listens(context: &Context) -> Result<()> {
+    let publisher = context.publisher("alone").memory_limit(2 * MIB).build()?;
+    let stream = context.stream()?;
+    for seed in 1..=50 {
+        ensure!(Payload::of(MIB / 8, seed).send(&publisher, &stream)? == seed, "the sequence goes on");
+    }
+    let idle = eventually(crate::PATIENCE, || publisher.loan(&Layout::bytes_only(2 * MIB).unwrap()).is_ok());
+    ensure!(idle, "all memory is free again");
+    Ok(())
+}

@@ -1,0 +1,146 @@
+//! Random channels against simple truths.
+
+use anyhow::{Context as _, Result, ensure};
+use warpipe::{Error, Policy};
+
+use super::Case;
+use crate::PATIENCE;
+use crate::chance::Chance;
+use crate::context::Context;
+use crate::payload::Payload;
+
+pub(super) const CASES: &[Case] =
+    &[Case::new("random policies, depths, sizes and release orders keep the channel's promises", random_channels)
+        .long(900)];
+
+fn random_channels(context: &Context) -> Result<()> {
+    let mut chance = context.chance();
+    let rounds = context.rounds(25, 2000, 500);
+    let mut totals = Totals::default();
+    for round in 0..rounds {
+        let seed = chance.any();
+        one_channel(context, Chance::new(seed), &mut totals)
+            .with_context(|| format!("round {round}, seed {} of the run", context.settings.seed))?;
+    }
+    context.figure("channels", rounds);
+    context.figure("sent", totals.sent);
+    context.figure("received", totals.received);
+    context.figure("dropped", totals.dropped);
+    Ok(())
+}
+
+#[derive(Debug, Default)]
+struct Totals {
+    sent: u64,
+    received: u64,
+    dropped: u64,
+}
+
+/// One subscriber's view: what it holds, and what it has seen.
+struct View {
+    subscriber: warpipe::Subscriber,
+    policy: Policy,
+    held: Vec<warpipe::Sample>,
+    last: u64,
+    received: u64,
+}
+
+fn one_channel(context: &Context, mut chance: Chance, totals: &mut Totals) -> Result<()> {
+    let depth = chance.between(1, 9);
+    let policies =
+        [Policy::Block { timeout: std::time::Duration::ZERO }, Policy::DropOldest, Policy::DropNewest, Policy::Fail];
+    let (streams, mut tally) = ([context.stream()?, context.stream()?], context.tally()?);
+    let next = std::sync::Arc::new(std::sync::Mutex::new(policies[0]));
+    let choose = {
+        let next = next.clone();
+        move |_: &warpipe::Applicant| next.lock().map_or(Policy::Fail, |policy| *policy)
+    };
+    let publisher = context.publisher("model").depth(depth as u32).policy_of(choose).build()?;
+    let mut views = Vec::new();
+    for _ in 0..chance.between(1, 3) {
+        let policy = *chance.pick(&policies);
+        *next.lock().map_err(|_| anyhow::anyhow!("a panic"))? = policy;
+        let subscriber = context.subscriber("model").build()?;
+        views.push(View { subscriber, policy, held: Vec::new(), last: 0, received: 0 });
+    }
+    let mut sent = 0;
+    for _ in 0..chance.between(20, 80) {
+        if chance.once_in(2) {
+            let words = *chance.pick(&[0, 1, 64, 512, 5000, 40_000]);
+            let slow = std::time::Duration::from_micros(*chance.pick(&[0, 0, 0, 300]));
+            match Payload::of(words, chance.any() >> 8).slow(slow).send(&publisher, &streams[0]) {
+                Ok(sequence) => {
+                    ensure!(sequence == sent + 1, "sample {sequence} was sent after {sent}");
+                    sent = sequence;
+                }
+                Err(Error::Timeout { .. } | Error::Full { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+            continue;
+        }
+        let index = chance.below(views.len() as u64) as usize;
+        step(&mut views[index], &streams[1], &mut tally, &mut chance)?;
+    }
+    streams[0].synchronize(PATIENCE)?;
+    for view in &mut views {
+        drain(view, &streams[1], &mut tally, sent)?;
+        totals.received += view.received;
+        totals.dropped += view.subscriber.dropped();
+    }
+    totals.sent += sent;
+    let told: Vec<u64> = publisher.subscribers().iter().map(|one| one.dropped).collect();
+    let seen: Vec<u64> = views.iter().map(|view| view.subscriber.dropped()).collect();
+    ensure!(told == seen, "the publisher counts {told:?} drops, the subscribers {seen:?}");
+    Ok(())
+}
+
+/// Receives or releases something.
+fn step(
+    view: &mut View,
+    stream: &warpipe::Stream,
+    tally: &mut crate::payload::Tally,
+    chance: &mut Chance,
+) -> Result<()> {
+    if chance.once_in(2) && !view.held.is_empty() {
+        let sample = view.held.swap_remove(chance.below(view.held.len() as u64) as usize);
+        let sequence = sample.sequence();
+        if chance.once_in(3) {
+            drop(sample);
+        } else {
+            ensure!(tally.finish(sample)? == 0, "sample {sequence} has wrong words");
+        }
+        return Ok(());
+    }
+    if let Some(sample) = view.subscriber.try_receive(stream)? {
+        note(view, &sample)?;
+        view.held.push(sample);
+    }
+    Ok(())
+}
+
+fn note(view: &mut View, sample: &warpipe::Sample) -> Result<()> {
+    let (sequence, last) = (sample.sequence(), view.last);
+    let lossless = matches!(view.policy, Policy::Block { .. } | Policy::Fail);
+    ensure!(sequence > last, "sample {sequence} after {last}");
+    ensure!(!lossless || sequence == last + 1, "sample {sequence} after {last} under {:?}", view.policy);
+    view.last = sequence;
+    view.received += 1;
+    Ok(())
+}
+
+/// Takes the rest. Then everything that was sent was either received or dropped.
+fn drain(view: &mut View, stream: &warpipe::Stream, tally: &mut crate::payload::Tally, sent: u64) -> Result<()> {
+    while let Some(sample) = view.held.pop() {
+        let sequence = sample.sequence();
+        ensure!(tally.finish(sample)? == 0, "sample {sequence} has wrong words");
+    }
+    while view.received + view.subscriber.dropped() < sent {
+        let sample = view.subscriber.receive(stream)?;
+        note(view, &sample)?;
+        ensure!(tally.finish(sample)? == 0, "sample {} has wrong words", view.last);
+    }
+    ensure!(view.subscriber.try_receive(stream)?.is_none(), "no more comes than was sent");
+    let (received, dropped) = (view.received, view.subscriber.dropped());
+    ensure!(received + dropped == sent, "{received} received and {dropped} dropped of {sent} sent");
+    Ok(())
+}

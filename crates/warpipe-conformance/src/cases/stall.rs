@@ -1,0 +1,131 @@
+//! What a channel does when somebody stands still without dying.
+
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use warpipe::{PeerState, Policy, Publisher};
+
+use super::{Case, all_whole};
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::payload::Payload;
+use crate::peer::{Batch, Item, Order, PublisherPlan};
+use crate::process::eventually;
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("a stopped subscriber is shown stalled, and goes on without a loss", stalled_subscriber),
+    Case::new("a stopped publisher is shown stalled, and goes on", stalled_publisher),
+    Case::new("a subscriber that stays stopped is evicted, and the publisher goes on", eviction),
+    Case::new("what an evicted subscriber holds stays untouched until it releases it", evicted_holder),
+];
+
+const WORDS: u64 = 1024;
+
+fn state_becomes(publisher: &Publisher, wanted: PeerState) -> Result<()> {
+    let mut last = None;
+    let is_so = || {
+        last = publisher.subscribers().first().map(|subscriber| subscriber.state);
+        last == Some(wanted)
+    };
+    let reached = eventually(PATIENCE, is_so);
+    ensure!(reached, "the subscriber is {last:?}, not {wanted:?}");
+    Ok(())
+}
+
+fn stalled_subscriber(context: &Context) -> Result<()> {
+    let publisher = context.publisher("patient").depth(4).policy(Policy::Block { timeout: PATIENCE }).build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    peer.subscribe("patient")?;
+    state_becomes(&publisher, PeerState::Alive)?;
+    peer.stop()?;
+    state_becomes(&publisher, PeerState::Stalled)?;
+    let sent = std::thread::scope(|scope| {
+        let sender =
+            scope.spawn(|| (1..=10).try_for_each(|seed| Payload::of(WORDS, seed).send(&publisher, &stream).map(drop)));
+        peer.go_on()?;
+        all_whole(&peer.receive(10)?, 1..=10)?;
+        sender.join().map_err(|_| anyhow::anyhow!("a panic"))
+    })?;
+    sent?;
+    state_becomes(&publisher, PeerState::Alive)?;
+    peer.dismiss()
+}
+
+fn stalled_publisher(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of("slow"))?;
+    let mut subscriber = context.subscriber("slow").build()?;
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
+    peer.stop()?;
+    ensure!(
+        eventually(PATIENCE, || subscriber.publisher_state() == Some(PeerState::Stalled)),
+        "a stopped publisher is {:?}",
+        subscriber.publisher_state()
+    );
+    ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "what it sent before is whole");
+    ensure!(subscriber.try_receive(&stream)?.is_none(), "there is no more, and no end");
+    peer.go_on()?;
+    ensure!(eventually(PATIENCE, || subscriber.publisher_state() == Some(PeerState::Alive)), "it is alive again");
+    peer.ask(&Order::Send(Batch::of(1, WORDS, 2)))?;
+    ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "what it sends afterwards is whole");
+    peer.dismiss()
+}
+
+fn the_end(items: &[Item]) -> Result<&str> {
+    let Some(Item { fault: Some(fault), .. }) = items.last() else { bail!("an end was due: {items:?}") };
+    Ok(&fault.kind)
+}
+
+fn eviction(context: &Context) -> Result<()> {
+    let builder = context.publisher("strict").depth(4).policy(Policy::Block { timeout: PATIENCE });
+    let publisher = builder.evict_after(Some(Duration::from_millis(600))).build()?;
+    let stream = context.stream()?;
+    let (mut idler, mut worker) = (context.peer()?, context.peer()?);
+    idler.subscribe("strict")?;
+    worker.subscribe("strict")?;
+    idler.stop()?;
+    for sequence in 1..=20 {
+        Payload::of(WORDS, sequence).send(&publisher, &stream)?;
+        all_whole(&worker.receive(1)?, [sequence])?;
+    }
+    let alive = || publisher.subscribers().iter().filter(|one| one.state == PeerState::Alive).count();
+    ensure!(eventually(PATIENCE, || alive() == 1), "one is left: {:?}", publisher.subscribers());
+    idler.go_on()?;
+    let items = idler.items(&Order::ReceiveAll { subscriber: 0 })?;
+    ensure!(the_end(&items)? == "Evicted", "{items:?}");
+    ensure!(items[..items.len() - 1].iter().all(Item::is_whole), "what it got before is whole: {items:?}");
+    idler.subscribe("strict")?;
+    Payload::of(WORDS, 21).send(&publisher, &stream)?;
+    all_whole(&worker.receive(1)?, [21])?;
+    all_whole(&idler.items(&Order::Receive { subscriber: 1, count: 1, hold: false })?, [21])?;
+    idler.dismiss()?;
+    worker.dismiss()
+}
+
+fn evicted_holder(context: &Context) -> Result<()> {
+    let slot = 512 << 10;
+    let builder = context.publisher("strict").memory_limit(4 * slot).loan_timeout(PATIENCE);
+    let publisher = builder.evict_after(Some(Duration::from_millis(600))).build()?;
+    let stream = context.stream()?;
+    let mut holder = context.peer()?;
+    holder.subscribe("strict")?;
+    for seed in 1..=4 {
+        Payload::of(slot / 8, seed).send(&publisher, &stream)?;
+    }
+    holder.hold(4)?;
+    holder.stop()?;
+    for seed in 11..=30 {
+        Payload::of(slot / 8, seed).send(&publisher, &stream)?;
+    }
+    holder.go_on()?;
+    let mut items = holder.release()?;
+    items.sort_by_key(|item| item.sequence);
+    all_whole(&items, 1..=4)?;
+    let items = holder.items(&Order::ReceiveAll { subscriber: 0 })?;
+    ensure!(the_end(&items)? == "Evicted", "{items:?}");
+    ensure!(eventually(PATIENCE, || publisher.subscribers().is_empty()), "it is forgotten once it holds nothing");
+    holder.dismiss()
+}
