@@ -110,7 +110,7 @@ impl<'a> Flow<'a> {
             Step::Send => {
                 let sent = self.loan.take().context("loaned")?.send(&out.stream);
                 sent.map_err(|failed| {
-                    self.loan = Some(*failed.sample);
+                    self.loan = failed.sample.map(|loan| *loan);
                     failed.error
                 })?;
             }
