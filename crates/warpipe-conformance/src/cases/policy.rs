@@ -2,8 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::Context as _;
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, Policy, Publisher, Stream};
 
 use super::{Case, all_whole};
@@ -58,7 +57,7 @@ fn block(context: &Context) -> Result<()> {
     };
     ensure!(matches!(failed.error, Error::Timeout { .. }), "{failed}");
     peer.release()?;
-    let loan = failed.sample.context("the loan")?;
+    let loan = failed.sample.context("the loan comes back")?;
     ensure!(loan.send(&stream)? == 5, "the same loan is sample 5");
     all_whole(&peer.receive(1)?, [5])?;
     ensure!(drops(&publisher, &mut peer)? == (0, 0), "blocking drops nothing");
