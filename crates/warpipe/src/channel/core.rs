@@ -361,15 +361,27 @@ impl Core {
             let slice = if device_owes { pause } else { SLICE }.min(left);
             let wakes: Vec<Arc<Wake>> = state.outlets.iter().map(|outlet| outlet.wake.clone()).collect();
             drop(state);
-            let open = wakes.iter().filter(|wake| !wake.is_closed());
-            let mut polls: Vec<_> = open.map(|wake| PollFd::new(&**wake, PollFlags::IN)).collect();
-            polls.push(PollFd::new(&self.bell, PollFlags::IN));
-            let _ = rustix::event::poll(&mut polls, Some(&message::timespec(slice)));
+            self.sleep(&wakes, slice);
             state = self.lock();
         }
-        self.bell.drain();
         state.outlets.iter().for_each(|outlet| outlet.set_asleep(false));
         state
+    }
+
+    /// Sleeps until a subscriber or the watcher rings, and takes in what rang: with many subscribers, to ask all
+    /// of them would cost more than the rest of a send. What rings later makes the next sleep a short one.
+    fn sleep(&self, wakes: &[Arc<Wake>], limit: Duration) {
+        let open: Vec<&Wake> = wakes.iter().map(|wake| &**wake).filter(|wake| !wake.is_closed()).collect();
+        let mut polls: Vec<_> = open.iter().map(|wake| PollFd::new(*wake, PollFlags::IN)).collect();
+        polls.push(PollFd::new(&self.bell, PollFlags::IN));
+        if rustix::event::poll(&mut polls, Some(&message::timespec(limit))).is_err() {
+            return;
+        }
+        let rang = |poll: &PollFd<'_>| !poll.revents().is_empty();
+        open.iter().zip(&polls).filter(|(_, poll)| rang(poll)).for_each(|(wake, _)| wake.drain());
+        if polls.last().is_some_and(rang) {
+            self.bell.drain();
+        }
     }
 
     /// Takes back every slot that nobody uses any more.

@@ -220,9 +220,6 @@ impl Outlet {
     pub(super) fn set_asleep(&self, asleep: bool) {
         self.ring.segment().header().sender.asleep.store(u32::from(asleep), Release);
         fence(SeqCst);
-        if !asleep {
-            self.wake.drain();
-        }
     }
 
     /// Writes this end's heartbeat.
