@@ -142,7 +142,7 @@ impl PublisherBuilder {
     }
 
     /// Close the link of a subscriber that has given no sign of life for this long; never by default. What it
-    /// holds stays untouched until it releases it or dies. At least 300 ms: a heartbeat comes every 100 ms.
+    /// holds stays untouched until it releases it or dies. At least 500 ms: a heartbeat comes every 200 ms.
     pub fn evict_after(mut self, silence: Option<Duration>) -> Self {
         self.evict_after = silence;
         self
@@ -194,8 +194,8 @@ impl PublisherBuilder {
         if self.history > self.depth {
             return Err(Error::argument("history", self.history, format!("0 to the depth, {}", self.depth)));
         }
-        if self.evict_after.is_some_and(|silence| silence < Duration::from_millis(300)) {
-            return Err(Error::argument("evict_after", format!("{:?}", self.evict_after), "at least 300 ms"));
+        if self.evict_after.is_some_and(|silence| silence < Duration::from_millis(500)) {
+            return Err(Error::argument("evict_after", format!("{:?}", self.evict_after), "at least 500 ms"));
         }
         Ok(())
     }

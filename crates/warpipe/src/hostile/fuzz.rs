@@ -116,7 +116,7 @@ fn a_description_arrives_as_it_was_written() {
         let length = random.below(META_BYTES_MAX as u64 + 1) as usize;
         let metadata = Metadata::new(&random.bytes(length)).unwrap();
         let (slot, region, sent_ns) = (512 * random.below(1 << 20), random.next() as u32, random.next());
-        let written = Description { sequence, sent_ns, region, slot, layout, metadata };
+        let written = Description { sequence, sent_ns, region, slot, layout, metadata: metadata.clone() };
         written.write(segment.entry(1));
         let copy = Allegation::copy(segment.entry(1));
         let fits = slot.checked_add(layout.bytes()).unwrap();

@@ -246,7 +246,7 @@ impl ReceiverRing {
 
     /// The sender has overtaken the cursor: goes to the oldest position that can still be there.
     fn jump(&mut self, position: u64, depth: u64) -> Result<(), Violation> {
-        if (position - self.cursor) % depth != 0 {
+        if !(position - self.cursor).is_multiple_of(depth) {
             let allowed = format!("{} and a multiple of {depth} more", self.cursor);
             return Err(Violation { field: "position", found: position.to_string(), allowed });
         }

@@ -1,10 +1,14 @@
-//! The watcher: the background thread that accepts connections, reads the links' sockets, sees deaths, rescues
-//! streams and keeps heartbeats. It never calls the driver: a driver may block behind a stream that waits for a
-//! peer, and it is the watcher who lets such a stream go when the peer has died. What must call the driver
-//! (making links, mapping regions, letting memory go) is left to a second thread, the *attendant*.
+//! The library's threads, one of each in a process.
 //!
-//! It sleeps in `epoll_wait` until a descriptor speaks; while links exist it also ticks every
-//! [`TICK`], which is what a heartbeat costs.
+//! * The *watcher* accepts connections, reads the links' sockets, sees deaths, rescues streams and keeps heartbeats.
+//!   It calls nothing of the driver that may block: `cuMemHostUnregister` and the first load of a module do, behind
+//!   any stream of the context that waits, and it is the watcher who lets such a stream go when its peer has died.
+//! * The *attendant* makes links and maps regions, which take the driver a while, and asks whether memory that was
+//!   let go is still in use.
+//! * The *reaper* gives it back to the driver, and may be held up by it.
+//!
+//! The watcher sleeps in `epoll_wait` until a descriptor speaks; while links exist it also ticks every [`TICK`],
+//! which is what a heartbeat costs. The others sleep until there is something to do.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -22,7 +26,7 @@ use crate::error::{Error, Result};
 use crate::fork::{self, PrivateFd};
 
 /// How often heartbeats are written and looked at.
-pub(crate) const TICK: Duration = Duration::from_millis(100);
+pub(crate) const TICK: Duration = Duration::from_millis(200);
 
 /// How often memory that waits for a device is looked at again.
 const RETIRE_TICK: Duration = Duration::from_millis(2);
@@ -31,7 +35,7 @@ const RETIRE_TICK: Duration = Duration::from_millis(2);
 const RETIRE_MAX: Duration = Duration::from_secs(60);
 
 /// A heartbeat older than this means *stalled*, to people.
-pub(crate) const STALLED_AFTER: Duration = Duration::from_millis(500);
+pub(crate) const STALLED_AFTER: Duration = Duration::from_millis(900);
 
 /// Whether to go on watching a descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,8 +74,11 @@ struct Retired {
 /// What the attendant does, in order.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
-/// The most jobs that may wait for the attendant.
+/// The most jobs that may wait for the attendant, and the most things for the reaper.
 const JOBS_MAX: usize = 4096;
+
+/// What the reaper drops.
+type Remains = Box<dyn Send>;
 
 /// The watcher of this process.
 pub(crate) struct Watcher {
@@ -79,6 +86,7 @@ pub(crate) struct Watcher {
     bell: Bell,
     tables: Mutex<Tables>,
     jobs: SyncSender<Job>,
+    remains: SyncSender<Remains>,
     next_id: AtomicU64,
 }
 
@@ -125,11 +133,13 @@ impl Watcher {
         let epoll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| Error::os("epoll_create1", "the watcher", e))?;
         let (jobs, queue) = mpsc::sync_channel::<Job>(JOBS_MAX);
+        let (remains, graves) = mpsc::sync_channel::<Remains>(JOBS_MAX);
         let watcher = Arc::new(Watcher {
             epoll: PrivateFd::new(epoll),
             bell: Bell::new()?,
             tables: Mutex::default(),
             jobs,
+            remains,
             next_id: AtomicU64::new(BELL + 1),
         });
         watcher.add(watcher.bell.as_fd(), BELL)?;
@@ -137,6 +147,11 @@ impl Watcher {
         start_thread("warpipe-attendant", move || {
             for job in queue {
                 let _panicked = survive(job);
+            }
+        })?;
+        start_thread("warpipe-reaper", move || {
+            for remains in graves {
+                let _panicked = survive(|| drop(remains));
             }
         })?;
         start_thread("warpipe-watcher", move || runner.run())?;
@@ -248,12 +263,11 @@ impl Watcher {
 
     fn reap(&self) {
         let mut waiting = std::mem::take(&mut self.lock().retired);
-        let mut done = Vec::new();
         let mut index = 0;
         while index < waiting.len() {
             let retired = &mut waiting[index];
             if survive(|| (retired.is_quiet)()).unwrap_or(false) {
-                done.push(waiting.swap_remove(index));
+                self.bury(Box::new(waiting.swap_remove(index)));
             } else if retired.since.elapsed() > RETIRE_MAX {
                 // Unmapping under a device that may yet write is worse than keeping the memory.
                 std::mem::forget(waiting.swap_remove(index));
@@ -276,16 +290,20 @@ impl Watcher {
         let now = now_ns();
         for target in targets.iter().filter_map(Weak::upgrade) {
             let _panicked = survive(|| target.on_tick(now));
-            // Mostly it has other owners; to wake the attendant with every tick would cost more than the tick.
-            if Arc::strong_count(&target) == 1 {
-                self.give_away(target);
-            }
+            self.give_away(target);
         }
     }
 
-    /// Lets the attendant drop it: should it be the last owner by now, that calls the driver.
+    /// Lets the reaper drop it: should it be the last owner by now, that calls the driver.
     fn give_away(&self, target: Arc<dyn Watched>) {
-        let _ = self.attend(Box::new(move || drop(target)));
+        if Arc::strong_count(&target) == 1 {
+            self.bury(Box::new(target));
+        }
+    }
+
+    /// Leaves it to the reaper to drop something. Should he have too much to do, it is done here: late beats never.
+    fn bury(&self, remains: Remains) {
+        let _ = self.remains.try_send(remains);
     }
 
     fn lock(&self) -> MutexGuard<'_, Tables> {
