@@ -234,6 +234,8 @@ impl Core {
         // SAFETY: the words lie in link segments and the board, which are let go only when this stream, noted above,
         // is proven to be past them (`close`, `drop_outlet`).
         let enqueued = unsafe { stream.batch(&state.ops) };
+        // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
+        state.wake_sleepers();
         if let Err(error) = enqueued {
             self.abort(&mut state, slot, &[]);
             return Err(Unsent::Told(error));
@@ -246,6 +248,7 @@ impl Core {
     pub(super) fn announce(&self, slot: SlotId, layout: Layout, metadata: &Metadata) -> Result<Pending, Unsent> {
         let mut state = self.make_room().map_err(Unsent::Untold)?;
         let sequence = self.tell(&mut state, slot, layout, metadata);
+        state.wake_sleepers();
         let words =
             state.places.iter().map(|&(index, position)| (state.outlets[index].ring.segment().clone(), position));
         Ok(Pending { sequence, words: words.collect(), ops: state.ops.as_slice().into() })
@@ -506,6 +509,11 @@ impl State {
         }
     }
 
+    /// Wakes every subscriber that sleeps and has been handed something.
+    fn wake_sleepers(&mut self) {
+        self.outlets.iter_mut().for_each(Outlet::wake_sleeper);
+    }
+
     /// A number that changes whenever something was freed.
     fn freed_count(&self) -> u64 {
         self.arena.changes()
@@ -764,6 +772,7 @@ impl Core {
             }
             arena.hold(*slot);
             outlet.publish(position, *slot, description);
+            outlet.wake_sleeper();
         }
     }
 

@@ -53,6 +53,8 @@ pub(super) struct Outlet {
     /// Releases seen completed; the subscriber counts those it has enqueued.
     releases_seen: u64,
     dropped: u64,
+    /// The subscriber is to be woken.
+    sleeps: bool,
     socket: PrivateFd,
 }
 
@@ -100,6 +102,7 @@ impl Parts {
             in_flight: VecDeque::new(),
             releases_seen: 0,
             dropped: 0,
+            sleeps: false,
             wake: Arc::new(self.wake),
             socket: self.socket,
         };
@@ -163,10 +166,15 @@ impl Outlet {
         self.ring.segment().header().sender.dropped.store(self.dropped, Relaxed);
     }
 
-    /// Hands the sample over and wakes the subscriber if it sleeps.
+    /// Hands the sample over. A subscriber that sleeps hears of it with the next [`wake_sleeper`](Self::wake_sleeper).
     pub(super) fn publish(&mut self, position: u64, slot: SlotId, description: &Description) {
         self.in_flight.push_back((position, slot));
-        if self.ring.publish(position, description) {
+        self.sleeps |= self.ring.publish(position, description);
+    }
+
+    /// Wakes the subscriber if it slept when it was last handed something.
+    pub(super) fn wake_sleeper(&mut self) {
+        if std::mem::take(&mut self.sleeps) {
             self.wake.ring();
         }
     }
