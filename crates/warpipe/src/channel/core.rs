@@ -196,7 +196,7 @@ impl Core {
             if left.is_zero() || bytes > limit {
                 return Err(Error::MemoryLimit { name: self.name.clone(), bytes, used, limit });
             }
-            state = self.wait_for_release(state, left, &mut backoff);
+            state = self.wait_for_release(state, left, &mut backoff, |_| true);
         }
     }
 
@@ -336,16 +336,18 @@ impl Core {
                 let what = format!("room at subscriber {subscriber} of {:?}", self.name);
                 return Err(Error::Timeout { what, waited: timeout });
             }
-            state = self.wait_for_release(state, left, &mut backoff);
+            state = self.wait_for_release(state, left, &mut backoff, Outlet::must_be_awaited);
         }
     }
 
-    /// Sleeps until a subscriber releases something, a link changes, or a slice of `left` has passed.
+    /// Sleeps until a subscriber that `concerns` us releases something, a link changes, or a slice of `left` has
+    /// passed. Nobody else is asked to ring: that is a system call for each release of each subscriber.
     fn wait_for_release<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
         left: Duration,
         backoff: &mut Backoff,
+        concerns: impl Fn(&Outlet) -> bool,
     ) -> MutexGuard<'a, State> {
         let pause = backoff.step();
         if pause.is_zero() {
@@ -355,14 +357,15 @@ impl Core {
             return self.lock();
         }
         let before = state.freed_count();
-        state.outlets.iter().for_each(|outlet| outlet.set_asleep(true));
+        state.outlets.iter().filter(|outlet| concerns(outlet)).for_each(|outlet| outlet.set_asleep(true));
         // Whatever was released before the flags went up did not ring.
         self.reclaim(&mut state, true);
         if state.freed_count() == before {
             // A device that completes a release cannot ring: while one is due, look again soon.
-            let device_owes = !state.arena.is_quiet() || state.outlets.iter().any(Outlet::device_owes);
+            let awaited = || state.outlets.iter().filter(|outlet| concerns(outlet));
+            let device_owes = !state.arena.is_quiet() || awaited().any(Outlet::device_owes);
             let slice = if device_owes { pause } else { SLICE }.min(left);
-            let wakes: Vec<Arc<Wake>> = state.outlets.iter().map(|outlet| outlet.wake.clone()).collect();
+            let wakes: Vec<Arc<Wake>> = awaited().map(|outlet| outlet.wake.clone()).collect();
             drop(state);
             self.sleep(&wakes, slice);
             state = self.lock();
@@ -475,10 +478,8 @@ impl State {
     }
 
     /// The first subscriber that must not miss a sample and has no room for one.
-    fn first_full(&mut self) -> Option<&Outlet> {
-        let must_get =
-            |outlet: &&mut Outlet| outlet.is_live() && matches!(outlet.policy, Policy::Block { .. } | Policy::Fail);
-        self.outlets.iter_mut().filter(must_get).find(|o| o.ring.room() == crate::link::ring::Room::Full).map(|o| &*o)
+    fn first_full(&self) -> Option<&Outlet> {
+        self.outlets.iter().find(|outlet| outlet.must_be_awaited())
     }
 
     /// Tells every subscriber of a new region. Who does not read its socket loses its link.

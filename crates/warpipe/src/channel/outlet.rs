@@ -121,6 +121,11 @@ impl Outlet {
         self.phase == Phase::Live
     }
 
+    /// Whether it has no room, and may not miss a sample.
+    pub(super) fn must_be_awaited(&self) -> bool {
+        self.is_live() && self.policy.is_lossless() && self.ring.room() == Room::Full
+    }
+
     /// Sends a region's descriptor; false when the peer does not read its socket.
     pub(super) fn announce(&self, id: u32, chunk: &Chunk) -> bool {
         let region = Message::Region { id, bytes: chunk.region.bytes() };
