@@ -1,0 +1,300 @@
+//! What the watcher's and the attendant's threads do for a publisher: they let subscribers in, read their sockets, see
+//! them go and free what they held.
+
+use super::*;
+
+/// What the watcher's thread does for a publisher.
+impl Core {
+    /// Takes in those who connect, some at a time. Without descriptors left, connections wait in the backlog: the
+    /// listener stays readable, and only the next tick looks at it again.
+    fn accept(&self) -> Next {
+        use rustix::net::{SocketFlags, accept_with};
+        for _ in 0..ACCEPTED_AT_ONCE {
+            match accept_with(&self.claim.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(socket) => self.greet(PrivateFd::new(socket)),
+                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
+                Err(_) => {
+                    self.is_deaf.store(true, Ordering::Relaxed);
+                    return Next::Stop;
+                }
+            }
+        }
+        Next::Keep
+    }
+
+    pub(super) fn listen(&self) -> Result<()> {
+        let watch = self.watcher.watch(self.claim.listener.as_fd(), &self.me, LISTENER)?;
+        *self.listener_watch.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+        Ok(())
+    }
+
+    fn listen_again(&self) {
+        if self.is_deaf.swap(false, Ordering::Relaxed) && !self.lock().closed && self.listen().is_err() {
+            self.is_deaf.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Looks who is there, before a byte is read, and waits for its `Hello`.
+    fn greet(&self, socket: PrivateFd) {
+        let peer = match Peer::of(socket.as_fd(), &self.name) {
+            Ok(peer) => peer,
+            Err(error) => return refuse(&socket, false, error),
+        };
+        if !self.options.admits(peer.uid, peer.gid) {
+            return refuse(&socket, true, format!("uid {} is not on its list", peer.uid));
+        }
+        let mut greetings = self.greetings.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.lock().outlets.len() >= self.options.subscribers_max as usize {
+            return refuse(&socket, false, format!("it has its {} subscribers", self.options.subscribers_max));
+        }
+        if greetings.len() >= GREETINGS_MAX {
+            // Who says nothing makes way for who may: a crowd of mutes keeps nobody out.
+            let oldest = greetings.keys().min().copied();
+            oldest
+                .and_then(|id| greetings.remove(&id))
+                .into_iter()
+                .for_each(|mute| refuse(&mute.socket, false, CROWDED));
+        }
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        match self.watcher.watch(socket.as_fd(), &self.me, tag(id, SOCKET)) {
+            Ok(watch) => drop(greetings.insert(id, Greeting { watch, since: Instant::now(), peer, socket })),
+            Err(error) => refuse(&socket, false, error),
+        }
+    }
+
+    /// A greeting's socket speaks.
+    fn on_greeting(&self, id: u64) -> Next {
+        let mut greetings = self.greetings.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(greeting) = greetings.get(&id) else { return Next::Stop };
+        let received = message::receive(greeting.socket.as_fd(), &self.name);
+        if matches!(received, Ok(Received::Nothing)) {
+            return Next::Keep;
+        }
+        let Some(greeting) = greetings.remove(&id) else { return Next::Stop };
+        drop(greetings);
+        match received {
+            Ok(Received::Message(Message::Hello { device, .. }, _)) => self.attach_soon(id, greeting, device),
+            Ok(Received::Message(other, _)) => refuse(&greeting.socket, false, other.unexpected("Hello")),
+            Ok(_) => {}
+            Err(Error::Handshake { fault, .. }) => refuse(&greeting.socket, false, fault),
+            Err(error) => refuse(&greeting.socket, false, error),
+        }
+        Next::Stop
+    }
+
+    /// Leaves the making of a link to the attendant: registering memory is the driver's and may take its time.
+    fn attach_soon(&self, id: u64, greeting: Greeting, device: crate::backend::DeviceId) {
+        let core = self.this.clone();
+        let attach = move || {
+            if let Some(core) = core.upgrade() {
+                core.attach(id, greeting, device);
+            }
+        };
+        // A full queue drops the connection, and the subscriber sees it closed.
+        let _ = self.watcher.attend(Box::new(attach));
+    }
+
+    /// Makes the link and sends it.
+    fn attach(&self, id: u64, greeting: Greeting, device: crate::backend::DeviceId) {
+        let own = self.device.info().id;
+        let Greeting { watch, peer, socket, .. } = greeting;
+        drop(watch);
+        if !share_memory(own, device) {
+            let fault = HandshakeFault::Device { publisher: own.to_string(), subscriber: device.to_string() };
+            return refuse(&socket, false, fault);
+        }
+        let policy = self.options.policy_for(&peer);
+        let parts = match Parts::new(&self.device, self.options.depth, self.generation, peer, socket) {
+            Ok(parts) => parts,
+            Err((error, socket)) => return refuse(&socket, false, error),
+        };
+        let mut state = self.lock();
+        let welcome = Message::Welcome {
+            generation: self.generation,
+            device: own,
+            depth: self.options.depth,
+            access: Access::Read,
+            lossless: policy.is_lossless(),
+            regions: state.arena.chunks().len() as u32,
+        };
+        let outlet = parts.welcome(id, policy, &welcome, state.arena.chunks());
+        let Some(mut outlet) = outlet.filter(|_| !state.closed) else { return };
+        let watch = |fd, kind| self.watcher.watch(fd, &self.me, tag(id, kind));
+        if let (Ok(socket), Ok(pidfd)) = (watch(outlet.socket(), SOCKET), watch(outlet.peer.pidfd(), PIDFD)) {
+            outlet.watches.extend([socket, pidfd]);
+            state.outlets.push(outlet);
+        }
+    }
+
+    /// A link's socket speaks.
+    fn on_socket(&self, state: &mut State, id: u64) -> Next {
+        for _ in 0..MESSAGES_AT_ONCE {
+            let Some(outlet) = state.find(id) else { return Next::Stop };
+            match message::receive(outlet.socket(), &self.name) {
+                Ok(Received::Nothing) => return Next::Keep,
+                Ok(Received::Message(Message::Attached, _)) if outlet.phase == Phase::Attaching => {
+                    outlet.phase = Phase::Live;
+                    let told = message::send(outlet.socket(), &Message::Attached, &[]).is_ok();
+                    self.replay(state, id);
+                    if !told {
+                        state.find(id).into_iter().for_each(|outlet| outlet.leave(None));
+                    }
+                    self.bell.ring();
+                }
+                Ok(Received::Message(Message::Bye(_), _)) => {
+                    outlet.leave(None);
+                    self.bell.ring();
+                }
+                Ok(Received::End) => {
+                    self.on_end(state, id);
+                    return Next::Stop;
+                }
+                Ok(Received::Message(other, _)) => {
+                    let fault = other.unexpected("Attached or Bye").to_string();
+                    outlet.leave(Some(Farewell::Failed(message::text(fault))));
+                    return Next::Stop;
+                }
+                Err(error) => {
+                    outlet.leave(Some(Farewell::Failed(message::text(error))));
+                    return Next::Stop;
+                }
+            }
+        }
+        Next::Keep
+    }
+
+    /// The socket has closed: a leaver is done with it, anybody else is suspect from now on.
+    fn on_end(&self, state: &mut State, id: u64) {
+        if let Some(outlet) = state.find(id)
+            && matches!(outlet.phase, Phase::Attaching | Phase::Live)
+        {
+            outlet.leave(None);
+            outlet.phase = Phase::Suspect;
+        }
+        self.bury(state);
+        self.bell.ring();
+    }
+
+    /// Proven dead: nothing of that process can touch memory any more, so all that it held is free as soon as
+    /// this process's own streams are done with it.
+    fn on_death(&self, state: &mut State, id: u64) -> Next {
+        if let Some(outlet) = state.find(id) {
+            outlet.ring.receiver_is_dead();
+            outlet.leave(None);
+            self.free_soon(id);
+            self.bury(state);
+            self.bell.ring();
+        }
+        Next::Stop
+    }
+
+    /// Forgets the leavers that have released everything.
+    fn bury(&self, state: &mut State) {
+        self.reclaim(state, true);
+        let is_done = |o: &mut Outlet| matches!(o.phase, Phase::Leaving | Phase::Suspect) && o.holds_nothing();
+        let done: Vec<Outlet> = state.outlets.extract_if(.., is_done).collect();
+        done.into_iter().for_each(|outlet| self.drop_outlet(outlet));
+    }
+
+    /// Lets a link's memory go once this process's streams are past it, and nothing announced is to be completed.
+    fn drop_outlet(&self, mut outlet: Outlet) {
+        outlet.watches.clear();
+        // The segment alone: what waits for a stream must not keep descriptors.
+        let (segment, streams) = (outlet.ring.segment().clone(), self.streams.clone());
+        drop(outlet);
+        let mut proof = None;
+        self.watcher.retire(move || {
+            Arc::strong_count(&segment) == 1 && proof.get_or_insert_with(|| mark(&streams)).is_passed()
+        });
+    }
+
+    /// Frees what a dead subscriber held once this process's streams are past it, whatever it left in its words.
+    fn free_soon(&self, id: u64) {
+        let (core, streams, mut proof) = (self.this.clone(), self.streams.clone(), None);
+        self.watcher.retire(move || {
+            if !proof.get_or_insert_with(|| mark(&streams)).is_passed() {
+                return false;
+            }
+            if let Some(core) = core.upgrade() {
+                let mut state = core.lock();
+                if let Some(outlet) = state.find(id) {
+                    outlet.ring.signals_are_done();
+                    core.bury(&mut state);
+                    core.bell.ring();
+                }
+            }
+            true
+        });
+    }
+
+    /// Gives a late joiner the history. A sample whose data is not complete yet gets its `ready` from the device,
+    /// behind the word that the original send signals.
+    fn replay(&self, state: &mut State, id: u64) {
+        let State { arena, outlets, history, .. } = state;
+        let Some(outlet) = outlets.iter_mut().find(|outlet| outlet.id == id) else { return };
+        for (slot, description) in history.iter() {
+            let Some(position) = outlet.place(|_| {}) else { return };
+            let index = *slot as usize;
+            let fence = arena.fence_of(*slot);
+            if self.board.word(index).reached(fence) {
+                outlet.ring.segment().entry(position).ready.store(position);
+            } else if let Some(stream) = &self.history_stream {
+                let wait = StreamOp::Wait { word: self.board.device_word(index), value: fence };
+                // SAFETY: the board and the link's segment outlive their operations (see `send`).
+                if unsafe { stream.batch(&[wait, outlet.ready_op(position)]) }.is_err() {
+                    return;
+                }
+            }
+            arena.hold(*slot);
+            outlet.publish(position, *slot, description);
+            outlet.wake_sleeper();
+        }
+    }
+
+    fn evict_stalled(&self, state: &mut State, now_ns: u64) {
+        let Some(limit) = self.options.evict_after else { return };
+        for outlet in state.outlets.iter_mut().filter(|outlet| outlet.is_live()) {
+            let silence = outlet.silence(now_ns);
+            if silence > limit {
+                outlet.leave(Some(Farewell::Evicted(format!("no sign of life for {silence:.1?}"))));
+                self.bell.ring();
+            }
+        }
+    }
+}
+
+impl Watched for Core {
+    fn on_ready(&self, tag: u64) -> Next {
+        if !self.home.is_here() {
+            return Next::Stop;
+        }
+        let (id, kind) = (tag >> 1, tag & 1);
+        if tag == LISTENER {
+            return self.accept();
+        }
+        let mut state = self.lock();
+        match kind {
+            PIDFD => self.on_death(&mut state, id),
+            _ if state.find(id).is_some() => self.on_socket(&mut state, id),
+            _ => {
+                drop(state);
+                self.on_greeting(id)
+            }
+        }
+    }
+
+    fn on_tick(&self, now_ns: u64) {
+        self.listen_again();
+        let late = |since: Instant| since.elapsed() > self.options.handshake_timeout;
+        self.greetings.lock().unwrap_or_else(PoisonError::into_inner).retain(|_, greeting| !late(greeting.since));
+        let mut state = self.lock();
+        state.outlets.retain(|outlet| outlet.phase != Phase::Attaching || !late(outlet.since));
+        state.outlets.iter().for_each(|outlet| outlet.beat(now_ns));
+        self.evict_stalled(&mut state, now_ns);
+        self.bury(&mut state);
+    }
+}
+
+fn refuse(socket: &PrivateFd, denied: bool, reason: impl ToString) {
+    let _ = message::send(socket.as_fd(), &Message::Refused { denied, text: message::text(reason) }, &[]);
+}
