@@ -1,4 +1,75 @@
 //! GPU memory and streams of tensors, handed between processes without a copy, surviving the death of any of them.
+//!
+//! One process publishes tensors that lie in its GPU's memory; others on the same machine receive them where they
+//! lie. Streams wait for each other on the device; no CPU waits for a GPU on the way, and no byte of a tensor is
+//! copied. Without a GPU the same programs run on memory that is shared through memfds.
+//!
+//! ```
+//! use std::time::Duration;
+//! use warpipe::{Device, Domain, Publisher, Subscriber};
+//! # let folder = std::env::temp_dir().join(format!("warpipe-tour-{}", std::process::id()));
+//! let domain = Domain::at(&folder)?; // left out, it comes from the environment
+//! let device = Device::host(); // left out, it is the first GPU, else the host
+//! let publisher = Publisher::builder("tour").domain(&domain).device(&device).build()?;
+//! let mut subscriber = Subscriber::builder("tour").domain(&domain).device(&device).build()?;
+//!
+//! let stream = device.stream()?;
+//! publisher.send_bytes(&stream, b"a tensor of seven and more")?;
+//!
+//! let sample = subscriber.receive(&stream)?;
+//! assert_eq!(sample.to_vec(Duration::from_secs(1))?, b"a tensor of seven and more");
+//! sample.finish(Duration::from_secs(1))?; // an error if the sender died before the data was complete
+//! # drop((subscriber, publisher)); std::fs::remove_dir_all(folder).ok();
+//! # Ok::<(), warpipe::Error>(())
+//! ```
+//!
+//! # The house
+//!
+//! | room | what is in it |
+//! | --- | --- |
+//! | [`Publisher`], [`Subscriber`] | the channel: loan, send, receive, release; one [`Policy`] for each subscriber |
+//! | [`SampleMut`], [`Announced`], [`Sample`], [`Receipt`] | a tensor on its way: lent, told of, received, given back |
+//! | [`Layout`], [`DType`] ([`tensor`]) | what a slot holds: element type, shape, strides, offset, in DLPack's terms |
+//! | [`Device`], [`Stream`], [`Kernel`] ([`device`], [`kernel`]) | where memory lies, the order of its work, and what runs there |
+//! | [`Domain`], [`EndpointName`] | the directory in which names live, and who holds them |
+//! | [`backend`] | the seam to a device: one trait, `cuda` and `host`, and wrappers for tests |
+//! | [`clock`] | the clock that all processes of one machine share |
+//! | [`Error`], [`HandshakeFault`] | everything that can go wrong, each with the next step |
+//!
+//! Not public, and each explained at the head of its module: `link` (the memory and the socket that two processes share,
+//! the watcher of deaths), `memory` (regions and slots), `fork`, `os`. The bytes that two processes share are drawn in
+//! `docs/design/link.md`, what each death leaves behind in `docs/design/recovery.md`, and `ARCHITECTURE.md` is the map.
+//!
+//! # What is promised
+//!
+//! * A sample is delivered whole or not at all. One whose sender died, or gave up, before its data was complete is
+//!   [`Error::SampleLost`]: from [`Sample::finish`], [`Sample::wait`] and [`Receipt::check`], so whoever computes
+//!   from a sample asks one of them before the result counts.
+//! * A subscriber still receives what was complete when its publisher died, then [`Error::PublisherGone`].
+//! * What a killed subscriber held is used again once its death is proven; what a stopped one holds stays untouched.
+//! * Every call that waits for another process takes a timeout. Calls of the driver take as long as the driver does.
+//!
+//! # Errors
+//!
+//! One [`enum`](Error) with context for each case; its text ends with what to do next. Nothing that comes from outside
+//! this process (a file, an argument, a peer's bytes or descriptors, the driver's answers) makes the library panic.
+//!
+//! # Threads
+//!
+//! A [`Publisher`] may be used from any number of threads at once. A [`Subscriber`] belongs to one at a time; its
+//! samples may go anywhere. The first endpoint of a process starts three threads, one of each for all endpoints: a
+//! watcher that sees sockets and deaths, an attendant that makes links, a reaper that gives memory back to the driver.
+//! On the host device each [`Stream`] is a thread, too.
+//!
+//! # Fork
+//!
+//! A forked child's handles answer [`Error::Forked`], and using or dropping them harms nothing of the parent's. The
+//! child may open endpoints of its own on the host device; CUDA does not survive a fork. `fork` followed by `exec` is
+//! no concern: every descriptor is close-on-exec.
+//!
+//! # Features
+//!
+//! * `cudarc`: streams and slices of the `cudarc` crate as ours, in `interop_cudarc` (off by default).
 #![deny(missing_docs)]
 
 pub mod backend;
@@ -30,3 +101,8 @@ pub use kernel::Kernel;
 pub use link::PeerState;
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
+
+/// The examples of the README are tests, too.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

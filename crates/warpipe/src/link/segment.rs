@@ -26,7 +26,7 @@ pub(crate) const VERSION: u16 = 1;
 /// The most entries a ring may have.
 pub(crate) const DEPTH_MAX: u32 = 4096;
 
-/// 64-bit words of an entry that describe the sample: line 0 from byte 32, lines 1 to 7.
+/// The most bytes of user metadata that travel in an entry.
 pub(crate) const META_BYTES_MAX: usize = 256;
 
 /// The first page of the segment. Each group has one writer and a pair of cache lines of its own.
@@ -241,7 +241,7 @@ impl Segment {
 impl Drop for Segment {
     fn drop(&mut self) {
         // SAFETY: registered in `register`, once; the link is dropped only when no stream uses its words
-        // (see `watcher::retire`).
+        // (see `Watcher::retire`).
         let _ = unsafe { self.device.backend().unregister(self.map.base) };
     }
 }

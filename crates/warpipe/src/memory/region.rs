@@ -52,7 +52,7 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         // SAFETY: allocated or imported once, released here only. That no enqueued work uses it is kept by the
-        // owners: a publisher retires its arena, a subscriber its imports (see `watcher::retire`).
+        // owners: a publisher retires its arena, a subscriber its imports (see `Watcher::retire`).
         let _ = unsafe { self.device.backend().release(self.raw) };
     }
 }

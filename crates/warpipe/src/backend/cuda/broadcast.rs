@@ -1,7 +1,7 @@
 //! Many signals in one launch: a kernel that stores up to 64 words at once.
 //!
-//! A stream's memory operations run one after another, about 1.5 us each on the GPU, so the last of 64 subscribers
-//! would hear of a sample 100 us late. The kernel's threads store side by side, each behind a fence at system scope.
+//! A stream's memory operations run one after another: a batch of 64 words takes an H200 45 us, the kernel 4 us. Its
+//! threads store side by side, each behind a fence at system scope.
 
 use std::ffi::{CStr, c_void};
 use std::ptr;
