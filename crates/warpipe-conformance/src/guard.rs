@@ -123,9 +123,20 @@ fn mappings() -> u64 {
 }
 
 /// This process's threads, where they are all ours: a driver starts some of its own as it likes.
-pub(crate) fn threads_of(device: &Device) -> u64 {
+fn threads_of(device: &Device) -> u64 {
     match device.info().id.kind {
-        DeviceKind::Host => std::fs::read_dir("/proc/self/task").map_or(0, |tasks| tasks.count() as u64),
+        DeviceKind::Host => thread_names().len() as u64,
         DeviceKind::Cuda => 0,
     }
+}
+
+/// Whether a thread of a host stream still lives.
+pub(crate) fn has_streams() -> bool {
+    thread_names().iter().any(|name| name == "warpipe-stream")
+}
+
+fn thread_names() -> Vec<String> {
+    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return Vec::new() };
+    let name = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+    tasks.flatten().map(|task| name(task).trim().to_string()).collect()
 }

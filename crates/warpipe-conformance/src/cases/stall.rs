@@ -81,7 +81,7 @@ fn the_end(items: &[Item]) -> Result<&str> {
 
 fn eviction(context: &Context) -> Result<()> {
     let builder = context.publisher("strict").depth(4).policy(Policy::Block { timeout: PATIENCE });
-    let publisher = builder.evict_after(Some(Duration::from_millis(600))).build()?;
+    let publisher = builder.evict_after(Some(Duration::from_secs(1))).build()?;
     let stream = context.stream()?;
     let (mut idler, mut worker) = (context.peer()?, context.peer()?);
     idler.subscribe("strict")?;
@@ -108,7 +108,7 @@ fn eviction(context: &Context) -> Result<()> {
 fn evicted_holder(context: &Context) -> Result<()> {
     let slot = 512 << 10;
     let builder = context.publisher("strict").memory_limit(4 * slot).loan_timeout(PATIENCE);
-    let publisher = builder.evict_after(Some(Duration::from_millis(600))).build()?;
+    let publisher = builder.evict_after(Some(Duration::from_secs(1))).build()?;
     let stream = context.stream()?;
     let mut holder = context.peer()?;
     holder.subscribe("strict")?;
