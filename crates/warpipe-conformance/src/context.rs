@@ -98,8 +98,8 @@ impl Context {
         anyhow::ensure!(wrong == 0, "{wrong} wrong words in the warm-up");
         drop((publisher, subscriber, stream, domain));
         std::fs::remove_dir_all(folder).context("removing the warm-up's domain")?;
-        // The main thread and the watcher stay.
-        let is_idle = || self.device.backend().bytes_held() == 0 && crate::guard::threads_of(&self.device) <= 2;
+        // The main thread, the watcher, the attendant and the reaper stay.
+        let is_idle = || self.device.backend().bytes_held() == 0 && crate::guard::threads_of(&self.device) <= 4;
         anyhow::ensure!(crate::process::eventually(PATIENCE, is_idle), "the warm-up's memory did not come back");
         Ok(())
     }

@@ -49,6 +49,8 @@ pub struct Terms {
     pub telling: Telling,
     /// Of A's tensors, of which the kernels touch the first 4 KiB.
     pub bytes: u64,
+    /// Round trips that may be under way in the channels.
+    pub depth: u32,
     pub rounds: usize,
     /// Round trips of a round, enqueued ahead.
     pub piped: usize,
@@ -81,7 +83,8 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 
 fn case(setup: &Setup, name: String, place: Place, answer: Answer, telling: Telling) -> anyhow::Result<Figure> {
     let (piped, single) = (setup.times(1000), setup.times(200));
-    let terms = Terms { place, answer, telling, bytes: KERNEL_BYTES, rounds: setup.rounds(), piped, single };
+    let terms =
+        Terms { place, answer, telling, bytes: KERNEL_BYTES, depth: IN_FLIGHT, rounds: setup.rounds(), piped, single };
     let measured = measure(setup, &terms)?;
     let note = format!(
         "single, awaited by the CPU: {:.1} us beside {:.1} us (p50)",
@@ -123,12 +126,12 @@ pub fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
     control.send_fd(words.fd())?;
     let theirs = exchange(control, &setup.device, &own)?;
     let layout = Layout::bytes_only(terms.bytes)?;
-    // Room for what is in flight; with huge tensors, for the two that a round trip overlaps.
-    let limit = (terms.bytes * 4).max(64 << 20);
+    // Room for what is in flight and the loan beside it.
+    let limit = (terms.bytes * u64::from(terms.depth + 2)).max(64 << 20);
     let publisher = Publisher::builder("bench/ping")
         .domain(&setup.domain)
         .device(&setup.device)
-        .depth(IN_FLIGHT)
+        .depth(terms.depth)
         .memory_limit(limit)
         .loan_timeout(PATIENCE)
         .build()?;
@@ -285,7 +288,7 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     fill_with_ones(&stream, &own)?;
     let theirs = exchange(control, &device, &own)?;
     let layout = Layout::contiguous(DType::F32, &[FLOATS])?;
-    let publisher = Publisher::builder("bench/pong").domain(&domain).device(&device).depth(IN_FLIGHT).build()?;
+    let publisher = Publisher::builder("bench/pong").domain(&domain).device(&device).depth(terms.depth).build()?;
     control.hear::<()>()?;
     let subscriber = subscriber("bench/ping", &domain, &device)?;
     control.hear::<()>()?;

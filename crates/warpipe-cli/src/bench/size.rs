@@ -7,6 +7,9 @@ use super::setup::Setup;
 const SMALL: u64 = 4 << 10;
 const LARGE: u64 = 1 << 30;
 
+/// Round trips under way, for both sizes: all of them have memory of their own.
+const DEPTH: u32 = 2;
+
 /// "The same within noise".
 const RATIO_MAX: f64 = 1.10;
 
@@ -33,5 +36,5 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 fn terms(setup: &Setup, bytes: u64) -> Terms {
     let (piped, single) = (setup.times(400), setup.times(200));
     let (answer, telling) = (Answer::Kernel, Telling::Sent);
-    Terms { place: setup.place(), answer, telling, bytes, rounds: setup.rounds().min(3), piped, single }
+    Terms { place: setup.place(), answer, telling, bytes, depth: DEPTH, rounds: setup.rounds().min(3), piped, single }
 }

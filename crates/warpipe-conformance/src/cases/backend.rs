@@ -1,6 +1,7 @@
 //! What stands below the channel: memory, words, order; and what happens when the device refuses.
 
 use std::collections::BTreeMap;
+use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -12,8 +13,10 @@ use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::{Payload, Tally};
 use crate::peer::{Batch, Order, PublisherPlan};
+use crate::words::Words;
 
 pub(super) const CASES: &[Case] = &[
+    Case::new("streams of two processes signal each other and wait, both ways", words_both_ways),
     Case::new("a tensor crosses two processes whole, both ways", both_ways),
     Case::new("a reader's stream waits for data that is written late", late_data_is_waited_for),
     Case::new("a reader that does not wait sees wrong words (negative control)", without_waits_words_are_wrong),
@@ -23,6 +26,22 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 const WORDS: u64 = 4096;
+
+fn words_both_ways(context: &Context) -> Result<()> {
+    const ROUNDS: u64 = 200;
+    let memory = rustix::fs::memfd_create(c"words", rustix::fs::MemfdFlags::CLOEXEC)?;
+    rustix::fs::ftruncate(&memory, Words::BYTES as u64)?;
+    let words = Words::map(&context.device, &memory)?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    words.play(&stream, ROUNDS, true)?;
+    ensure!(!stream.is_idle()?, "nobody has answered yet, so the stream waits");
+    let path = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
+    peer.ask(&Order::PlayWords { path, rounds: ROUNDS })?;
+    stream.synchronize(PATIENCE)?;
+    ensure!(words.values() == [ROUNDS, ROUNDS], "the words stand at {:?}", words.values());
+    peer.dismiss()
+}
 
 fn both_ways(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::event::epoll;
-use warpipe::Error;
+use warpipe::{DType, Error, Layout};
 
 use super::{Case, all_whole, skip};
 use crate::PATIENCE;
@@ -25,6 +25,8 @@ pub(super) const CASES: &[Case] = &[
     Case::new("the iterator ends when the publisher says goodbye", iterator_ends),
     Case::new("poll and epoll wake up for a sample and for the end", pollable),
     Case::new("a receipt says when the data was complete", receipts),
+    Case::new("an announced sample is received before it is filled, and is whole", announced),
+    Case::new("an announced sample that is never sent is lost to its readers", announced_and_dropped),
     Case::new("samples outlive their subscriber, and a loan its publisher", handles_outlive_each_other),
     Case::new("a receive without a sample times out, and a try returns at once", timeouts),
     Case::new("a subscriber on another device receives", another_device),
@@ -244,6 +246,45 @@ fn receipts(context: &Context) -> Result<()> {
     receipt.wait(PATIENCE)?;
     ensure!(receipt.check()?, "complete after the wait");
     peer.dismiss()
+}
+
+fn announced(context: &Context) -> Result<()> {
+    let publisher = context.publisher("announced").build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    peer.subscribe("announced")?;
+    for seed in 1..=5 {
+        let mark = Payload::of(WORDS, seed).mark;
+        let mut loan = publisher.loan(&Layout::contiguous(DType::U64, &[WORDS])?)?;
+        loan.set_metadata(&mark.to_bytes())?;
+        let announced = loan.announce()?;
+        peer.hold(1)?;
+        // SAFETY: the slot is this loan's alone until it is sent, and as long as its layout, WORDS words.
+        unsafe { crate::payload::fill_words(&stream, announced.ptr(), WORDS, seed, Duration::from_millis(5))? };
+        ensure!(announced.send(&stream)? == seed, "the sequence number");
+        all_whole(&peer.release()?, [seed])?;
+    }
+    peer.dismiss()
+}
+
+fn announced_and_dropped(context: &Context) -> Result<()> {
+    let publisher = context.publisher("announced").build()?;
+    let stream = context.stream()?;
+    let mut subscriber = context.subscriber("announced").build()?;
+    let mut tally = context.tally()?;
+    for round in 0..3 {
+        let announced = publisher.loan(&Layout::contiguous(DType::U64, &[WORDS])?)?.announce()?;
+        let sample = subscriber.receive(&stream)?;
+        ensure!(!stream.is_idle()?, "the stream waits for data that was not written yet");
+        drop(announced);
+        match sample.finish(PATIENCE) {
+            Err(Error::SampleLost { sequence, .. }) => ensure!(sequence == 2 * round + 1, "sample {sequence} is lost"),
+            other => bail!("a sample that is never sent gave {other:?}"),
+        }
+        Payload::of(WORDS, round).send(&publisher, &stream)?;
+        ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "the next one is whole");
+    }
+    Ok(())
 }
 
 fn handles_outlive_each_other(context: &Context) -> Result<()> {

@@ -164,7 +164,8 @@ fn killed_sleeper(context: &Context) -> Result<()> {
 
 fn killed_in_the_handshake(context: &Context) -> Result<()> {
     let publisher = context.publisher("door").build()?;
-    Payload::of(WORDS, 0).send(&publisher, &context.stream()?)?;
+    let stream = context.stream()?;
+    Payload::of(WORDS, 0).send(&publisher, &stream)?;
     let guard = context.guard();
     for _ in 0..5 {
         let mut mute = context.peer()?;
@@ -182,12 +183,10 @@ fn killed_in_the_handshake(context: &Context) -> Result<()> {
     }
     let mut witness = context.peer()?;
     witness.subscribe("door")?;
-    let stream = context.stream()?;
     Payload::of(WORDS, 1).send(&publisher, &stream)?;
     all_whole(&witness.receive(1)?, [2])?;
     witness.dismiss()?;
     ensure!(eventually(PATIENCE, || publisher.subscribers().is_empty()), "nobody is left");
-    drop(stream);
     guard.settles()
 }
 

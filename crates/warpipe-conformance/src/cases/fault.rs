@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::testing::{Failing, Wrapped};
 use warpipe::{DType, Device, Error, Layout, Publisher, Sample, SampleMut, Stream, Subscriber};
 
@@ -18,7 +18,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a device that refuses while a publisher is built leaves nothing, and it is built next", publisher),
     Case::new("a device that refuses while a subscriber is built leaves nothing, and it is built next", subscriber),
     Case::new("a device that refuses a loan leaves both sides usable", loan),
-    Case::new("a device that refuses a send gives the loan back, and it is sent next", send),
+    Case::new("a device that refuses a send loses that sample alone, and its subscriber is told", send),
     Case::new("a device that refuses a receive loses no sample", receive),
     Case::new("a device that refuses a release leaves both sides usable", release),
 ];
@@ -110,7 +110,7 @@ impl<'a> Flow<'a> {
             Step::Send => {
                 let sent = self.loan.take().context("loaned")?.send(&out.stream);
                 sent.map_err(|failed| {
-                    self.loan = Some(*failed.sample);
+                    self.loan = failed.sample.map(|sample| *sample);
                     failed.error
                 })?;
             }
@@ -135,9 +135,32 @@ impl<'a> Flow<'a> {
 
     fn go(&mut self, steps: &[Step], seed: u64) -> Result<()> {
         steps.iter().try_for_each(|&step| {
-            self.take(step).with_context(|| format!("{step:?}"))?;
+            let result = self.take(step);
+            if let Err(error) = result {
+                self.subscribe_again(step, error).with_context(|| format!("{step:?}"))?;
+            }
             self.work(seed)
         })
+    }
+}
+
+impl Flow<'_> {
+    /// A new region comes when it comes, and when it cannot be mapped the link is over; that is told by the next
+    /// receive. A new link, and its history, is the way on.
+    fn subscribe_again(&mut self, step: Step, error: anyhow::Error) -> Result<()> {
+        ensure!(step == Step::Receive && is_injected(&error) && error.to_string().contains("import"), error);
+        self.take(Step::Subscribe)?;
+        self.take(Step::Receive)
+    }
+
+    /// A sample whose completion the device refused is lost, and its subscriber is told so; the next one is not.
+    fn send_another(&mut self) -> Result<()> {
+        let lost = self.subscriber.as_mut().context("subscribed")?.receive(&self.sides[1].stream)?;
+        match lost.finish(PATIENCE) {
+            Err(Error::SampleLost { .. }) => {}
+            other => bail!("a sample that was refused gave {other:?}"),
+        }
+        self.go(&[Step::Loan, Step::Send], 1)
     }
 }
 
@@ -160,7 +183,13 @@ fn refuse(context: &Context, step: Step) -> Result<()> {
     for (side, method) in [0, 1].into_iter().flat_map(|side| METHODS.iter().map(move |&method| (side, method))) {
         for call in 1..=CALLS_MAX {
             let mut flow = Flow::new(context)?;
-            flow.go(before, 1)?;
+            if at > 1 {
+                // Not the first message: a link that has seen one knows which is due.
+                flow.go(STEPS, 9)?;
+                flow.go(&before[2..], 1)?;
+            } else {
+                flow.go(before, 1)?;
+            }
             flow.sides[side].hook.hook().aim(method, call);
             let result = flow.take(step);
             // Disarmed, if it was not struck.
@@ -185,9 +214,12 @@ fn refuse(context: &Context, step: Step) -> Result<()> {
 fn again(flow: &mut Flow<'_>, step: Step, result: Result<()>) -> Result<()> {
     if let Err(error) = result {
         ensure!(is_injected(&error), "another error than the one injected: {error:#}");
-        // A release that fails is tried once more by the sample's own drop.
-        if step != Step::Release {
-            flow.take(step).context("the second time")?;
+        match step {
+            // A release that fails is tried once more by the sample's own drop.
+            Step::Release => {}
+            Step::Receive if error.to_string().contains("import") => flow.subscribe_again(step, error)?,
+            Step::Send if flow.loan.is_none() => flow.send_another().context("another one")?,
+            _ => flow.take(step).context("the second time")?,
         }
     }
     flow.work(1)

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, Policy, Publisher, Stream};
 
 use super::{Case, all_whole};
@@ -57,7 +57,8 @@ fn block(context: &Context) -> Result<()> {
     };
     ensure!(matches!(failed.error, Error::Timeout { .. }), "{failed}");
     peer.release()?;
-    ensure!(failed.sample.send(&stream)? == 5, "the same loan is sample 5");
+    let loan = failed.sample.context("the loan comes back")?;
+    ensure!(loan.send(&stream)? == 5, "the same loan is sample 5");
     all_whole(&peer.receive(1)?, [5])?;
     ensure!(drops(&publisher, &mut peer)? == (0, 0), "blocking drops nothing");
     peer.dismiss()
@@ -90,12 +91,12 @@ fn fail(context: &Context) -> Result<()> {
         _ => bail!("{failed}"),
     }
     all_whole(&peer.receive(4)?, 1..=4)?;
-    let mut loan = Some(failed.sample);
+    let mut loan = failed.sample;
     // On a device the release may take a moment; a full ring gives the loan back each time.
     let sent = crate::process::eventually(PATIENCE, || match loan.take().map(|loan| loan.send(&stream)) {
         Some(Ok(_)) => true,
         Some(Err(failed)) => {
-            loan = Some(failed.sample);
+            loan = failed.sample;
             false
         }
         None => false,

@@ -12,6 +12,7 @@ use crate::PATIENCE;
 use crate::context::{Context, Settings};
 use crate::guard::Guard;
 use crate::payload::{Check, Payload, Tally};
+use crate::words::Words;
 
 /// Carries out the orders on standard input.
 ///
@@ -94,6 +95,7 @@ impl Actor {
                 return Ok(Answer::Text(format!("{:?}", self.subscriber(subscriber)?.publisher_state())));
             }
             Order::ConnectOnly(name) => self.connect_only(&name)?,
+            Order::PlayWords { path, rounds } => self.play_words(&path, rounds)?,
             Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
             Order::Guard => {
                 self.context.warm_up()?;
@@ -211,6 +213,14 @@ impl Actor {
             items.push(item);
         }
         Ok(items)
+    }
+
+    fn play_words(&mut self, path: &str, rounds: u64) -> Result<()> {
+        let file = std::fs::File::options().read(true).write(true).open(path).context("opening the words")?;
+        let words = Words::map(&self.context.device, file)?;
+        let stream = self.streams()?.receiving.clone();
+        words.play(&stream, rounds, false)?;
+        Ok(stream.synchronize(PATIENCE)?)
     }
 
     fn connect_only(&mut self, name: &str) -> Result<()> {

@@ -125,7 +125,7 @@ impl Peer {
     /// # Errors
     /// The [`Fault`], or as [`answer`](Self::answer).
     pub fn ask(&mut self, order: &Order) -> Result<Answer> {
-        Ok(self.try_ask(order)?.with_context(|| format!("a peer's {order:?}"))?)
+        self.try_ask(order)?.with_context(|| format!("a peer's {order:?}"))
     }
 
     /// Lets it publish.

@@ -172,6 +172,13 @@ pub enum Order {
     },
     /// Connect to an endpoint's socket and say nothing.
     ConnectOnly(String),
+    /// Map the words in this file and play so many turns of ping-pong, as the one who waits first.
+    PlayWords {
+        /// The file, as this process can open it.
+        path: String,
+        /// How many turns.
+        rounds: u64,
+    },
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
     /// Warm up and count what is there.

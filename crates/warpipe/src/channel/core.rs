@@ -196,7 +196,7 @@ impl Core {
             if left.is_zero() || bytes > limit {
                 return Err(Error::MemoryLimit { name: self.name.clone(), bytes, used, limit });
             }
-            state = self.wait_for_release(state, left, &mut backoff);
+            state = self.wait_for_release(state, left, &mut backoff, |_| true);
         }
     }
 
@@ -234,6 +234,8 @@ impl Core {
         // SAFETY: the words lie in link segments and the board, which are let go only when this stream, noted above,
         // is proven to be past them (`close`, `drop_outlet`).
         let enqueued = unsafe { stream.batch(&state.ops) };
+        // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
+        state.wake_sleepers();
         if let Err(error) = enqueued {
             self.abort(&mut state, slot, &[]);
             return Err(Unsent::Told(error));
@@ -246,6 +248,7 @@ impl Core {
     pub(super) fn announce(&self, slot: SlotId, layout: Layout, metadata: &Metadata) -> Result<Pending, Unsent> {
         let mut state = self.make_room().map_err(Unsent::Untold)?;
         let sequence = self.tell(&mut state, slot, layout, metadata);
+        state.wake_sleepers();
         let words =
             state.places.iter().map(|&(index, position)| (state.outlets[index].ring.segment().clone(), position));
         Ok(Pending { sequence, words: words.collect(), ops: state.ops.as_slice().into() })
@@ -333,16 +336,18 @@ impl Core {
                 let what = format!("room at subscriber {subscriber} of {:?}", self.name);
                 return Err(Error::Timeout { what, waited: timeout });
             }
-            state = self.wait_for_release(state, left, &mut backoff);
+            state = self.wait_for_release(state, left, &mut backoff, Outlet::must_be_awaited);
         }
     }
 
-    /// Sleeps until a subscriber releases something, a link changes, or a slice of `left` has passed.
+    /// Sleeps until a subscriber that `concerns` us releases something, a link changes, or a slice of `left` has
+    /// passed. Nobody else is asked to ring: that is a system call for each release of each subscriber.
     fn wait_for_release<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
         left: Duration,
         backoff: &mut Backoff,
+        concerns: impl Fn(&Outlet) -> bool,
     ) -> MutexGuard<'a, State> {
         let pause = backoff.step();
         if pause.is_zero() {
@@ -352,24 +357,37 @@ impl Core {
             return self.lock();
         }
         let before = state.freed_count();
-        state.outlets.iter().for_each(|outlet| outlet.set_asleep(true));
+        state.outlets.iter().filter(|outlet| concerns(outlet)).for_each(|outlet| outlet.set_asleep(true));
         // Whatever was released before the flags went up did not ring.
         self.reclaim(&mut state, true);
         if state.freed_count() == before {
             // A device that completes a release cannot ring: while one is due, look again soon.
-            let device_owes = !state.arena.is_quiet() || state.outlets.iter().any(Outlet::device_owes);
+            let awaited = || state.outlets.iter().filter(|outlet| concerns(outlet));
+            let device_owes = !state.arena.is_quiet() || awaited().any(Outlet::device_owes);
             let slice = if device_owes { pause } else { SLICE }.min(left);
-            let wakes: Vec<Arc<Wake>> = state.outlets.iter().map(|outlet| outlet.wake.clone()).collect();
+            let wakes: Vec<Arc<Wake>> = awaited().map(|outlet| outlet.wake.clone()).collect();
             drop(state);
-            let open = wakes.iter().filter(|wake| !wake.is_closed());
-            let mut polls: Vec<_> = open.map(|wake| PollFd::new(&**wake, PollFlags::IN)).collect();
-            polls.push(PollFd::new(&self.bell, PollFlags::IN));
-            let _ = rustix::event::poll(&mut polls, Some(&message::timespec(slice)));
+            self.sleep(&wakes, slice);
             state = self.lock();
         }
-        self.bell.drain();
         state.outlets.iter().for_each(|outlet| outlet.set_asleep(false));
         state
+    }
+
+    /// Sleeps until a subscriber or the watcher rings, and takes in what rang: with many subscribers, to ask all
+    /// of them would cost more than the rest of a send. What rings later makes the next sleep a short one.
+    fn sleep(&self, wakes: &[Arc<Wake>], limit: Duration) {
+        let open: Vec<&Wake> = wakes.iter().map(|wake| &**wake).filter(|wake| !wake.is_closed()).collect();
+        let mut polls: Vec<_> = open.iter().map(|wake| PollFd::new(*wake, PollFlags::IN)).collect();
+        polls.push(PollFd::new(&self.bell, PollFlags::IN));
+        if rustix::event::poll(&mut polls, Some(&message::timespec(limit))).is_err() {
+            return;
+        }
+        let rang = |poll: &PollFd<'_>| !poll.revents().is_empty();
+        open.iter().zip(&polls).filter(|(_, poll)| rang(poll)).for_each(|(wake, _)| wake.drain());
+        if polls.last().is_some_and(rang) {
+            self.bell.drain();
+        }
     }
 
     /// Takes back every slot that nobody uses any more.
@@ -460,10 +478,8 @@ impl State {
     }
 
     /// The first subscriber that must not miss a sample and has no room for one.
-    fn first_full(&mut self) -> Option<&Outlet> {
-        let must_get =
-            |outlet: &&mut Outlet| outlet.is_live() && matches!(outlet.policy, Policy::Block { .. } | Policy::Fail);
-        self.outlets.iter_mut().filter(must_get).find(|o| o.ring.room() == crate::link::ring::Room::Full).map(|o| &*o)
+    fn first_full(&self) -> Option<&Outlet> {
+        self.outlets.iter().find(|outlet| outlet.must_be_awaited())
     }
 
     /// Tells every subscriber of a new region. Who does not read its socket loses its link.
@@ -492,6 +508,11 @@ impl State {
             let forgotten = self.history.pop_front();
             forgotten.into_iter().for_each(|(slot, _)| self.arena.let_go(slot));
         }
+    }
+
+    /// Wakes every subscriber that sleeps and has been handed something.
+    fn wake_sleepers(&mut self) {
+        self.outlets.iter_mut().for_each(Outlet::wake_sleeper);
     }
 
     /// A number that changes whenever something was freed.
@@ -752,6 +773,7 @@ impl Core {
             }
             arena.hold(*slot);
             outlet.publish(position, *slot, description);
+            outlet.wake_sleeper();
         }
     }
 

@@ -466,6 +466,8 @@ impl Drop for Inlet {
         // Never here, even if all is quiet: to unregister memory, a driver may wait for a stream that waits for a peer.
         let mut proof = None;
         self.watcher.retire(move || {
+            // All of it: a closure takes along only the fields that it names.
+            let memory = &memory;
             let mark = || memory.streams.lock().unwrap_or_else(PoisonError::into_inner).mark();
             proof.get_or_insert_with(mark).is_passed()
         });

@@ -53,6 +53,8 @@ pub(super) struct Outlet {
     /// Releases seen completed; the subscriber counts those it has enqueued.
     releases_seen: u64,
     dropped: u64,
+    /// The subscriber is to be woken.
+    sleeps: bool,
     socket: PrivateFd,
 }
 
@@ -100,6 +102,7 @@ impl Parts {
             in_flight: VecDeque::new(),
             releases_seen: 0,
             dropped: 0,
+            sleeps: false,
             wake: Arc::new(self.wake),
             socket: self.socket,
         };
@@ -116,6 +119,11 @@ impl Outlet {
 
     pub(super) fn is_live(&self) -> bool {
         self.phase == Phase::Live
+    }
+
+    /// Whether it has no room, and may not miss a sample.
+    pub(super) fn must_be_awaited(&self) -> bool {
+        self.is_live() && self.policy.is_lossless() && self.ring.room() == Room::Full
     }
 
     /// Sends a region's descriptor; false when the peer does not read its socket.
@@ -163,10 +171,15 @@ impl Outlet {
         self.ring.segment().header().sender.dropped.store(self.dropped, Relaxed);
     }
 
-    /// Hands the sample over and wakes the subscriber if it sleeps.
+    /// Hands the sample over. A subscriber that sleeps hears of it with the next [`wake_sleeper`](Self::wake_sleeper).
     pub(super) fn publish(&mut self, position: u64, slot: SlotId, description: &Description) {
         self.in_flight.push_back((position, slot));
-        if self.ring.publish(position, description) {
+        self.sleeps |= self.ring.publish(position, description);
+    }
+
+    /// Wakes the subscriber if it slept when it was last handed something.
+    pub(super) fn wake_sleeper(&mut self) {
+        if std::mem::take(&mut self.sleeps) {
             self.wake.ring();
         }
     }
@@ -220,9 +233,6 @@ impl Outlet {
     pub(super) fn set_asleep(&self, asleep: bool) {
         self.ring.segment().header().sender.asleep.store(u32::from(asleep), Release);
         fence(SeqCst);
-        if !asleep {
-            self.wake.drain();
-        }
     }
 
     /// Writes this end's heartbeat.

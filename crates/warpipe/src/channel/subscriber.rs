@@ -1,5 +1,6 @@
 //! The subscriber as users hold it.
 
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::PeerState;
 use crate::link::entry::{Allegation, Description, Violation};
-use crate::link::message::wait_readable;
+use crate::link::message::{timespec, wait_readable};
 use crate::link::ring::{Found, ReceiverRing};
 use crate::link::wake::Bell;
 use crate::memory::region::Region;
@@ -26,6 +27,11 @@ const REGION_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How often a name that cannot be attached to for the moment is tried again without a sign of a new publisher.
 const RETRY: Duration = Duration::from_millis(100);
+
+/// What rings in a subscriber's one descriptor: its own process, its publisher, the domain.
+const BELL: u64 = 0;
+const WAKE: u64 = 1;
+const ARRIVALS: u64 = 2;
 
 /// What a subscriber is made with. See [`Subscriber::builder`].
 #[derive(Debug, Clone)]
@@ -185,9 +191,9 @@ impl Subscriber {
         let readable = PrivateFd::new(readable.map_err(|e| Error::os("epoll_create1", "a subscriber", e))?);
         let watches_domain = options.reconnect || options.wait.is_some();
         let arrivals = if watches_domain { Some(PrivateFd::new(domain.arrivals()?)) } else { None };
-        listen_to(&readable, bell.as_fd())?;
+        listen_to(&readable, bell.as_fd(), BELL)?;
         if let Some(arrivals) = arrivals.as_ref().filter(|_| options.reconnect) {
-            listen_to(&readable, arrivals.as_fd())?;
+            listen_to(&readable, arrivals.as_fd(), ARRIVALS)?;
         }
         let mut subscriber = Subscriber {
             home: Home::here(),
@@ -229,7 +235,7 @@ impl Subscriber {
 
     fn attach(&mut self) -> Result<()> {
         let inlet = Inlet::connect(&self.domain, &self.name, &self.device, &self.bell, self.options.handshake_timeout)?;
-        listen_to(&self.readable, inlet.wake.as_fd())?;
+        listen_to(&self.readable, inlet.wake.as_fd(), WAKE)?;
         let ring = ReceiverRing::new(inlet.segment().clone());
         let regions = inlet.regions().clone();
         self.attached =
@@ -292,7 +298,7 @@ impl Subscriber {
                 self.wake_up();
                 return Err(Error::Timeout { what: format!("a sample of {:?}", self.name), waited: timeout });
             }
-            wait_readable(self.readable.as_fd(), left.min(self.patience()));
+            self.sleep(left.min(self.patience()));
             self.wake_up();
         }
     }
@@ -351,11 +357,30 @@ impl Subscriber {
         {
             attached.ring.wake_up();
         }
-        self.drain();
     }
 
+    /// Sleeps until something rings, and takes in what rang and nothing else: each look at a silent descriptor is
+    /// a system call on the way of a sample. What rings later makes the next sleep a short one.
+    fn sleep(&self, limit: Duration) {
+        let mut room = [const { MaybeUninit::uninit() }; 4];
+        let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else { return };
+        for event in events {
+            match event.data.u64() {
+                BELL => self.bell.drain(),
+                WAKE => self.drain_wake(),
+                _ => self.arrivals.iter().for_each(drain_arrivals),
+            }
+        }
+    }
+
+    /// Takes in everything that rang.
     fn drain(&self) {
         self.bell.drain();
+        self.drain_wake();
+        self.arrivals.iter().for_each(drain_arrivals);
+    }
+
+    fn drain_wake(&self) {
         if let Some(attached) = &self.attached {
             attached.inlet.wake.drain();
             if attached.inlet.wake.is_closed() {
@@ -363,7 +388,6 @@ impl Subscriber {
                 let _ = epoll::delete(&self.readable, attached.inlet.wake.as_fd());
             }
         }
-        self.arrivals.iter().for_each(drain_arrivals);
     }
 
     /// One look, following the next incarnation if that is wanted.
@@ -569,8 +593,8 @@ fn is_an_end(error: &Error) -> bool {
     matches!(error, Error::PublisherGone { .. } | Error::Evicted { .. })
 }
 
-fn listen_to(readable: &PrivateFd, fd: BorrowedFd<'_>) -> Result<()> {
-    epoll::add(readable, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)
+fn listen_to(readable: &PrivateFd, fd: BorrowedFd<'_>, what: u64) -> Result<()> {
+    epoll::add(readable, fd, epoll::EventData::new_u64(what), epoll::EventFlags::IN)
         .map_err(|e| Error::os("epoll_ctl", "a subscriber's descriptor", e))
 }
 

@@ -1,6 +1,7 @@
 //! What may stand where an endpoint's files should be: the dead is cleared away, everything else stays.
 
 use std::fs;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, symlink};
 use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::path::Path;
@@ -27,22 +28,39 @@ fn fifo(path: &Path) {
     rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
 }
 
+/// Puts something in the way; what keeps it alive is returned.
+type Obstacle = fn(&Path) -> Vec<OwnedFd>;
+
+const OBSTACLES: [(&str, Obstacle); 8] = [
+    ("a regular file", |path| {
+        fs::write(path, b"somebody's").unwrap();
+        Vec::new()
+    }),
+    ("a fifo", |path| {
+        fifo(path);
+        Vec::new()
+    }),
+    ("a directory", |path| {
+        fs::create_dir(path).unwrap();
+        Vec::new()
+    }),
+    ("a dangling symlink", |path| {
+        symlink("/nowhere", path).unwrap();
+        Vec::new()
+    }),
+    ("a symlink to a file", |path| {
+        symlink("/etc/passwd", path).unwrap();
+        Vec::new()
+    }),
+    ("a live stream socket", |path| vec![UnixListener::bind(path).unwrap().into()]),
+    ("a live datagram socket", |path| vec![UnixDatagram::bind(path).unwrap().into()]),
+    ("a live socket with a full backlog", full_backlog),
+];
+
 #[test]
 fn what_is_not_ours_stays_byte_for_byte_where_the_socket_or_the_lock_should_be() {
-    trait Keep {}
-    impl<T> Keep for T {}
-    let obstacles: [(&str, fn(&Path) -> Box<dyn Keep>); 8] = [
-        ("regular file", |path| Box::new(fs::write(path, b"somebody's").unwrap())),
-        ("fifo", |path| Box::new(fifo(path))),
-        ("directory", |path| Box::new(fs::create_dir(path).unwrap())),
-        ("dangling symlink", |path| Box::new(symlink("/nowhere", path).unwrap())),
-        ("symlink to a file", |path| Box::new(symlink("/etc/passwd", path).unwrap())),
-        ("live stream socket", |path| Box::new(UnixListener::bind(path).unwrap())),
-        ("live datagram socket", |path| Box::new(UnixDatagram::bind(path).unwrap())),
-        ("live socket with a full backlog", |path| Box::new(full_backlog(path))),
-    ];
     for file in ["a.sock", ".a.new", "a.lock"] {
-        for (what, make) in obstacles {
+        for (what, make) in OBSTACLES {
             let scratch = Scratch::new();
             let path = scratch.path.join(file);
             let _kept = make(&path);
@@ -61,7 +79,7 @@ fn what_is_not_ours_stays_byte_for_byte_where_the_socket_or_the_lock_should_be()
 }
 
 /// A listening socket of our own type whose backlog has no room: connecting answers `EAGAIN`.
-fn full_backlog(path: &Path) -> Vec<std::os::fd::OwnedFd> {
+fn full_backlog(path: &Path) -> Vec<OwnedFd> {
     use rustix::net::*;
     let socket = || {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

@@ -1,1 +1,286 @@
+//! Descriptors, files and memory that run out: a typed error, nothing left behind, and afterwards it works.
+//! **This module is marked for unsafe**: it ignores a signal.
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
+use std::process::{ChildStdin, ChildStdout, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use super::stage::{
+    Guarded, LONG, Scratch, alone, assert_delivers, command, descriptors, role, settled_descriptors, stream,
+};
+use crate::{Device, Domain, Error, HandshakeFault, Layout, Publisher, Subscriber};
+
+fn set_soft(resource: Resource, soft: Option<u64>) {
+    let maximum = getrlimit(resource).maximum;
+    setrlimit(resource, Rlimit { current: soft.or(maximum), maximum }).unwrap();
+}
+
+/// Leaves room for `spare` descriptors and no more. Returns how many are open.
+fn leave_descriptors(spare: usize) -> usize {
+    let names = std::fs::read_dir("/proc/self/fd").unwrap();
+    let numbers = names.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<i32>().ok());
+    let highest = numbers.max().unwrap();
+    // Free numbers below the highest one are filled, and stay so.
+    loop {
+        let file = std::fs::File::open("/dev/null").unwrap();
+        if file.as_raw_fd() > highest {
+            break;
+        }
+        std::mem::forget(file);
+    }
+    let open = descriptors();
+    set_soft(Resource::Nofile, Some(highest as u64 + 1 + spare as u64));
+    open
+}
+
+fn is_descriptor_limit(error: &Error) -> bool {
+    matches!(error, Error::DescriptorLimit { .. })
+}
+
+#[test]
+fn a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later() {
+    alone(module_path!(), "a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later", || {
+        let scratch = Scratch::new();
+        let stream = stream();
+        let build = || {
+            let builder = Publisher::builder("a").domain(&scratch.domain).device(&Device::host()).history(1);
+            let publisher = builder.build()?;
+            publisher.send_bytes(&stream, b"the first region, too").map(|_| publisher)
+        };
+        drop(build().unwrap());
+        settled_descriptors();
+        let mut failures = 0;
+        for spare in 0..20 {
+            let before = leave_descriptors(spare);
+            let result = build().map(drop);
+            set_soft(Resource::Nofile, None);
+            let Err(error) = result else { break };
+            assert!(is_descriptor_limit(&error), "{spare} spare: {error}");
+            assert_eq!(std::fs::read_dir(&scratch.path).unwrap().count(), 0, "{spare} spare");
+            super::stage::eventually("nothing is left", || descriptors() <= before);
+            failures += 1;
+        }
+        assert!((3..20).contains(&failures), "{failures} failures");
+        assert_delivers(&build().unwrap(), &mut scratch.subscriber(), b"the first region, too");
+    });
+}
+
+/// A publisher in another process, which does what it is told line by line.
+struct Host {
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+    _process: Guarded,
+}
+
+impl Host {
+    fn start(test: &str, scratch: &Scratch) -> Host {
+        let mut command = command(module_path!(), test, "host");
+        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = Guarded(command.spawn().unwrap());
+        let stdin = process.0.stdin.take().unwrap();
+        let stdout = BufReader::new(process.0.stdout.take().unwrap());
+        let mut host = Host { stdin, stdout, _process: process };
+        host.await_word("ready");
+        host
+    }
+
+    fn say(&mut self, order: &str) {
+        writeln!(self.stdin, "{order}").unwrap();
+        self.await_word("done");
+    }
+
+    fn await_word(&mut self, word: &str) {
+        let mut line = String::new();
+        while !line.contains(word) {
+            line.clear();
+            assert!(self.stdout.read_line(&mut line).unwrap() > 0, "the host ended before it said {word}");
+        }
+    }
+}
+
+/// The other side of [`Host`].
+fn serve() {
+    let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+    let publisher = Publisher::builder("a").domain(&domain).device(&Device::host()).build().unwrap();
+    let stream = stream();
+    println!("ready");
+    for line in std::io::stdin().lines() {
+        let line = line.unwrap();
+        let (order, number) = line.split_once(' ').unwrap();
+        let number: usize = number.parse().unwrap();
+        match order {
+            "leave" => assert!(leave_descriptors(number) > 0),
+            "raise" => set_soft(Resource::Nofile, None),
+            "send" => assert!(publisher.send_bytes(&stream, &vec![number as u8; number]).is_ok()),
+            other => panic!("{other}"),
+        }
+        println!("done");
+    }
+}
+
+fn subscribe(scratch: &Scratch) -> crate::Result<Subscriber> {
+    let builder = Subscriber::builder("a").domain(&scratch.domain).device(&Device::host());
+    builder.handshake_timeout(Duration::from_millis(300)).build()
+}
+
+#[test]
+fn a_publisher_without_descriptors_refuses_newcomers_and_serves_who_is_there() {
+    let test = "a_publisher_without_descriptors_refuses_newcomers_and_serves_who_is_there";
+    if role().as_deref() == Some("host") {
+        return serve();
+    }
+    let scratch = Scratch::new();
+    let (mut host, stream) = (Host::start(test, &scratch), stream());
+    host.say("send 1");
+    let mut good = subscribe(&scratch).unwrap();
+    let mut failures = 0;
+    for spare in 0..12 {
+        host.say(&format!("leave {spare}"));
+        let result = subscribe(&scratch);
+        host.say("send 100");
+        assert_eq!(good.receive(&stream).unwrap().to_vec(LONG).unwrap(), [100; 100], "{spare} spare");
+        host.say("raise 0");
+        match result {
+            Ok(_) => break,
+            Err(Error::Handshake { fault, .. }) => assert!(
+                matches!(fault, HandshakeFault::Silent(_) | HandshakeFault::Closed)
+                    || matches!(&fault, HandshakeFault::Refused(why) if why.contains("descriptor")),
+                "{spare} spare: {fault}"
+            ),
+            Err(error) => panic!("{spare} spare: {error}"),
+        }
+        failures += 1;
+        // The raised limit serves the next one, at once or as soon as the backlog has been looked at.
+        super::stage::eventually("a newcomer is let in again", || subscribe(&scratch).is_ok());
+    }
+    assert!((1..12).contains(&failures), "{failures} failures");
+}
+
+#[test]
+fn a_subscriber_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later() {
+    let test = "a_subscriber_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later";
+    if role().as_deref() == Some("host") {
+        return serve();
+    }
+    alone(module_path!(), test, || {
+        let scratch = Scratch::new();
+        let mut host = Host::start(test, &scratch);
+        host.say("send 1");
+        drop(subscribe(&scratch).unwrap());
+        settled_descriptors();
+        let mut failures = 0;
+        for spare in 0..20 {
+            let before = leave_descriptors(spare);
+            let result = subscribe(&scratch).map(drop);
+            set_soft(Resource::Nofile, None);
+            let Err(error) = result else { break };
+            assert!(is_descriptor_limit(&error), "{spare} spare: {error}");
+            super::stage::eventually("nothing is left", || descriptors() <= before);
+            failures += 1;
+        }
+        assert!((3..20).contains(&failures), "{failures} failures");
+        let (mut good, stream) = (subscribe(&scratch).unwrap(), stream());
+        host.say("send 7");
+        assert_eq!(good.receive(&stream).unwrap().to_vec(LONG).unwrap(), [7; 7]);
+    });
+}
+
+#[test]
+fn a_subscriber_that_cannot_take_a_new_region_loses_its_link_with_the_reason() {
+    let test = "a_subscriber_that_cannot_take_a_new_region_loses_its_link_with_the_reason";
+    if role().as_deref() == Some("host") {
+        return serve();
+    }
+    alone(module_path!(), test, || {
+        let scratch = Scratch::new();
+        let mut host = Host::start(test, &scratch);
+        let (mut subscriber, stream) = (subscribe(&scratch).unwrap(), stream());
+        host.say("send 1");
+        drop(subscriber.receive(&stream).unwrap());
+        leave_descriptors(0);
+        host.say("send 4000000");
+        let error = subscriber.receive(&stream).unwrap_err();
+        set_soft(Resource::Nofile, None);
+        assert!(is_descriptor_limit(&error), "{error}");
+        drop(subscriber);
+        let mut subscriber = subscribe(&scratch).unwrap();
+        host.say("send 4000000");
+        assert_eq!(subscriber.receive(&stream).unwrap().to_vec(LONG).unwrap().len(), 4_000_000);
+    });
+}
+
+#[test]
+fn a_memfd_that_may_not_grow_is_an_error_of_the_loan_and_of_the_newcomer() {
+    alone(module_path!(), "a_memfd_that_may_not_grow_is_an_error_of_the_loan_and_of_the_newcomer", || {
+        // SAFETY: the process has no other test in it, and nothing here relies on the signal.
+        unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+        let scratch = Scratch::new();
+        let publisher = scratch.publisher(|it| it);
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
+        let (before, held) = (settled_descriptors(), Device::host().backend().bytes_held());
+        set_soft(Resource::Fsize, Some(4096));
+        let large = Layout::bytes_only(64 << 20).unwrap();
+        let loan = publisher.loan(&large).map(drop).unwrap_err();
+        let newcomer = scratch.try_subscriber().map(drop).unwrap_err();
+        set_soft(Resource::Fsize, None);
+        assert!(matches!(loan, Error::Os { call: "ftruncate", .. }), "{loan}");
+        assert!(
+            matches!(&newcomer, Error::Handshake { fault: HandshakeFault::Refused(why), .. } if why.contains("ftruncate")),
+            "{newcomer}"
+        );
+        super::stage::eventually("nothing is left", || descriptors() == before);
+        assert_eq!(Device::host().backend().bytes_held(), held);
+        publisher.loan(&large).map(drop).unwrap();
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
+    });
+}
+
+#[test]
+fn an_address_space_that_is_full_is_an_error_of_the_loan_alone() {
+    alone(module_path!(), "an_address_space_that_is_full_is_an_error_of_the_loan_alone", || {
+        let scratch = Scratch::new();
+        let publisher = scratch.publisher(|it| it);
+        let mut subscriber = scratch.subscriber();
+        assert_delivers(&publisher, &mut subscriber, b"before");
+        let (before, held) = (settled_descriptors(), Device::host().backend().bytes_held());
+        let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+        let used = pages.split(' ').next().unwrap().parse::<u64>().unwrap() * 4096;
+        set_soft(Resource::As, Some(used + (256 << 20)));
+        let large = Layout::bytes_only(1 << 30).unwrap();
+        let loan = publisher.loan(&large).map(drop).unwrap_err();
+        set_soft(Resource::As, None);
+        assert!(matches!(loan, Error::Os { call: "mmap", .. }), "{loan}");
+        assert_eq!((settled_descriptors(), Device::host().backend().bytes_held()), (before, held));
+        assert_delivers(&publisher, &mut subscriber, b"afterwards");
+        publisher.loan(&large).map(drop).unwrap();
+    });
+}
+
+#[test]
+fn memory_beyond_the_machine_or_the_limit_is_refused_and_the_rest_still_works() {
+    let scratch = Scratch::new();
+    let machine = Device::host().info().memory_bytes;
+    let publisher = scratch.publisher(|it| it.memory_limit(u64::MAX));
+    let loan = publisher.loan(&Layout::bytes_only(machine + 1).unwrap()).map(drop).unwrap_err();
+    assert!(matches!(loan, Error::DeviceMemory { bytes, .. } if bytes > machine), "{loan}");
+    let loan = publisher.loan(&Layout::bytes_only(i64::MAX as u64).unwrap()).map(drop).unwrap_err();
+    assert!(matches!(loan, Error::DeviceMemory { .. } | Error::MemoryLimit { .. }), "{loan}");
+    assert_eq!(publisher.memory_in_use().0, 0);
+    assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
+    drop(publisher);
+
+    let publisher = scratch.publisher(|it| it.memory_limit(4 << 20).loan_timeout(Duration::from_millis(20)));
+    let small = Layout::bytes_only(1 << 20).unwrap();
+    let loans: Vec<_> = (0..4).map(|_| publisher.loan(&small).unwrap()).collect();
+    let error = publisher.loan(&small).map(drop).unwrap_err();
+    assert!(
+        matches!(error, Error::MemoryLimit { bytes, used, limit, .. } if (bytes, used, limit) == (1 << 20, 4 << 20, 4 << 20))
+    );
+    let error = publisher.loan(&Layout::bytes_only((4 << 20) + 1).unwrap()).map(drop).unwrap_err();
+    assert!(matches!(error, Error::MemoryLimit { .. }), "{error}");
+    drop(loans);
+    assert_delivers(&publisher, &mut scratch.subscriber(), b"released");
+}

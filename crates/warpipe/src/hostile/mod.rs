@@ -9,6 +9,7 @@ mod names;
 mod publisher_handshake;
 mod receiver;
 mod ring_model;
+mod scribbler;
 mod sender;
 mod stage;
 mod subscriber_handshake;

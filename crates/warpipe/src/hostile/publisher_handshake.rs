@@ -11,7 +11,7 @@ use crate::backend::{DeviceId, DeviceKind};
 use crate::link::PeerState;
 use crate::link::message::{Farewell, Message, Received};
 
-fn hello() -> Message {
+pub(super) fn hello() -> Message {
     Message::Hello { generation: [7; 16], device: DeviceId { kind: DeviceKind::Host, uuid: [0; 16] } }
 }
 

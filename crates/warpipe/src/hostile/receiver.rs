@@ -1,1 +1,234 @@
+//! Receivers that lie on a link that stands: their publisher goes on serving the others, with the right contents.
 
+use std::os::fd::OwnedFd;
+use std::process::Stdio;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use super::publisher_handshake::hello;
+use super::scribbler::Words;
+use super::stage::{
+    Guarded, LONG, Random, Scratch, alone, assert_delivers, command, descriptors, eventually, hear, mappings, packet,
+    role, send_raw, settled_descriptors, stream,
+};
+use crate::link::PeerState;
+use crate::link::message::{Message, Received};
+use crate::{Error, Layout, Policy, Publisher};
+
+/// A client that has attached by the book and holds its segment.
+struct Liar {
+    socket: OwnedFd,
+    words: Words,
+    fds: Vec<OwnedFd>,
+}
+
+impl Liar {
+    fn attach(scratch: &Scratch) -> Liar {
+        let socket = scratch.connection();
+        send_raw(&socket, &packet(&hello()), &[]).unwrap();
+        let Received::Message(Message::Welcome { regions, .. }, fds) = hear(&socket) else { panic!("no welcome") };
+        (0..regions).for_each(|_| assert!(matches!(hear(&socket), Received::Message(Message::Region { .. }, _))));
+        send_raw(&socket, &packet(&Message::Attached), &[]).unwrap();
+        loop {
+            match hear(&socket) {
+                Received::Message(Message::Attached, _) => break,
+                Received::Message(Message::Region { .. }, _) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        Liar { socket, words: Words::map(&fds[0]), fds }
+    }
+
+    /// The segment's inode.
+    fn segment(&self) -> u64 {
+        rustix::fs::fstat(&self.fds[0]).unwrap().st_ino
+    }
+}
+
+const POLICIES: [Policy; 4] =
+    [Policy::DropOldest, Policy::DropNewest, Policy::Fail, Policy::Block { timeout: Duration::from_millis(2) }];
+
+#[test]
+fn whatever_a_receiver_scribbles_the_good_one_gets_every_sample_whole() {
+    alone(module_path!(), "whatever_a_receiver_scribbles_the_good_one_gets_every_sample_whole", || {
+        for (policy, spins) in POLICIES.into_iter().zip([0, 30, 0, 30]) {
+            let scratch = Scratch::new();
+            let publisher = scratch.publisher(|it| it.policy(policy).memory_limit(8 << 20));
+            let (mut good, stream) = (scratch.subscriber(), stream());
+            assert_delivers(&publisher, &mut good, b"before");
+            let before = settled_descriptors();
+            let (mut sent, mut refused, mut random) = (0, 0, Random(8));
+            for round in 0..4 {
+                let liar = Liar::attach(&scratch);
+                let scribbling = liar.words.scribble_on(round, spins);
+                for _ in 0..200 {
+                    let length = random.below(20_000) as usize;
+                    let payload = random.bytes(length);
+                    match publisher.send_bytes(&stream, &payload) {
+                        Ok(_) => sent += 1,
+                        // The liar is full, and its publisher has said that it may not miss anything.
+                        Err(Error::Timeout { .. } | Error::Full { .. }) if policy.is_lossless() => {
+                            refused += 1;
+                            continue;
+                        }
+                        Err(error) => panic!("{policy:?}: {error}"),
+                    }
+                    let sample = good.receive(&stream).unwrap();
+                    assert_eq!(sample.to_vec(LONG).unwrap(), payload, "{policy:?}");
+                    sample.finish(LONG).unwrap();
+                }
+                drop(scribbling);
+                drop(liar.socket);
+            }
+            println!("{policy:?}: {sent} sent, {refused} refused");
+            assert!(sent > 10);
+            let is_in = |it: &crate::SubscriberInfo| matches!(it.state, PeerState::Alive | PeerState::Stalled);
+            eventually("the liars are out", || publisher.subscribers().iter().filter(|it| is_in(it)).count() == 1);
+            assert_delivers(&publisher, &mut good, b"afterwards");
+            assert_delivers(&publisher, &mut scratch.subscriber(), b"and to somebody new");
+            drop(publisher);
+            eventually("no descriptor is kept for liars", || descriptors() <= before);
+        }
+    });
+}
+
+#[test]
+fn a_receiver_that_calls_everything_done_has_nothing_unmapped_under_the_publishers_stream() {
+    let (scratch, elsewhere) = (Scratch::new(), Scratch::new());
+    let (publisher, another) = (scratch.publisher(|it| it), elsewhere.publisher(|it| it));
+    let (stream, (go, wait)) = (stream(), mpsc::channel::<()>());
+    let liar = Liar::attach(&scratch);
+    let segment = liar.segment();
+    assert_eq!(mappings(segment), 2, "the publisher's, and the liar's own, which stays");
+    stream.call(move || assert!(wait.recv().is_err())).unwrap();
+    for _ in 0..3 {
+        publisher.send_bytes(&stream, &[1; 4096]).unwrap();
+    }
+    (1..=3).for_each(|position| liar.words.forge_end_of(position, 4));
+    drop(liar);
+    eventually("the liar is forgotten", || publisher.subscribers().is_empty());
+    // A link that ended later, and whose streams have nothing to do, shows that its turn has come and gone.
+    let honest = Liar::attach(&elsewhere);
+    let later = honest.segment();
+    assert_delivers(&another, &mut elsewhere.subscriber(), b"elsewhere");
+    drop(honest);
+    eventually("a later link is unmapped", || mappings(later) == 1);
+    assert_eq!(mappings(segment), 2, "the stream still has to write there");
+    drop(go);
+    stream.synchronize(LONG).unwrap();
+    eventually("now it is unmapped", || mappings(segment) == 1);
+    assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
+}
+
+#[test]
+fn a_slot_called_released_is_not_used_again_while_it_is_being_filled() {
+    let scratch = Scratch::new();
+    let publisher = scratch.publisher(|it| it.memory_limit(2 << 20).loan_timeout(Duration::from_millis(50)));
+    let (busy, (go, wait)) = (stream(), mpsc::channel::<()>());
+    let liar = Liar::attach(&scratch);
+    let whole = Layout::bytes_only(2 << 20).unwrap();
+    busy.call(move || assert!(wait.recv().is_err())).unwrap();
+    publisher.send_slice(&busy, &whole, &vec![7; 2 << 20]).unwrap();
+    // What a receiver does that releases without having waited.
+    liar.words.release_all(1);
+    let error = publisher.loan(&whole).unwrap_err();
+    assert!(matches!(error, Error::MemoryLimit { .. }), "{error}");
+    drop(go);
+    busy.synchronize(LONG).unwrap();
+    eventually("the slot is back", || publisher.loan(&whole).is_ok());
+}
+
+#[test]
+fn slots_of_a_killed_scribbler_come_back_whatever_it_left_in_its_words() {
+    let test = "slots_of_a_killed_scribbler_come_back_whatever_it_left_in_its_words";
+    if role().as_deref() == Some("scribbler") {
+        let domain = crate::Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let scratch = std::mem::ManuallyDrop::new(Scratch { path: domain.path().to_owned(), domain });
+        let liar = Liar::attach(&scratch);
+        println!("attached");
+        let mut random = Random(9);
+        loop {
+            liar.words.scribble(&mut random);
+        }
+    }
+    let scratch = Scratch::new();
+    let publisher = scratch
+        .publisher(|it| it.policy(Policy::DropNewest).memory_limit(4 << 20).loan_timeout(Duration::from_secs(5)));
+    let stream = stream();
+    for round in 0..5 {
+        let mut scribbler = start_scribbler(test, &scratch);
+        publisher.wait_for_subscribers(1, LONG).unwrap();
+        for _ in 0..200 {
+            publisher.send_bytes(&stream, &[round; 64 << 10]).unwrap();
+        }
+        scribbler.0.kill().unwrap();
+        eventually("the dead is buried", || publisher.subscribers().is_empty());
+        drop(scribbler);
+    }
+    // All of the memory can be had at once again.
+    let half = Layout::bytes_only(2 << 20).unwrap();
+    let loans = [publisher.loan(&half).unwrap(), publisher.loan(&half).unwrap()];
+    assert!(publisher.memory_in_use().0 <= 4 << 20);
+    drop(loans);
+    assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
+}
+
+fn start_scribbler(test: &str, scratch: &Scratch) -> Guarded {
+    let mut command = command(module_path!(), test, "scribbler");
+    command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(Stdio::piped());
+    let mut scribbler = Guarded(command.spawn().unwrap());
+    let stdout = std::io::BufReader::new(scribbler.0.stdout.take().unwrap());
+    assert!(std::io::BufRead::lines(stdout).map_while(Result::ok).any(|line| line.contains("attached")));
+    scribbler
+}
+
+#[test]
+fn one_sample_held_for_long_does_not_make_the_publisher_take_all_memory() {
+    let scratch = Scratch::new();
+    let publisher = scratch.publisher(|it| it.depth(16));
+    let (mut subscriber, stream) = (scratch.subscriber(), stream());
+    publisher.send_bytes(&stream, b"held").unwrap();
+    let held = subscriber.receive(&stream).unwrap();
+    for number in 0..20_000u32 {
+        publisher.send_bytes(&stream, &number.to_le_bytes()).unwrap();
+        drop(subscriber.receive(&stream).unwrap());
+    }
+    let (used, _) = publisher.memory_in_use();
+    assert!(used <= 8 << 20, "{used} bytes for a few samples of 4");
+    assert_eq!(held.to_vec(LONG).unwrap(), b"held");
+}
+
+#[test]
+fn a_sample_whose_wait_or_release_fails_once_is_neither_lost_nor_kept() {
+    use crate::backend::testing::{Failing, Wrapped};
+    let scratch = Scratch::new();
+    let publisher: Publisher = scratch.publisher(|it| it.depth(2));
+    let backend = Wrapped::new(crate::backend::host::HostBackend::shared(), Failing::default());
+    let device = crate::Device::from_backend(backend.clone());
+    let mut subscriber = crate::Subscriber::builder("a").domain(&scratch.domain).device(&device).build().unwrap();
+    let (ours, theirs) = (stream(), device.stream().unwrap());
+    for round in 0..10u8 {
+        let (go, wait) = mpsc::channel::<()>();
+        // Not complete when it is received, so that the receiver's stream has to wait.
+        ours.call(move || assert!(wait.recv().is_err())).unwrap();
+        publisher.send_bytes(&ours, &[round; 100]).unwrap();
+        backend.hook().aim("batch", 1);
+        assert!(matches!(subscriber.receive(&theirs), Err(Error::Injected { .. })));
+        let sample = subscriber.receive(&theirs).unwrap();
+        assert_eq!(sample.sequence(), u64::from(round) + 1, "the one whose wait failed");
+        drop(go);
+        assert_eq!(sample.to_vec(LONG).unwrap(), [round; 100]);
+        backend.hook().aim("batch", 1);
+        if round % 2 == 0 {
+            drop(sample);
+            // A drop has nobody to tell, so it ends the link rather than keep the slot.
+            let error = subscriber.receive(&theirs).unwrap_err();
+            assert!(matches!(error, Error::Injected { .. }), "{error}");
+            subscriber = crate::Subscriber::builder("a").domain(&scratch.domain).device(&device).build().unwrap();
+            let info = publisher.subscribers();
+            assert!(info.iter().any(|it| it.state == PeerState::Alive), "{info:?}");
+        } else {
+            assert!(matches!(sample.release(), Err(Error::Injected { .. })));
+        }
+    }
+}

@@ -1,1 +1,307 @@
+//! A sender that lies on a link that stands: its subscriber gets a typed error, and can go on with another.
 
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use super::scribbler::Words;
+use super::stage::{
+    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, mappings, memfd, packet, send_raw,
+    settled_descriptors, stream,
+};
+use super::subscriber_handshake::{Offer, meet};
+use crate::link::entry::{Description, Metadata};
+use crate::link::message::{Farewell, Message, Received};
+use crate::link::ring::{Room, SenderRing};
+use crate::link::segment::{Entry, Segment};
+use crate::{Error, Layout, Subscriber};
+
+const REGION_BYTES: u64 = 2 << 20;
+
+/// A publisher that does what it is told.
+struct Fake {
+    segment: Arc<Segment>,
+    segment_fd: OwnedFd,
+    ring: SenderRing,
+    socket: OwnedFd,
+    sequence: u64,
+    _offer: Offer,
+}
+
+impl Fake {
+    /// A link to a real subscriber, with one region.
+    fn attach(scratch: &Scratch, lossless: bool) -> (Fake, Subscriber) {
+        let mut fake = None;
+        let subscriber = meet(scratch, LONG, |socket| {
+            let mut offer = Offer::new();
+            (offer.regions, offer.lossless) = (1, lossless);
+            offer.send(socket);
+            let memory = memfd(REGION_BYTES, SIZE_SEALS);
+            let region = packet(&Message::Region { id: 0, bytes: REGION_BYTES });
+            send_raw(socket, &region, &[memory.as_fd()]).unwrap();
+            assert!(matches!(hear(socket), Received::Message(Message::Attached, _)));
+            send_raw(socket, &packet(&Message::Attached), &[]).unwrap();
+            let segment = offer.segment.clone();
+            fake = Some(Fake {
+                segment_fd: offer.fds[0].try_clone().unwrap(),
+                ring: SenderRing::new(segment.clone()),
+                socket: socket.try_clone().unwrap(),
+                sequence: 0,
+                segment,
+                _offer: offer,
+            });
+        });
+        (fake.unwrap(), subscriber.unwrap())
+    }
+
+    /// The segment's inode.
+    fn inode(&self) -> u64 {
+        rustix::fs::fstat(&self.segment_fd).unwrap().st_ino
+    }
+
+    /// Publishes a right sample if there is room, spoilt before the receiver looks.
+    fn send(&mut self, spoil: impl FnOnce(&Entry)) {
+        let Room::At(position) = self.ring.room() else { return };
+        self.sequence += 1;
+        let (metadata, layout) = (Metadata::new(b"meta").unwrap(), Layout::bytes_only(1000).unwrap());
+        let description = Description { sequence: self.sequence, sent_ns: 1, region: 0, slot: 512, layout, metadata };
+        self.ring.publish(position, &description);
+        spoil(self.segment.entry(position));
+        self.segment.entry(position).ready.store(position);
+    }
+}
+
+/// The words of an entry's description, as `link::entry` packs them.
+const PACKED: usize = 0;
+const SLOT: usize = 1;
+const SLOT_BYTES: usize = 2;
+const OFFSET: usize = 4;
+const SHAPE: usize = 5;
+const STRIDES: usize = 13;
+
+type Lie = (&'static str, fn(&Entry));
+
+fn word(entry: &Entry, index: usize, change: impl Fn(u64) -> u64) {
+    let word = &entry.words[index];
+    word.store(change(word.load(Relaxed)), Relaxed);
+}
+
+const LIES: [Lie; 22] = [
+    ("dtype", |it| word(it, PACKED, |packed| packed | 0x3f << 41)),
+    ("dtype", |it| word(it, PACKED, |packed| packed & !(0x1f << 47))),
+    ("rank", |it| word(it, PACKED, |packed| packed & !(0xf << 52) | 9 << 52)),
+    ("rank", |it| word(it, PACKED, |packed| packed | 0xf << 52)),
+    ("metadata length", |it| word(it, PACKED, |packed| packed & !(0x1ff << 32) | 257 << 32)),
+    ("flags", |it| word(it, PACKED, |packed| packed | 1 << 63)),
+    ("slot", |it| word(it, SLOT, |_| REGION_BYTES)),
+    ("slot", |it| word(it, SLOT, |_| REGION_BYTES - 999)),
+    ("slot", |it| word(it, SLOT, |_| u64::MAX)),
+    ("slot length", |it| word(it, SLOT_BYTES, |bytes| bytes + 1)),
+    ("slot length", |it| word(it, SLOT_BYTES, |_| u64::MAX)),
+    ("slot length", |it| word(it, OFFSET, |_| 512)),
+    ("layout", |it| word(it, OFFSET, |_| u64::MAX)),
+    ("layout", |it| word(it, SHAPE, |_| u64::MAX)),
+    ("slot length", |it| word(it, SHAPE, |_| REGION_BYTES)),
+    ("layout", |it| {
+        word(it, PACKED, |packed| packed & !(1 << 56));
+        word(it, STRIDES, |_| i64::MIN as u64);
+    }),
+    ("slot length", |it| {
+        word(it, PACKED, |packed| packed & !(1 << 56));
+        word(it, STRIDES, |_| 1 << 20);
+    }),
+    ("sequence", |it| it.sequence.store(0, Relaxed)),
+    ("sequence", |it| it.sequence.store(7, Relaxed)),
+    ("sequence", |it| it.sequence.store(u64::MAX, Relaxed)),
+    ("position", |it| it.turn.store((2 + 5) << 2, Relaxed)),
+    ("turn", |it| it.turn.store(2 << 2 | 1, Relaxed)),
+];
+
+#[test]
+fn every_lie_in_an_entry_is_found_and_ends_the_link_alone() {
+    alone(module_path!(), "every_lie_in_an_entry_is_found_and_ends_the_link_alone", || {
+        let scratch = Scratch::new();
+        drop(Fake::attach(&scratch, true));
+        let before = settled_descriptors();
+        for (number, (lie, spoil)) in LIES.into_iter().enumerate() {
+            let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+            let stream = stream();
+            fake.send(|_| ());
+            drop(subscriber.receive(&stream).unwrap());
+            fake.send(spoil);
+            let error = subscriber.receive(&stream).unwrap_err();
+            assert!(matches!(&error, Error::Protocol { field, .. } if *field == lie), "lie {number}, {lie}: {error}");
+            let farewell = hear(&fake.socket);
+            assert!(matches!(farewell, Received::Message(Message::Bye(Farewell::Failed(_)), _)), "{farewell:?}");
+            fake.send(|_| ());
+            assert!(subscriber.receive(&stream).is_err(), "it stays closed");
+        }
+        assert_eq!(settled_descriptors(), before);
+        let publisher = scratch.publisher(|it| it);
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"a good one afterwards");
+    });
+}
+
+#[test]
+fn a_region_never_announced_is_waited_for_and_then_an_error() {
+    let scratch = Scratch::new();
+    let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+    fake.send(|it| word(it, PACKED, |packed| packed | 5));
+    let error = subscriber.receive(&stream()).unwrap_err();
+    assert!(matches!(error, Error::Protocol { field: "region", .. }), "{error}");
+}
+
+#[test]
+fn a_sequence_may_jump_but_not_run_back_where_samples_may_be_dropped() {
+    let scratch = Scratch::new();
+    let (mut fake, mut subscriber) = Fake::attach(&scratch, false);
+    let stream = stream();
+    fake.send(|it| it.sequence.store(u64::MAX - 1, Relaxed));
+    assert_eq!(subscriber.receive(&stream).unwrap().sequence(), u64::MAX - 1);
+    fake.send(|it| it.sequence.store(u64::MAX, Relaxed));
+    assert_eq!(subscriber.receive(&stream).unwrap().sequence(), u64::MAX);
+    fake.send(|_| ());
+    assert!(matches!(subscriber.receive(&stream), Err(Error::Protocol { field: "sequence", .. })));
+}
+
+#[test]
+fn a_lossless_sequence_at_its_end_is_an_error_and_not_an_overflow() {
+    let scratch = Scratch::new();
+    let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+    let stream = stream();
+    fake.send(|it| it.sequence.store(u64::MAX, Relaxed));
+    drop(subscriber.receive(&stream).unwrap());
+    fake.send(|_| ());
+    assert!(matches!(subscriber.receive(&stream), Err(Error::Protocol { field: "sequence", .. })));
+}
+
+#[test]
+fn counts_that_a_peer_made_up_overflow_nothing() {
+    let scratch = Scratch::new();
+    let (fake, subscriber) = Fake::attach(&scratch, true);
+    fake.segment.header().sender.dropped.store(u64::MAX, Relaxed);
+    fake.segment.header().sender.heartbeat_ns.store(u64::MAX, Relaxed);
+    fake.segment.header().receiver.released.store(u64::MAX, Relaxed);
+    assert_eq!(subscriber.dropped(), u64::MAX);
+    assert!(subscriber.publisher_state().is_some());
+}
+
+#[test]
+fn messages_without_end_or_sense_behind_the_handshake_are_answered_once() {
+    alone(module_path!(), "messages_without_end_or_sense_behind_the_handshake_are_answered_once", || {
+        let scratch = Scratch::new();
+        drop(Fake::attach(&scratch, true));
+        let before = settled_descriptors();
+        for message in [Message::Attached, Message::Region { id: 7, bytes: 4096 }, Message::Region { id: 1, bytes: 3 }]
+        {
+            let (fake, mut subscriber) = Fake::attach(&scratch, true);
+            let memory = memfd(4096, SIZE_SEALS);
+            let fds = [memory.as_fd()];
+            let fds = if matches!(message, Message::Region { .. }) { &fds[..] } else { &[] };
+            // As many as the socket takes.
+            (0..10_000).take_while(|_| send_raw(&fake.socket, &packet(&message), fds).is_ok()).count();
+            let error = subscriber.receive_timeout(&stream(), LONG).unwrap_err();
+            assert!(matches!(error, Error::Protocol { .. } | Error::Handshake { .. }), "{error}");
+            drop((fake, subscriber, memory));
+            eventually("every descriptor is closed", || super::stage::descriptors() == before);
+        }
+    });
+}
+
+#[test]
+fn a_wake_channel_that_is_closed_or_rings_without_end_costs_nobody_a_hang() {
+    let scratch = Scratch::new();
+    for rings in [false, true] {
+        let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+        let stream = stream();
+        if rings {
+            (0..1000).for_each(|_| fake._offer.wake.ring());
+        } else {
+            let (other, _) = crate::link::wake::Wake::pair().unwrap();
+            drop(std::mem::replace(&mut fake._offer.wake, other));
+            fake._offer.fds.clear();
+        }
+        let timeout = Duration::from_millis(50);
+        assert!(matches!(subscriber.receive_timeout(&stream, timeout), Err(Error::Timeout { .. })));
+        fake.send(|_| ());
+        drop(subscriber.receive(&stream).unwrap());
+        // Nothing is due: a poller must not be told for ever that something is.
+        assert!(subscriber.try_receive(&stream).unwrap().is_none());
+        let fd = subscriber.as_fd().try_clone_to_owned().unwrap();
+        eventually("it reads as idle", || {
+            assert!(subscriber.try_receive(&stream).unwrap().is_none());
+            !crate::link::message::wait_readable(fd.as_fd(), Duration::ZERO)
+        });
+    }
+}
+
+#[test]
+fn a_subscriber_that_goes_keeps_its_memory_mapped_under_its_streams_work() {
+    let scratch = Scratch::new();
+    let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+    let (stream, (go, wait)) = (stream(), std::sync::mpsc::channel::<()>());
+    fake.send(|_| ());
+    let sample = subscriber.receive(&stream).unwrap();
+    stream.call(move || assert!(wait.recv().is_err())).unwrap();
+    drop(sample);
+    // Its sender calls it released, and it is not: the release is enqueued, and what reads the sample runs before it.
+    fake.segment.entry(1).released.store(1);
+    assert_eq!(mappings(fake.inode()), 2, "this side's and the subscriber's");
+    drop(subscriber);
+    // A link that ended later, and whose streams have nothing to do, shows that its turn has come and gone.
+    let (later, another) = Fake::attach(&scratch, true);
+    drop(another);
+    eventually("a later link is unmapped", || mappings(later.inode()) == 1);
+    assert_eq!(mappings(fake.inode()), 2, "the stream still has to write there");
+    drop(go);
+    stream.synchronize(LONG).unwrap();
+    eventually("now it is unmapped", || mappings(fake.inode()) == 1);
+}
+
+#[test]
+fn a_segment_scribbled_on_while_it_is_read_gives_samples_inside_the_region_or_errors() {
+    alone(module_path!(), "a_segment_scribbled_on_while_it_is_read_gives_samples_inside_the_region_or_errors", || {
+        let scratch = Scratch::new();
+        drop(Fake::attach(&scratch, true));
+        let before = settled_descriptors();
+        let (mut calls, mut samples, mut errors) = (0u32, 0u32, 0u32);
+        for round in 0..400 {
+            let (mut fake, mut subscriber) = Fake::attach(&scratch, round % 2 == 0);
+            let words = Words::map(&fake.segment_fd);
+            let stream = stream();
+            let scribbling = words.scribble_on(round, [0, 5, 30, 150][round as usize / 2 % 4]);
+            for call in 0..400 {
+                calls += 1;
+                fake.send(|_| ());
+                match subscriber.try_receive(&stream) {
+                    Ok(Some(sample)) => {
+                        samples += 1;
+                        assert!(sample.layout().bytes() <= REGION_BYTES && sample.metadata().len() <= 256);
+                        if call % 16 == 0 {
+                            // Every byte of it can be read, whatever it says. It may never be complete.
+                            let mut bytes = vec![0; sample.layout().bytes() as usize];
+                            let read = sample.copy_to(&mut bytes, Duration::from_millis(1));
+                            assert!(matches!(read, Ok(()) | Err(Error::Timeout { .. } | Error::SampleLost { .. })));
+                        }
+                    }
+                    Ok(None) => std::hint::spin_loop(),
+                    Err(Error::Protocol { .. }) => {
+                        errors += 1;
+                        break;
+                    }
+                    Err(other) => panic!("{other}"),
+                }
+            }
+            drop((subscriber, stream));
+            drop(scribbling);
+            // The dead would be rescued by the watcher; this sender lives, and must let the streams go itself.
+            words.let_all_go();
+        }
+        println!("{calls} calls, {samples} samples, {errors} errors");
+        assert!(samples > 1000 && errors > 10, "{samples} samples and {errors} errors: it tests nothing");
+        eventually("everything is let go", || super::stage::descriptors() == before);
+        let publisher = scratch.publisher(|it| it);
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"a good one afterwards");
+    });
+}

@@ -93,6 +93,12 @@ pub(super) fn settled_descriptors() -> usize {
     count
 }
 
+/// How often this process has a file mapped.
+pub(super) fn mappings(inode: u64) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.split_whitespace().nth(4) == Some(&inode.to_string())).count()
+}
+
 /// Waits until `holds`; who waits in vain is told for what.
 pub(super) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();

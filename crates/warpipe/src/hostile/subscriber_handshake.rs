@@ -1,6 +1,7 @@
 //! Fake publishers against a real subscriber: whatever it is offered, it declines with the reason and keeps nothing.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::SealFlags;
@@ -24,7 +25,7 @@ pub(super) struct Offer {
     pub(super) regions: u32,
     pub(super) fds: Vec<OwnedFd>,
     /// Kept, so that the segment can be written by this side.
-    pub(super) segment: Segment,
+    pub(super) segment: Arc<Segment>,
     pub(super) wake: Wake,
 }
 
@@ -35,7 +36,7 @@ impl Offer {
         let (wake, their_wake) = Wake::pair().unwrap();
         let device = DeviceId { kind: DeviceKind::Host, uuid: [0; 16] };
         let fds = vec![segment_fd, their_wake];
-        Offer { generation, device, depth, lossless: true, regions: 0, fds, segment, wake }
+        Offer { generation, device, depth, lossless: true, regions: 0, fds, segment: Arc::new(segment), wake }
     }
 
     pub(super) fn send(&self, socket: &OwnedFd) {

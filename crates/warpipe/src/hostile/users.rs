@@ -1,1 +1,123 @@
+//! Another user at the door. **This module is marked for unsafe**: it changes a child process's user.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+
+use super::stage::{LONG, Scratch, assert_delivers, command, name, role, stream};
+use crate::{Device, Domain, Error, Subscriber};
+
+const NOBODY: u32 = 65534;
+
+/// Becomes nobody, subscribes, and prints what came of it.
+fn stranger() {
+    // SAFETY: plain system calls; this process has one test and no other thread that minds.
+    let codes = unsafe { [libc::setgid(NOBODY), libc::setuid(NOBODY)] };
+    assert_eq!(codes, [0, 0]);
+    let path = std::env::var("WARPIPE_HOSTILE_PATH").unwrap();
+    let domain = match Domain::of_user(&path, 0) {
+        Ok(domain) => domain,
+        Err(error) => return println!("outcome: {error}"),
+    };
+    // Before the publisher has read a byte there is nothing to be said: who may not come in hears so unasked.
+    if std::env::var_os("WARPIPE_HOSTILE_SILENT").is_some() {
+        let socket = match domain.connect(&name(), LONG) {
+            Ok(socket) => socket,
+            Err(error) => return println!("outcome: {error}"),
+        };
+        return println!("outcome: {:?}", super::stage::hear(socket));
+    }
+    match Subscriber::builder("a").domain(&domain).device(&Device::host()).build() {
+        Ok(mut subscriber) => {
+            println!("attached");
+            let bytes = subscriber.receive(&stream()).and_then(|sample| sample.to_vec(LONG));
+            println!("outcome: {:?}", bytes.map(String::from_utf8));
+        }
+        Err(Error::AccessDenied { detail, .. }) => println!("outcome: denied, {detail}"),
+        Err(error) => println!("outcome: {error:?}"),
+    }
+}
+
+fn visit(test: &str, scratch: &Scratch, silent: bool) -> String {
+    let mut command = command(module_path!(), test, "stranger");
+    command.env("WARPIPE_HOSTILE_PATH", &scratch.path);
+    if silent {
+        command.env("WARPIPE_HOSTILE_SILENT", "1");
+    }
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let outcome = text.lines().find_map(|line| line.split_once("outcome: ")).map(|(_, outcome)| outcome.to_owned());
+    outcome.unwrap_or_else(|| panic!("{text}\n{}", String::from_utf8_lossy(&output.stderr)))
+}
+
+#[test]
+fn another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list() {
+    let test = "another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list";
+    if role().as_deref() == Some("stranger") {
+        return stranger();
+    }
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can become another user");
+        return;
+    }
+    let scratch = Scratch::new();
+    std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o700)).unwrap();
+    let publisher = scratch.publisher(|it| it.history(1).allow_uids(&[NOBODY]));
+    assert!(visit(test, &scratch, false).contains("Permission denied"), "the directory keeps everybody out");
+    std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
+    assert_delivers(&publisher, &mut scratch.subscriber(), b"for nobody");
+    assert_eq!(visit(test, &scratch, false), "Ok(Ok(\"for nobody\"))");
+    drop(publisher);
+
+    let publisher = scratch.publisher(|it| it);
+    assert_eq!(visit(test, &scratch, false), "denied, the socket's permissions");
+    drop(publisher);
+
+    // The socket is open for another list, so that it is the publisher who has to look.
+    let publisher = scratch.publisher(|it| it.allow_uids(&[12345]).allow_gids(&[54321]));
+    let mut good = scratch.subscriber();
+    assert_eq!(visit(test, &scratch, false), format!("denied, uid {NOBODY} is not on its list"));
+    let unasked = visit(test, &scratch, true);
+    assert!(unasked.contains("Refused") && unasked.contains("denied: true"), "{unasked}");
+    assert_delivers(&publisher, &mut good, b"untouched");
+    drop(publisher);
+
+    let publisher = scratch.publisher(|it| it.history(1).allow_gids(&[NOBODY]));
+    assert_delivers(&publisher, &mut scratch.subscriber(), b"by group");
+    assert_eq!(visit(test, &scratch, false), "Ok(Ok(\"by group\"))");
+}
+
+#[test]
+fn a_publisher_of_another_user_in_a_domain_of_mine_is_not_trusted() {
+    let test = "a_publisher_of_another_user_in_a_domain_of_mine_is_not_trusted";
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can become another user");
+        return;
+    }
+    if role().as_deref() == Some("impostor") {
+        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        // The credentials of a listening socket are those of who called `listen`.
+        // SAFETY: a plain system call; this process has one test.
+        assert_eq!(unsafe { libc::seteuid(NOBODY) }, 0);
+        let socket = rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::SEQPACKET, None);
+        let socket = socket.unwrap();
+        // SAFETY: as above.
+        assert_eq!(unsafe { libc::seteuid(0) }, 0);
+        let address = rustix::net::SocketAddrUnix::new(domain.path().join("a.sock")).unwrap();
+        rustix::net::bind(&socket, &address).unwrap();
+        // SAFETY: as above.
+        assert_eq!(unsafe { libc::seteuid(NOBODY) }, 0);
+        rustix::net::listen(&socket, 8).unwrap();
+        println!("listening");
+        loop {
+            std::thread::park();
+        }
+    }
+    let scratch = Scratch::new();
+    let mut command = command(module_path!(), test, "impostor");
+    command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(std::process::Stdio::piped());
+    let mut impostor = super::stage::Guarded(command.spawn().unwrap());
+    let stdout = std::io::BufReader::new(impostor.0.stdout.take().unwrap());
+    assert!(std::io::BufRead::lines(stdout).map_while(Result::ok).any(|line| line.contains("listening")));
+    let error = scratch.try_subscriber().map(drop).unwrap_err();
+    assert!(matches!(&error, Error::AccessDenied { detail, .. } if detail.contains("65534")), "{error}");
+}

@@ -118,13 +118,10 @@ impl SenderRing {
         self.segment.header().receiver.asleep.load(Acquire) != 0
     }
 
-    /// Ends a sample that was published and whose data will never be complete. Nobody has seen it if it can still
-    /// be taken back; else its reader is told.
+    /// Ends a sample that was published and whose data will never be complete. It is not taken back even where it
+    /// still could be: its sequence number is spent, and a reader that may miss none would see a gap.
     pub(crate) fn abort(&mut self, position: u64) {
-        if !self.revoke(position) {
-            abort(&self.segment, position);
-        }
-        self.segment.entry(position).ready.store(position);
+        abort(&self.segment, position);
     }
 
     fn step_over(&mut self, position: u64) {

@@ -290,7 +290,10 @@ impl Watcher {
         let now = now_ns();
         for target in targets.iter().filter_map(Weak::upgrade) {
             let _panicked = survive(|| target.on_tick(now));
-            self.give_away(target);
+            // Mostly it has other owners; to wake the attendant with every tick would cost more than the tick.
+            if Arc::strong_count(&target) == 1 {
+                self.give_away(target);
+            }
         }
     }
 
