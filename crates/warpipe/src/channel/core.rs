@@ -499,7 +499,7 @@ impl State {
         }
     }
 
-    /// Bytes that only leavers hold: they do not count against the limit, up to the limit once more, so that a
+    /// Bytes that leavers hold: they do not count against the limit, up to the limit once more, so that a
     /// stopped process cannot stop the publisher.
     fn quarantined(&self) -> u64 {
         let leaving = self.outlets.iter().filter(|outlet| matches!(outlet.phase, Phase::Leaving | Phase::Suspect));
