@@ -60,7 +60,7 @@ def read_parts(work):
 def read_json(text, name, parts):
     """The JSON that part `name` made; a part that passed and made none has failed."""
     try:
-        return json.loads(text)
+        return json.loads(text) if name in ("conformance", "bench") else [json.loads(line) for line in text.splitlines()]
     except ValueError as error:
         for part in parts:
             if part["name"] == name and part["status"] == "passed":
@@ -100,11 +100,22 @@ def lines_of(run):
         said = ", ".join(f"{number} {word}" for word, number in counts.items()) if counts else ""
         yield f"  {part['name']:<28} {part['status']:<10} {part['seconds']:>5} s  {said}".rstrip()
         yield from (f"      | {line}" for line in part.get("last_lines", []))
-    for title in ("bench", "demo"):
-        if run[title] is not None:
-            yield f"  figures: {title}"
-            yield from (f"    {'.'.join(path)} = {leaf}" for path, leaf in flat(run[title]))
+    if run["demo"]:
+        yield "  figures: demo"
+        yield from (f"    {'.'.join(path)} = {leaf}" for path, leaf in flat(run["demo"][-1]))
+    if run["bench"]:
+        yield "  figures: bench (ours, floor in the same run, ratio, wanted)"
+        yield from (f"    {line}" for line in map(figure_line, run["bench"]["figures"]))
     yield ""
+
+
+def figure_line(figure):
+    floor = "" if figure["floor"] is None else f"{figure['floor']:.3f}"
+    ratio = "" if figure["ratio"] is None else f"{figure['ratio']:.3f}"
+    wanted = "" if not isinstance(figure["wanted"], dict) else " ".join(f"{key} {value}" for key, value in figure["wanted"].items())
+    met = {True: "met", False: "NOT MET", None: ""}[figure["met"]]
+    name = f"{figure['bench']}: {figure['name']}"
+    return f"{name:<72} {figure['ours']:>12.3f} {figure['unit']:<5} {floor:>12} {ratio:>8}  {wanted} {met}".rstrip()
 
 
 def earlier_runs(path):

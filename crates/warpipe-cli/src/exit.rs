@@ -69,7 +69,10 @@ impl Exit {
             }
             Error::Argument { .. } | Error::NoSuchDevice { .. } => Exit::Usage,
             Error::NoPublisher { .. } | Error::Timeout { .. } => Exit::Nobody,
-            Error::PublisherGone { .. } | Error::Handshake { .. } | Error::Evicted { .. } => Exit::PeerGone,
+            Error::PublisherGone { .. }
+            | Error::Handshake { .. }
+            | Error::Evicted { .. }
+            | Error::LinkClosed { .. } => Exit::PeerGone,
             Error::SampleLost { .. } | Error::Protocol { .. } => Exit::Failed,
             Error::Os { .. } | Error::DescriptorLimit { .. } | Error::AccessDenied { .. } => Exit::System,
             _ => Exit::Device,

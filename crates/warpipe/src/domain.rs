@@ -36,6 +36,9 @@ const CLAIM_TRIES: u32 = 64;
 /// The mode of a lock file.
 const LOCK_MODE: u32 = 0o600;
 
+/// A socket under a free lock that still answers after this is somebody else's.
+const LIVE_AFTER: Duration = Duration::from_millis(200);
+
 /// A checked endpoint name.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EndpointName(String);
@@ -290,8 +293,7 @@ impl Domain {
                 Ok(stat) => FileType::from_raw_mode(stat.st_mode),
             };
             match kind {
-                // A live one of another type, or with a full backlog, answers with another error.
-                FileType::Socket if self.dial(&file).err() == Some(Errno::CONNREFUSED) => self.unlink(&file),
+                FileType::Socket if self.is_dead(&file) => self.unlink(&file),
                 FileType::Socket => return Err(self.foreign(&file, "a live socket of another program")),
                 FileType::Fifo => return Err(self.foreign(&file, "a FIFO")),
                 FileType::Symlink => return Err(self.foreign(&file, "a symlink")),
@@ -300,6 +302,22 @@ impl Domain {
             }
         }
         Ok(())
+    }
+
+    /// Whether nobody listens on a socket. One that answers is asked again for a while: a child that its dead owner
+    /// had just forked holds it open until it calls `exec`.
+    fn is_dead(&self, file: &str) -> bool {
+        let start = Instant::now();
+        let mut backoff = crate::stream::Backoff::default();
+        loop {
+            match self.dial(file) {
+                Err(Errno::CONNREFUSED) => return true,
+                // A live one of another type, or with a full backlog.
+                Err(_) => return false,
+                Ok(_) if start.elapsed() > LIVE_AFTER => return false,
+                Ok(_) => backoff.pause(),
+            }
+        }
     }
 
     /// A listening socket under `name`, which appears there ready to be connected to.

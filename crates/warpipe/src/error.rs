@@ -214,6 +214,14 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+    /// This side has closed the link, for a reason that was told when it happened.
+    #[error("the link to {name:?} is closed: {reason}; subscribe again")]
+    LinkClosed {
+        /// The endpoint name.
+        name: String,
+        /// Why.
+        reason: String,
+    },
     /// A wait ran out.
     #[error("{what} did not come within {waited:?}; wait longer, or see `warpipe doctor` and the peer's state")]
     Timeout {

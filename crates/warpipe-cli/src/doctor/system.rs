@@ -112,7 +112,24 @@ fn knock(control: &Path) -> io::Result<()> {
         let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
         return std::fs::OpenOptions::new().write(true).custom_flags(flags).open(control).map(drop);
     }
-    UnixStream::connect(control).map(drop)
+    match UnixStream::connect(control) {
+        // A socket of another type: newer daemons listen for packets.
+        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::PROTOTYPE.raw_os_error()) => {
+            knock_packets(control)
+        }
+        other => other.map(drop),
+    }
+}
+
+fn knock_packets(control: &Path) -> io::Result<()> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let address = SocketAddrUnix::new(control)?;
+    let knock = |kind| {
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)?;
+        rustix::net::connect(&socket, &address)
+    };
+    Ok(knock(SocketType::SEQPACKET).or_else(|_| knock(SocketType::DGRAM))?)
 }
 
 #[cfg(test)]

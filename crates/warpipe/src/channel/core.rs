@@ -83,7 +83,7 @@ pub(super) struct State {
     outlets: Vec<Outlet>,
     next_sequence: u64,
     fences: u64,
-    history: VecDeque<(SlotId, Description)>,
+    history: VecDeque<Kept>,
     closed: bool,
     ops: Vec<StreamOp>,
     places: Vec<(usize, u64)>,
@@ -96,6 +96,14 @@ pub(super) struct Pending {
     /// Held so that the words outlive the signals, however the links end meanwhile.
     words: Box<[(Arc<Segment>, u64)]>,
     ops: Box<[StreamOp]>,
+}
+
+/// A sample of the history.
+struct Kept {
+    slot: SlotId,
+    description: Description,
+    /// Its data will never be complete.
+    is_lost: bool,
 }
 
 /// Why a sample did not go out, and whether anybody had heard of it by then.
@@ -309,12 +317,7 @@ impl Core {
         words.iter().for_each(|(segment, position)| crate::link::ring::abort(segment, *position));
         state.outlets.iter_mut().for_each(|outlet| outlet.abort(slot));
         let State { arena, history, .. } = state;
-        history.retain(|&(kept, _)| {
-            if kept == slot {
-                arena.let_go(slot);
-            }
-            kept != slot
-        });
+        history.iter_mut().filter(|kept| kept.slot == slot).for_each(|kept| kept.is_lost = true);
         if arena.fence_of(slot) != 0 {
             self.board.word(slot as usize).store(arena.fence_of(slot));
         }
@@ -509,10 +512,10 @@ impl State {
 
     fn remember(&mut self, slot: SlotId, description: Description, length: usize) {
         self.arena.hold(slot);
-        self.history.push_back((slot, description));
+        self.history.push_back(Kept { slot, description, is_lost: false });
         while self.history.len() > length {
             let forgotten = self.history.pop_front();
-            forgotten.into_iter().for_each(|(slot, _)| self.arena.let_go(slot));
+            forgotten.into_iter().for_each(|kept| self.arena.let_go(kept.slot));
         }
     }
 

@@ -60,6 +60,26 @@ impl Standing {
     }
 }
 
+/// Why this link ended: the error, for the first who asks, and its reason for all after that.
+#[derive(Debug, Default)]
+struct Fault {
+    error: Option<Error>,
+    reason: String,
+}
+
+impl Fault {
+    /// The first fault counts; what follows from it does not.
+    fn keep(&mut self, error: Error) {
+        if self.reason.is_empty() {
+            self.reason = match &error {
+                Error::Evicted { reason, .. } => reason.clone(),
+                other => other.to_string(),
+            };
+            self.error = Some(error);
+        }
+    }
+}
+
 /// What keeps the link's memory; let go when no stream uses it any more.
 #[derive(Debug)]
 struct Memory {
@@ -92,7 +112,7 @@ pub(crate) struct Inlet {
     standing: AtomicU8,
     /// The publisher is proven dead and stuck streams have been rescued.
     dead: AtomicBool,
-    fault: Mutex<Option<Error>>,
+    fault: Mutex<Fault>,
     /// For each entry, the position handed out here that a stream may be waiting for.
     held: Vec<AtomicU64>,
     /// For each entry, the position that the publisher's death left incomplete.
@@ -126,10 +146,14 @@ impl Inlet {
         let generation = crate::link::watcher::new_generation();
         greeter.say(&Message::Hello { generation, device: device.info().id })?;
         let welcome = greeter.welcome(device)?;
-        let mut regions = greeter.regions(device, &welcome)?;
-        greeter.say(&Message::Attached)?;
-        greeter.admission(device, &welcome, &mut regions)?;
-        Inlet::assemble(welcome, regions, name, device, bell, socket, peer, watcher)
+        match greeter.settle(device, &welcome) {
+            Ok(regions) => Inlet::assemble(welcome, regions, name, device, bell, socket, peer, watcher),
+            Err(error) => {
+                // Not here: to unregister memory, a driver may wait for a stream that waits for a peer.
+                watcher.bury(Box::new(welcome));
+                Err(error)
+            }
+        }
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parts of one link, each made by another step of `connect`")]
@@ -168,7 +192,7 @@ impl Inlet {
             bell: bell.clone(),
             standing: AtomicU8::new(Standing::Open as u8),
             dead: AtomicBool::new(false),
-            fault: Mutex::new(None),
+            fault: Mutex::default(),
             held: words(),
             lost: words(),
             socket,
@@ -218,9 +242,16 @@ impl Inlet {
 
     /// Why nothing more will come.
     pub(super) fn why_over(&self) -> Error {
-        let fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let graceful = self.standing() == Standing::Closed;
-        fault.unwrap_or_else(|| Error::PublisherGone { name: self.name.clone(), pid: self.peer.pid, graceful })
+        let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+        let (name, reason) = (self.name.clone(), fault.reason.clone());
+        match (fault.error.take(), self.standing()) {
+            (Some(error), _) => error,
+            (None, Standing::Evicted) => Error::Evicted { name, reason },
+            (None, Standing::Failed) => Error::LinkClosed { name, reason },
+            (None, standing) => {
+                Error::PublisherGone { name, pid: self.peer.pid, graceful: standing == Standing::Closed }
+            }
+        }
     }
 
     /// Prepares `stream` to read the sample at `position`: the stream waits until the data is complete. False
@@ -329,8 +360,8 @@ impl Inlet {
         let farewell = Farewell::Failed(message::text(&error));
         let _ = message::send(self.socket.as_fd().as_fd(), &Message::Bye(farewell), &[]);
         let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
-        if fault.is_none() && self.standing() == Standing::Open {
-            *fault = Some(error);
+        if self.standing() == Standing::Open {
+            fault.keep(error);
         }
         drop(fault);
         self.stand(Standing::Failed);
@@ -432,7 +463,7 @@ impl Inlet {
             Farewell::Closed => self.stand(Standing::Closed),
             Farewell::Evicted(reason) | Farewell::Failed(reason) => {
                 let error = Error::Evicted { name: self.name.clone(), reason };
-                self.fault.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                self.fault.lock().unwrap_or_else(PoisonError::into_inner).keep(error);
                 self.stand(Standing::Evicted);
             }
         }
@@ -525,6 +556,14 @@ impl Greeter<'_> {
                 }
             }
         }
+    }
+
+    /// Maps what was announced and waits to be sent samples.
+    fn settle(&self, device: &Device, welcome: &Welcome) -> Result<Vec<Arc<Region>>> {
+        let mut regions = self.regions(device, welcome)?;
+        self.say(&Message::Attached)?;
+        self.admission(device, welcome, &mut regions)?;
+        Ok(regions)
     }
 
     fn welcome(&self, device: &Device) -> Result<Welcome> {

@@ -19,7 +19,7 @@ use crate::link::peer::Peer;
 use crate::link::ring::{Room, SenderRing};
 use crate::link::segment::Segment;
 use crate::link::wake::Wake;
-use crate::link::watcher::{STALLED_AFTER, Watch};
+use crate::link::watcher::{Remains, STALLED_AFTER, Watch};
 use crate::memory::arena::{Chunk, SlotId};
 
 /// How far a link has come.
@@ -87,10 +87,19 @@ impl Parts {
         }
     }
 
-    /// Sends `welcome` with the link's descriptors and every region so far. The peer's copies are ours no more.
-    pub(super) fn welcome(self, id: u64, policy: Policy, welcome: &Message, chunks: &[Chunk]) -> Option<Outlet> {
+    /// Sends `welcome` with the link's descriptors and every region so far. The peer's copies are ours no more. What
+    /// is left of a failure holds registered memory, and is for the reaper.
+    pub(super) fn welcome(
+        self,
+        id: u64,
+        policy: Policy,
+        welcome: &Message,
+        chunks: &[Chunk],
+    ) -> Result<Outlet, Remains> {
         let fds = [self.segment_fd.as_fd(), self.their_wake.as_fd()];
-        message::send(self.socket.as_fd(), welcome, &fds).ok()?;
+        if message::send(self.socket.as_fd(), welcome, &fds).is_err() {
+            return Err(Box::new(self));
+        }
         let outlet = Outlet {
             id,
             phase: Phase::Attaching,
@@ -108,7 +117,7 @@ impl Parts {
         };
         outlet.beat(crate::clock::now_ns());
         let all = chunks.iter().enumerate().all(|(id, chunk)| outlet.announce(id as u32, chunk));
-        all.then_some(outlet)
+        if all { Ok(outlet) } else { Err(Box::new(outlet)) }
     }
 }
 

@@ -1,10 +1,11 @@
 //! The library's threads, one of each in a process.
 //!
-//! * The *watcher* accepts connections, reads the links' sockets, sees deaths, rescues streams and keeps heartbeats.
-//!   It calls nothing of the driver that may block: `cuMemHostUnregister` and the first load of a module do, behind
-//!   any stream of the context that waits, and it is the watcher who lets such a stream go when its peer has died.
-//! * The *attendant* makes links and maps regions, which take the driver a while, and asks whether memory that was
-//!   let go is still in use.
+//! * The *watcher* reads the sockets of subscriptions, sees deaths, rescues streams and keeps heartbeats. It calls
+//!   nothing of the driver that may block and takes no lock that is held across such a call: `cuMemHostUnregister` and
+//!   the first load of a module block behind any stream of the context that waits, a full launch queue behind its
+//!   own, and it is the watcher who lets such a stream go when its peer has died.
+//! * The *attendant* does what a publisher needs: it accepts connections, makes links, sees subscribers die. It also
+//!   maps regions, and asks whether memory that was let go is still in use.
 //! * The *reaper* gives it back to the driver, and may be held up by it.
 //!
 //! The watcher sleeps in `epoll_wait` until a descriptor speaks; while links exist it also ticks every [`TICK`],
@@ -44,13 +45,19 @@ pub(crate) enum Next {
     Stop,
 }
 
-/// What the watcher watches. Called on its thread; must not block.
+/// What the watcher watches. Called on its thread, and must not block there (see [`Watched::is_attended`]).
 pub(crate) trait Watched: Send + Sync {
     /// The descriptor that was registered with `tag` is readable or closed.
     fn on_ready(&self, tag: u64) -> Next;
 
     /// [`TICK`] has passed.
     fn on_tick(&self, _now_ns: u64) {}
+
+    /// Whether the attendant is to call these, and not the watcher: for who takes locks that are held across calls
+    /// of the driver.
+    fn is_attended(&self) -> bool {
+        false
+    }
 }
 
 struct Entry {
@@ -78,7 +85,7 @@ pub(crate) type Job = Box<dyn FnOnce() + Send>;
 const JOBS_MAX: usize = 4096;
 
 /// What the reaper drops.
-type Remains = Box<dyn Send>;
+pub(crate) type Remains = Box<dyn Send>;
 
 /// The watcher of this process.
 pub(crate) struct Watcher {
@@ -227,22 +234,48 @@ impl Watcher {
         (!tables.ticked.is_empty()).then(|| TICK.saturating_sub(last_tick.elapsed()))
     }
 
-    fn dispatch(&self, id: u64) {
+    fn dispatch(self: &Arc<Self>, id: u64) {
         if id == BELL {
             return self.bell.drain();
         }
         let found = self.lock().watches.get(&id).map(|entry| (entry.target.upgrade(), entry.tag));
-        let next = match found {
-            Some((Some(target), tag)) => {
-                let next = survive(|| target.on_ready(tag)).unwrap_or(Next::Stop);
-                self.give_away(target);
-                next
-            }
-            Some((None, _)) => Next::Stop,
-            None => return,
-        };
-        if next == Next::Stop {
+        match found {
+            Some((Some(target), tag)) if target.is_attended() => self.hand_over(id, target, tag),
+            Some((Some(target), tag)) => self.call(id, target, tag),
+            Some((None, _)) => self.forget(id),
+            None => {}
+        }
+    }
+
+    fn call(&self, id: u64, target: Arc<dyn Watched>, tag: u64) {
+        if survive(|| target.on_ready(tag)).unwrap_or(Next::Stop) == Next::Stop {
             self.forget(id);
+        }
+        self.give_away(target);
+    }
+
+    /// Leaves an event to the attendant. Until it has been dealt with, its descriptor is not listened to: it stays
+    /// readable, and would be told of again and again.
+    fn hand_over(self: &Arc<Self>, id: u64, target: Arc<dyn Watched>, tag: u64) {
+        self.listen(id, epoll::EventFlags::empty());
+        let me = self.clone();
+        let deal = move || {
+            me.call(id, target, tag);
+            me.listen(id, epoll::EventFlags::IN);
+        };
+        if self.attend(Box::new(deal)).is_err() {
+            // Too many jobs: the descriptor speaks again.
+            self.listen(id, epoll::EventFlags::IN);
+        }
+    }
+
+    /// What to listen for on a watched descriptor; nothing happens if it is watched no longer.
+    fn listen(&self, id: u64, events: epoll::EventFlags) {
+        let tables = self.lock();
+        if let Some(entry) = tables.watches.get(&id) {
+            // SAFETY: the descriptor is open: `Watch` is dropped before it, and the lock keeps that drop out.
+            let fd = unsafe { BorrowedFd::borrow_raw(entry.fd) };
+            let _ = epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(id), events);
         }
     }
 
@@ -281,7 +314,7 @@ impl Watcher {
         }
     }
 
-    fn tick_all(&self) {
+    fn tick_all(self: &Arc<Self>) {
         let targets = {
             let mut tables = self.lock();
             tables.ticked.retain(|target| target.strong_count() > 0);
@@ -305,7 +338,7 @@ impl Watcher {
     }
 
     /// Leaves it to the reaper to drop something. Should he have too much to do, it is done here: late beats never.
-    fn bury(&self, remains: Remains) {
+    pub(crate) fn bury(&self, remains: Remains) {
         let _ = self.remains.try_send(remains);
     }
 

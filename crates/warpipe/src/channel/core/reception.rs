@@ -1,9 +1,8 @@
-//! What the watcher's and the attendant's threads do for a publisher: they let subscribers in, read their sockets, see
-//! them go and free what they held.
+//! What the attendant does for a publisher: it lets subscribers in, reads their sockets, sees them go and frees what
+//! they held.
 
 use super::*;
 
-/// What the watcher's thread does for a publisher.
 impl Core {
     /// Takes in those who connect, some at a time. Without descriptors left, connections wait in the backlog: the
     /// listener stays readable, and only the next tick looks at it again.
@@ -117,12 +116,17 @@ impl Core {
             lossless: policy.is_lossless(),
             regions: state.arena.chunks().len() as u32,
         };
-        let outlet = parts.welcome(id, policy, &welcome, state.arena.chunks());
-        let Some(mut outlet) = outlet.filter(|_| !state.closed) else { return };
+        let mut outlet = match parts.welcome(id, policy, &welcome, state.arena.chunks()) {
+            Ok(outlet) if !state.closed => outlet,
+            Ok(outlet) => return self.watcher.bury(Box::new(outlet)),
+            Err(remains) => return self.watcher.bury(remains),
+        };
         let watch = |fd, kind| self.watcher.watch(fd, &self.me, tag(id, kind));
         if let (Ok(socket), Ok(pidfd)) = (watch(outlet.socket(), SOCKET), watch(outlet.peer.pidfd(), PIDFD)) {
             outlet.watches.extend([socket, pidfd]);
             state.outlets.push(outlet);
+        } else {
+            self.watcher.bury(Box::new(outlet));
         }
     }
 
@@ -232,11 +236,14 @@ impl Core {
     fn replay(&self, state: &mut State, id: u64) {
         let State { arena, outlets, history, .. } = state;
         let Some(outlet) = outlets.iter_mut().find(|outlet| outlet.id == id) else { return };
-        for (slot, description) in history.iter() {
+        for Kept { slot, description, is_lost } in history.iter() {
             let Some(position) = outlet.place(|_| {}) else { return };
             let index = *slot as usize;
             let fence = arena.fence_of(*slot);
-            if self.board.word(index).reached(fence) {
+            if *is_lost {
+                // It keeps its place, or a subscriber that must see every number would miss one.
+                crate::link::ring::abort(outlet.ring.segment(), position);
+            } else if self.board.word(index).reached(fence) {
                 outlet.ring.segment().entry(position).ready.store(position);
             } else if let Some(stream) = &self.history_stream {
                 let wait = StreamOp::Wait { word: self.board.device_word(index), value: fence };
@@ -264,6 +271,10 @@ impl Core {
 }
 
 impl Watched for Core {
+    fn is_attended(&self) -> bool {
+        true
+    }
+
     fn on_ready(&self, tag: u64) -> Next {
         if !self.home.is_here() {
             return Next::Stop;
@@ -288,7 +299,9 @@ impl Watched for Core {
         let late = |since: Instant| since.elapsed() > self.options.handshake_timeout;
         self.greetings.lock().unwrap_or_else(PoisonError::into_inner).retain(|_, greeting| !late(greeting.since));
         let mut state = self.lock();
-        state.outlets.retain(|outlet| outlet.phase != Phase::Attaching || !late(outlet.since));
+        let is_late = |outlet: &mut Outlet| outlet.phase == Phase::Attaching && late(outlet.since);
+        let given_up: Vec<Outlet> = state.outlets.extract_if(.., is_late).collect();
+        given_up.into_iter().for_each(|outlet| self.drop_outlet(outlet));
         state.outlets.iter().for_each(|outlet| outlet.beat(now_ns));
         self.evict_stalled(&mut state, now_ns);
         self.bury(&mut state);
