@@ -54,6 +54,8 @@ pub struct Settings {
     pub devices: u32,
     /// Many more kills and rounds.
     pub long: bool,
+    /// The GPU is shared through MPS.
+    pub mps: bool,
     /// Decides all chance.
     pub seed: u64,
 }

@@ -23,6 +23,9 @@ struct Arguments {
     /// Hundreds of kills instead of a few.
     #[arg(long)]
     long: bool,
+    /// The GPU is shared through MPS: leave out what would end the other clients.
+    #[arg(long)]
+    mps: bool,
     /// Write a report, as JSON.
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
@@ -49,8 +52,8 @@ struct Arguments {
 
 impl Arguments {
     fn settings(&self) -> Settings {
-        let Arguments { backend, devices, long, seed, .. } = *self;
-        Settings { backend, devices, long, seed: seed.unwrap_or_else(|| std::process::id().into()) }
+        let Arguments { backend, devices, long, mps, seed, .. } = *self;
+        Settings { backend, devices, long, mps, seed: seed.unwrap_or_else(|| std::process::id().into()) }
     }
 
     fn chosen(&self) -> Vec<Case> {

@@ -33,6 +33,11 @@ impl Finding {
     pub fn failed(reason: String) -> Finding {
         Finding { outcome: Outcome::Failed, reason, figures: BTreeMap::new() }
     }
+
+    /// A case that was not tried, for this reason.
+    pub fn skipped(reason: &str) -> Finding {
+        Finding { outcome: Outcome::Skipped, reason: reason.to_string(), figures: BTreeMap::new() }
+    }
 }
 
 /// One case in the report.

@@ -21,7 +21,8 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a reader's stream waits for data that is written late", late_data_is_waited_for),
     Case::new("a reader that does not wait sees wrong words (negative control)", without_waits_words_are_wrong),
     Case::new("a late signal is waited for", late_signals_are_waited_for),
-    Case::new("an importer that writes into a sample faults, and the data stays", importers_cannot_write),
+    Case::new("an importer that writes into a sample faults, and the data stays", importers_cannot_write)
+        .ends_clients(),
     Case::new("a thousand messages allocate, map and register nothing", steady_state_is_free),
 ];
 

@@ -27,6 +27,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a receipt says when the data was complete", receipts),
     Case::new("an announced sample is received before it is filled, and is whole", announced),
     Case::new("an announced sample that is never sent is lost to its readers", announced_and_dropped),
+    Case::new("a sample that was given up keeps its place in the history, as lost", lost_history),
     Case::new("samples outlive their subscriber, and a loan its publisher", handles_outlive_each_other),
     Case::new("a receive without a sample times out, and a try returns at once", timeouts),
     Case::new("a subscriber on another device receives", another_device),
@@ -284,6 +285,24 @@ fn announced_and_dropped(context: &Context) -> Result<()> {
         Payload::of(WORDS, round).send(&publisher, &stream)?;
         ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "the next one is whole");
     }
+    Ok(())
+}
+
+fn lost_history(context: &Context) -> Result<()> {
+    let publisher = context.publisher("lost-history").history(3).build()?;
+    let stream = context.stream()?;
+    Payload::of(WORDS, 1).send(&publisher, &stream)?;
+    drop(publisher.loan(&Layout::contiguous(DType::U64, &[WORDS])?)?.announce()?);
+    Payload::of(WORDS, 3).send(&publisher, &stream)?;
+    // Under the blocking policy a number that is missing would be a broken protocol.
+    let mut late = context.subscriber("lost-history").build()?;
+    let mut tally = context.tally()?;
+    ensure!(tally.finish(late.receive(&stream)?)? == 0, "the first is whole");
+    match late.receive(&stream)?.finish(PATIENCE) {
+        Err(Error::SampleLost { sequence: 2, .. }) => {}
+        other => bail!("the one that was given up gave {other:?}"),
+    }
+    ensure!(tally.finish(late.receive(&stream)?)? == 0, "the third is whole");
     Ok(())
 }
 

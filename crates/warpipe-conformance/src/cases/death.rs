@@ -14,16 +14,21 @@ use crate::peer::{Batch, Order, PublisherPlan, SubscriberPlan};
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a killed publisher's ready samples are received, in order, then its end", ready_samples_survive),
-    Case::new("a killed publisher's samples stay readable while they are held", held_samples_survive),
-    Case::new("a sample whose writer is killed is lost, and the reader's stream goes on", unfinished_samples_are_lost),
+    Case::new("a killed publisher's ready samples are received, in order, then its end", ready_samples_survive)
+        .ends_clients(),
+    Case::new("a killed publisher's samples stay readable while they are held", held_samples_survive).ends_clients(),
+    Case::new("a sample whose writer is killed is lost, and the reader's stream goes on", unfinished_samples_are_lost)
+        .ends_clients(),
     Case::new("a publisher killed between loan and send has sent nothing", killed_between_loan_and_send),
-    Case::new("a subscriber killed while it holds samples returns its slots", killed_holder_returns_its_slots),
+    Case::new("a subscriber killed while it holds samples returns its slots", killed_holder_returns_its_slots)
+        .ends_clients(),
     Case::new("a subscriber killed while it waits disturbs nobody", killed_sleeper),
     Case::new("a subscriber killed in the handshake disturbs nobody", killed_in_the_handshake),
     Case::new("a publisher killed in the handshake is a typed error", publisher_killed_in_the_handshake),
-    Case::new("times from a publisher's death to its subscriber being told (a measurement)", time_to_be_told),
-    Case::new("times from a subscriber's death to its slots being free (a measurement)", time_to_reclaim),
+    Case::new("times from a publisher's death to its subscriber being told (a measurement)", time_to_be_told)
+        .ends_clients(),
+    Case::new("times from a subscriber's death to its slots being free (a measurement)", time_to_reclaim)
+        .ends_clients(),
 ];
 
 const WORDS: u64 = 1024;

@@ -14,8 +14,10 @@ use crate::process::{pid, pidfd, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
     Case::new("a forked child's handles refuse everything, and dropping them harms nothing", handles_refuse),
-    Case::new("a killed publisher is seen dead although its forked child lives", death_is_seen_despite_a_child),
-    Case::new("a killed subscriber's slots come back although its forked child lives", slots_despite_a_child),
+    Case::new("a killed publisher is seen dead although its forked child lives", death_is_seen_despite_a_child)
+        .ends_clients(),
+    Case::new("a killed subscriber's slots come back although its forked child lives", slots_despite_a_child)
+        .ends_clients(),
 ];
 
 const WORDS: u64 = 256;

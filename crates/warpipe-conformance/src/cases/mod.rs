@@ -31,12 +31,19 @@ pub struct Case {
     pub limit: Duration,
     /// How long it may take in the long mode.
     pub limit_long: Duration,
+    /// It faults a GPU, or kills a process that uses it: under MPS that is the end of every other client.
+    pub ends_clients: bool,
 }
 
 impl Case {
     /// A case with a minute of time.
     pub const fn new(name: &'static str, run: fn(&Context) -> Result<()>) -> Case {
-        Case { name, run, limit: Duration::from_secs(60), limit_long: Duration::from_secs(60) }
+        Case { name, run, limit: Duration::from_secs(60), limit_long: Duration::from_secs(60), ends_clients: false }
+    }
+
+    /// Not to be tried under MPS.
+    pub const fn ends_clients(self) -> Case {
+        Case { ends_clients: true, ..self }
     }
 
     /// With another limit in the long mode.

@@ -13,7 +13,8 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a killed publisher's name can be taken at once", dead_names_are_free),
     Case::new("a closed publisher's name can be taken at once", closed_names_are_free),
     Case::new("a subscriber finds nobody, or waits until somebody publishes", nobody_and_somebody),
-    Case::new("reconnect follows a killed publisher's next incarnation and tells of the gap", reconnect_after_death),
+    Case::new("reconnect follows a killed publisher's next incarnation and tells of the gap", reconnect_after_death)
+        .ends_clients(),
     Case::new("reconnect follows a closed publisher's next incarnation and tells of the gap", reconnect_after_goodbye),
 ];
 

@@ -15,9 +15,13 @@ use crate::peer::{Batch, Order, Peer, PolicyPlan, PublisherPlan};
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("publishers killed at random: nothing torn, doubled, or lost that was ready", publishers).long(1800),
-    Case::new("publishers killed at random under one reconnecting subscriber", reconnecting).long(1800),
-    Case::new("subscribers killed at random: the publisher goes on and leaks nothing", subscribers).long(1800),
+    Case::new("publishers killed at random: nothing torn, doubled, or lost that was ready", publishers)
+        .ends_clients()
+        .long(1800),
+    Case::new("publishers killed at random under one reconnecting subscriber", reconnecting).ends_clients().long(1800),
+    Case::new("subscribers killed at random: the publisher goes on and leaks nothing", subscribers)
+        .ends_clients()
+        .long(1800),
 ];
 
 const WORDS: u64 = 2048;

@@ -36,6 +36,9 @@ pub struct CudaBackend {
 /// The devices opened so far, by ordinal: one context, one set of modules, for the life of the process.
 static OPENED: Mutex<BTreeMap<u32, Arc<CudaBackend>>> = Mutex::new(BTreeMap::new());
 
+/// How long an MPS server may be not ready.
+const MPS_PATIENCE: Duration = Duration::from_secs(5);
+
 /// Loads and initialises the driver: `cuInit`, which returns at once when it has been called before.
 fn driver() -> Result<&'static Driver> {
     let driver = sys::driver()
@@ -43,9 +46,23 @@ fn driver() -> Result<&'static Driver> {
     if fault::forked() {
         return Err(Error::Forked);
     }
-    driver.init().map_err(fault::init_error)?;
+    init(driver).map_err(fault::init_error)?;
     fault::remember_process();
     Ok(driver)
+}
+
+/// `cuInit`. An MPS server that has lost a client takes a moment before it takes the next one: it is asked again.
+fn init(driver: &Driver) -> Result<(), fault::Fault> {
+    let start = Instant::now();
+    let mut backoff = Backoff::default();
+    loop {
+        match driver.init() {
+            Err(fault) if fault.is(&[CUresult::MPS_SERVER_NOT_READY]) && start.elapsed() < MPS_PATIENCE => {
+                backoff.pause();
+            }
+            other => return other,
+        }
+    }
 }
 
 /// `cuDeviceGetCount`: how many GPUs this process may use (`CUDA_VISIBLE_DEVICES` is honoured by the driver).
