@@ -22,7 +22,7 @@ use crate::fork::{Home, PrivateFd};
 use crate::link::entry::{Description, Metadata};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
-use crate::link::proof::{Proof, Streams};
+use crate::link::proof::Streams;
 use crate::link::segment::Segment;
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
@@ -65,7 +65,7 @@ pub(super) struct Core {
     watcher: Arc<Watcher>,
     state: Mutex<State>,
     /// All that have worked on the links or the board.
-    streams: Arc<Mutex<Streams>>,
+    streams: Arc<Streams>,
     greetings: Mutex<HashMap<u64, Greeting>>,
     next_id: AtomicU64,
     bell: Bell,
@@ -127,7 +127,7 @@ impl Core {
         let board = Board::new(&device, SLOTS_MAX)?;
         let bell = Bell::new()?;
         let history_stream = if options.history > 0 { Some(device.stream()?) } else { None };
-        let mut streams = Streams::default();
+        let streams = Streams::default();
         history_stream.iter().for_each(|stream| streams.note(stream));
         let core = Arc::new_cyclic(|me: &Weak<Core>| Core {
             home: Home::here(),
@@ -145,7 +145,7 @@ impl Core {
                 ops: Vec::new(),
                 places: Vec::new(),
             }),
-            streams: Arc::new(Mutex::new(streams)),
+            streams: Arc::new(streams),
             greetings: Mutex::default(),
             next_id: AtomicU64::new(1),
             bell,
@@ -168,7 +168,7 @@ impl Core {
     }
 
     fn note(&self, stream: &Stream) {
-        self.streams.lock().unwrap_or_else(PoisonError::into_inner).note(stream);
+        self.streams.note(stream);
     }
 
     /// Takes a slot for `bytes`: a free one, a new region, or what is released within the loan's timeout.
@@ -457,7 +457,7 @@ impl Core {
         let (core, mut proof) = (self.clone(), None);
         self.watcher.retire(move || {
             let is_last = Arc::strong_count(&core) == 1;
-            is_last && proof.get_or_insert_with(|| mark(&core.streams)).is_passed()
+            is_last && proof.get_or_insert_with(|| core.streams.mark()).is_passed()
         });
     }
 }
@@ -529,10 +529,6 @@ impl State {
     fn find(&mut self, id: u64) -> Option<&mut Outlet> {
         self.outlets.iter_mut().find(|outlet| outlet.id == id)
     }
-}
-
-fn mark(streams: &Mutex<Streams>) -> Proof {
-    streams.lock().unwrap_or_else(PoisonError::into_inner).mark()
 }
 
 fn own_pid() -> i32 {
