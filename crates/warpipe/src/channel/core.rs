@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use super::outlet::{Outlet, Parts, Phase, share_memory};
 use super::publisher::{Policy, PublisherBuilder, SubscriberInfo};
-use crate::backend::{Access, StreamOp};
+use crate::backend::{Access, DeviceKind, StreamOp};
 use crate::clock::{Stopwatch, now_ns};
 use crate::device::Device;
 use crate::domain::Claim;
@@ -227,19 +227,23 @@ impl Core {
     pub(super) fn send(
         &self,
         slot: SlotId,
-        layout: Layout,
+        layout: &Layout,
         metadata: &Metadata,
         stream: &Stream,
     ) -> Result<u64, Unsent> {
         let mut state = self.make_room().map_err(Unsent::Untold)?;
         self.note(stream);
-        let sequence = self.tell(&mut state, slot, layout, metadata);
-        // The entries are out before the driver is asked: a subscriber on another core enqueues its wait and its
-        // kernels meanwhile. It is `ready` that orders the devices.
-        //
+        self.prepare(&mut state, slot);
         // SAFETY: the words lie in link segments and the board, which are let go only when this stream, noted above,
         // is proven to be past them (`close`, `drop_outlet`).
-        let enqueued = unsafe { stream.batch(&state.ops) };
+        let enqueue = |state: &State| unsafe { stream.batch(&state.ops) };
+        // It is `ready` that orders the devices, so the entries may be out before the driver is asked: a subscriber on
+        // another core enqueues its wait and its kernels meanwhile. On the host there is no driver to wait for: the
+        // entry that says `ready` from the first goes to the reader's cache once, and not there and back again.
+        let is_host = self.device.info().id.kind == DeviceKind::Host;
+        let early = is_host.then(|| enqueue(&state));
+        let sequence = self.tell(&mut state, slot, layout, metadata);
+        let enqueued = early.unwrap_or_else(|| enqueue(&state));
         // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
         state.wake_sleepers();
         if let Err(error) = enqueued {
@@ -251,8 +255,9 @@ impl Core {
     }
 
     /// Tells every subscriber of what will lie in `slot`, before the work that fills it is enqueued.
-    pub(super) fn announce(&self, slot: SlotId, layout: Layout, metadata: &Metadata) -> Result<Pending, Unsent> {
+    pub(super) fn announce(&self, slot: SlotId, layout: &Layout, metadata: &Metadata) -> Result<Pending, Unsent> {
         let mut state = self.make_room().map_err(Unsent::Untold)?;
+        self.prepare(&mut state, slot);
         let sequence = self.tell(&mut state, slot, layout, metadata);
         state.wake_sleepers();
         let words =
@@ -275,28 +280,40 @@ impl Core {
         self.abort(&mut self.lock(), slot, &pending.words);
     }
 
-    /// Writes the entries of one sample and leaves the signals that complete it in `state.ops`.
-    fn tell(&self, state: &mut State, slot: SlotId, layout: Layout, metadata: &Metadata) -> u64 {
-        let sequence = state.next_sequence;
-        state.next_sequence += 1;
+    /// Finds the places of one sample, and leaves the signals that complete it in `state.ops`. To be followed by
+    /// [`tell`](Self::tell), whatever comes of the signals: a word that is reached must not meet another sample.
+    fn prepare(&self, state: &mut State, slot: SlotId) {
         state.place_all();
-        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
-        let description =
-            Description { sequence, sent_ns: now_ns(), region, slot: offset, layout, metadata: metadata.clone() };
-        let State { arena, outlets, places, ops, .. } = state;
+        let State { outlets, places, ops, .. } = &mut *state;
         ops.clear();
-        for &(index, position) in places.iter() {
-            arena.hold(slot);
-            outlets[index].publish(position, slot, &description);
-            ops.push(outlets[index].ready_op(position));
-        }
-        let keep = self.options.history as usize;
+        ops.extend(places.iter().map(|&(index, position)| outlets[index].ready_op(position)));
         // Without a reader's word that says when the slot is done, its own word on the board does.
-        if keep > 0 || state.places.is_empty() {
+        if self.options.history > 0 || state.places.is_empty() {
             let value = state.next_fence();
             state.arena.fence(slot, value);
             state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
         }
+    }
+
+    /// Writes the entries of one sample at the places that [`prepare`](Self::prepare) found.
+    fn tell(&self, state: &mut State, slot: SlotId, layout: &Layout, metadata: &Metadata) -> u64 {
+        let sequence = state.next_sequence;
+        state.next_sequence += 1;
+        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
+        let description = Description {
+            sequence,
+            sent_ns: now_ns(),
+            region,
+            slot: offset,
+            layout: *layout,
+            metadata: metadata.clone(),
+        };
+        let State { arena, outlets, places, .. } = state;
+        for &(index, position) in places.iter() {
+            arena.hold(slot);
+            outlets[index].publish(position, slot, &description);
+        }
+        let keep = self.options.history as usize;
         if keep > 0 {
             state.remember(slot, description, keep);
         }
