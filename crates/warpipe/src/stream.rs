@@ -69,6 +69,11 @@ impl Stream {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
+    /// What all clones of one have in common, and nothing else that lives at the same time.
+    pub(crate) fn identity(&self) -> *const () {
+        Arc::as_ptr(&self.inner).cast()
+    }
+
     /// Whether there are other clones of it.
     pub(crate) fn is_shared(&self) -> bool {
         Arc::strong_count(&self.inner) > 1

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use super::outlet::{Outlet, Parts, Phase, share_memory};
 use super::publisher::{Policy, PublisherBuilder, SubscriberInfo};
-use crate::backend::{Access, StreamOp};
+use crate::backend::{Access, DeviceKind, StreamOp};
 use crate::clock::{Stopwatch, now_ns};
 use crate::device::Device;
 use crate::domain::Claim;
@@ -22,7 +22,7 @@ use crate::fork::{Home, PrivateFd};
 use crate::link::entry::{Description, Metadata};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
-use crate::link::proof::{Proof, Streams};
+use crate::link::proof::Streams;
 use crate::link::segment::Segment;
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
@@ -65,7 +65,7 @@ pub(super) struct Core {
     watcher: Arc<Watcher>,
     state: Mutex<State>,
     /// All that have worked on the links or the board.
-    streams: Arc<Mutex<Streams>>,
+    streams: Arc<Streams>,
     greetings: Mutex<HashMap<u64, Greeting>>,
     next_id: AtomicU64,
     bell: Bell,
@@ -135,7 +135,7 @@ impl Core {
         let board = Board::new(&device, SLOTS_MAX)?;
         let bell = Bell::new()?;
         let history_stream = if options.history > 0 { Some(device.stream()?) } else { None };
-        let mut streams = Streams::default();
+        let streams = Streams::default();
         history_stream.iter().for_each(|stream| streams.note(stream));
         let core = Arc::new_cyclic(|me: &Weak<Core>| Core {
             home: Home::here(),
@@ -153,7 +153,7 @@ impl Core {
                 ops: Vec::new(),
                 places: Vec::new(),
             }),
-            streams: Arc::new(Mutex::new(streams)),
+            streams: Arc::new(streams),
             greetings: Mutex::default(),
             next_id: AtomicU64::new(1),
             bell,
@@ -176,7 +176,7 @@ impl Core {
     }
 
     fn note(&self, stream: &Stream) {
-        self.streams.lock().unwrap_or_else(PoisonError::into_inner).note(stream);
+        self.streams.note(stream);
     }
 
     /// Takes a slot for `bytes`: a free one, a new region, or what is released within the loan's timeout.
@@ -235,19 +235,23 @@ impl Core {
     pub(super) fn send(
         &self,
         slot: SlotId,
-        layout: Layout,
+        layout: &Layout,
         metadata: &Metadata,
         stream: &Stream,
     ) -> Result<u64, Unsent> {
         let mut state = self.make_room().map_err(Unsent::Untold)?;
         self.note(stream);
-        let sequence = self.tell(&mut state, slot, layout, metadata);
-        // The entries are out before the driver is asked: a subscriber on another core enqueues its wait and its
-        // kernels meanwhile. It is `ready` that orders the devices.
-        //
+        self.prepare(&mut state, slot);
         // SAFETY: the words lie in link segments and the board, which are let go only when this stream, noted above,
         // is proven to be past them (`close`, `drop_outlet`).
-        let enqueued = unsafe { stream.batch(&state.ops) };
+        let enqueue = |state: &State| unsafe { stream.batch(&state.ops) };
+        // It is `ready` that orders the devices, so the entries may be out before the driver is asked: a subscriber on
+        // another core enqueues its wait and its kernels meanwhile. On the host there is no driver to wait for: the
+        // entry that says `ready` from the first goes to the reader's cache once, and not there and back again.
+        let is_host = self.device.info().id.kind == DeviceKind::Host;
+        let early = is_host.then(|| enqueue(&state));
+        let sequence = self.tell(&mut state, slot, layout, metadata);
+        let enqueued = early.unwrap_or_else(|| enqueue(&state));
         // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
         state.wake_sleepers();
         if let Err(error) = enqueued {
@@ -259,8 +263,9 @@ impl Core {
     }
 
     /// Tells every subscriber of what will lie in `slot`, before the work that fills it is enqueued.
-    pub(super) fn announce(&self, slot: SlotId, layout: Layout, metadata: &Metadata) -> Result<Pending, Unsent> {
+    pub(super) fn announce(&self, slot: SlotId, layout: &Layout, metadata: &Metadata) -> Result<Pending, Unsent> {
         let mut state = self.make_room().map_err(Unsent::Untold)?;
+        self.prepare(&mut state, slot);
         let sequence = self.tell(&mut state, slot, layout, metadata);
         state.wake_sleepers();
         let words =
@@ -283,28 +288,40 @@ impl Core {
         self.abort(&mut self.lock(), slot, &pending.words);
     }
 
-    /// Writes the entries of one sample and leaves the signals that complete it in `state.ops`.
-    fn tell(&self, state: &mut State, slot: SlotId, layout: Layout, metadata: &Metadata) -> u64 {
-        let sequence = state.next_sequence;
-        state.next_sequence += 1;
+    /// Finds the places of one sample, and leaves the signals that complete it in `state.ops`. To be followed by
+    /// [`tell`](Self::tell), whatever comes of the signals: a word that is reached must not meet another sample.
+    fn prepare(&self, state: &mut State, slot: SlotId) {
         state.place_all();
-        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
-        let description =
-            Description { sequence, sent_ns: now_ns(), region, slot: offset, layout, metadata: metadata.clone() };
-        let State { arena, outlets, places, ops, .. } = state;
+        let State { outlets, places, ops, .. } = &mut *state;
         ops.clear();
-        for &(index, position) in places.iter() {
-            arena.hold(slot);
-            outlets[index].publish(position, slot, &description);
-            ops.push(outlets[index].ready_op(position));
-        }
-        let keep = self.options.history as usize;
+        ops.extend(places.iter().map(|&(index, position)| outlets[index].ready_op(position)));
         // Without a reader's word that says when the slot is done, its own word on the board does.
-        if keep > 0 || state.places.is_empty() {
+        if self.options.history > 0 || state.places.is_empty() {
             let value = state.next_fence();
             state.arena.fence(slot, value);
             state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
         }
+    }
+
+    /// Writes the entries of one sample at the places that [`prepare`](Self::prepare) found.
+    fn tell(&self, state: &mut State, slot: SlotId, layout: &Layout, metadata: &Metadata) -> u64 {
+        let sequence = state.next_sequence;
+        state.next_sequence += 1;
+        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
+        let description = Description {
+            sequence,
+            sent_ns: now_ns(),
+            region,
+            slot: offset,
+            layout: *layout,
+            metadata: metadata.clone(),
+        };
+        let State { arena, outlets, places, .. } = state;
+        for &(index, position) in places.iter() {
+            arena.hold(slot);
+            outlets[index].publish(position, slot, &description);
+        }
+        let keep = self.options.history as usize;
         if keep > 0 {
             state.remember(slot, description, keep);
         }
@@ -460,7 +477,7 @@ impl Core {
         let (core, mut proof) = (self.clone(), None);
         self.watcher.retire(move || {
             let is_last = Arc::strong_count(&core) == 1;
-            is_last && proof.get_or_insert_with(|| mark(&core.streams)).is_passed()
+            is_last && proof.get_or_insert_with(|| core.streams.mark()).is_passed()
         });
     }
 }
@@ -532,10 +549,6 @@ impl State {
     fn find(&mut self, id: u64) -> Option<&mut Outlet> {
         self.outlets.iter_mut().find(|outlet| outlet.id == id)
     }
-}
-
-fn mark(streams: &Mutex<Streams>) -> Proof {
-    streams.lock().unwrap_or_else(PoisonError::into_inner).mark()
 }
 
 fn own_pid() -> i32 {

@@ -1,9 +1,9 @@
 //! The subscriber's end of one link: the handshake, the regions, and what its publisher's death means here.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, fence};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::backend::{Access, DeviceId, StreamOp};
@@ -86,7 +86,7 @@ struct Memory {
     segment: Arc<Segment>,
     regions: Mutex<Vec<Arc<Region>>>,
     /// All that have waited for or released a sample, or read one in between.
-    streams: Mutex<Streams>,
+    streams: Streams,
     /// Held until then, so that the publisher sees the end of the socket only after the last release.
     #[expect(dead_code, reason = "held, not used")]
     socket: Arc<PrivateFd>,
@@ -121,7 +121,7 @@ pub(crate) struct Inlet {
     watcher: Arc<Watcher>,
     /// What copies to the host run on, made for the first of them: a stream for each copy would cost more than
     /// the hand-over.
-    copies: Mutex<Option<Stream>>,
+    copies: OnceLock<Stream>,
     /// `None` only while dropping.
     memory: Option<Memory>,
 }
@@ -174,7 +174,7 @@ impl Inlet {
         let memory = Memory {
             segment: Arc::new(welcome.segment),
             regions: Mutex::new(regions),
-            streams: Mutex::default(),
+            streams: Streams::default(),
             socket: socket.clone(),
         };
         let inlet = Arc::new_cyclic(|me: &Weak<Inlet>| Inlet {
@@ -197,7 +197,7 @@ impl Inlet {
             lost: words(),
             socket,
             watcher: watcher.clone(),
-            copies: Mutex::default(),
+            copies: OnceLock::new(),
             memory: Some(memory),
         });
         let me: Weak<dyn Watched> = Arc::downgrade(&inlet) as Weak<dyn Watched>;
@@ -279,7 +279,7 @@ impl Inlet {
     }
 
     fn note(&self, stream: &Stream) {
-        self.memory().streams.lock().unwrap_or_else(PoisonError::into_inner).note(stream);
+        self.memory().streams.note(stream);
     }
 
     /// Enqueues the release of `position` behind the stream's work.
@@ -311,10 +311,10 @@ impl Inlet {
     /// Counts a release and wakes the publisher if it waits for one.
     fn tell_release(&self) {
         let header = self.segment().header();
-        header.receiver.released.fetch_add(1, Release);
-        // Pairs with the fence in `Outlet::set_asleep`: either we see the sleeper, or it sees the release.
-        fence(SeqCst);
-        if header.sender.asleep.load(Acquire) != 0 {
+        // Pairs with the fence in `Outlet::set_asleep`: in the one order of these two and that fence, either we see the
+        // sleeper or it sees the count (and, if not the word yet, that it is due; see `Outlet::device_owes`).
+        header.receiver.released.fetch_add(1, SeqCst);
+        if header.sender.asleep.load(SeqCst) != 0 {
             self.wake.ring();
         }
     }
@@ -347,12 +347,12 @@ impl Inlet {
 
     /// The stream for copies to the host. Nothing but complete data is ever copied on it, so it is never stuck
     /// behind anything but other copies.
-    pub(super) fn copies(&self) -> Result<Stream> {
-        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*copies {
-            Some(stream) => Ok(stream.clone()),
-            None => Ok(copies.insert(self.device.stream()?).clone()),
+    pub(super) fn copies(&self) -> Result<&Stream> {
+        if let Some(stream) = self.copies.get() {
+            return Ok(stream);
         }
+        let made = self.device.stream()?;
+        Ok(self.copies.get_or_init(|| made))
     }
 
     /// Closes the link because of `error`. Nothing else of this process is touched.
@@ -491,7 +491,7 @@ impl Drop for Inlet {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
         if !self.home.is_here() {
-            let copies = self.copies.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+            let copies = self.copies.take();
             return std::mem::forget((memory, copies));
         }
         // Never here, even if all is quiet: to unregister memory, a driver may wait for a stream that waits for a peer.
@@ -499,8 +499,7 @@ impl Drop for Inlet {
         self.watcher.retire(move || {
             // All of it: a closure takes along only the fields that it names.
             let memory = &memory;
-            let mark = || memory.streams.lock().unwrap_or_else(PoisonError::into_inner).mark();
-            proof.get_or_insert_with(mark).is_passed()
+            proof.get_or_insert_with(|| memory.streams.mark()).is_passed()
         });
     }
 }

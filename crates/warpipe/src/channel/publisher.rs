@@ -298,9 +298,28 @@ impl Publisher {
     /// # Errors
     /// As [`loan`](Self::loan), [`SampleMut::write`] and [`SampleMut::send`].
     pub fn send_slice(&self, stream: &Stream, layout: &Layout, bytes: &[u8]) -> Result<u64> {
-        let mut sample = self.loan(layout)?;
-        sample.write(stream, bytes)?;
-        Ok(sample.send(stream)?)
+        check_length(layout, bytes)?;
+        // As a loan would, but by hand: a loan carries its layout along, and nobody sees this one.
+        let (slot, address) = self.core.take_slot(layout.bytes())?;
+        let sent = self.fill(stream, address, bytes).map_err(Unsent::Untold);
+        let sent = sent.and_then(|()| self.core.send(slot, layout, &Metadata::EMPTY, stream));
+        sent.map_err(|unsent| match unsent {
+            Unsent::Untold(error) => {
+                let _ = self.core.return_slot(slot, None);
+                error
+            }
+            Unsent::Told(error) => error,
+        })
+    }
+
+    /// Copies `bytes` to the slot at `address`, which is taken and at least as long.
+    fn fill(&self, stream: &Stream, address: DevicePtr, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the stream is live; the slot is the caller's alone and as long as the layout, which was compared with
+        // `bytes`, and stays so until the stream has passed this copy: `send` gives it on behind the stream's work.
+        unsafe { stream.backend().upload(stream.raw(), address, bytes) }
     }
 
     /// Loans, copies from another device pointer on `stream` and sends. Returns the sequence number.
@@ -393,10 +412,7 @@ impl SampleMut {
     /// # Errors
     /// [`Error::Argument`] unless there are exactly `layout().bytes()` bytes; [`Error::Driver`].
     pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
-        if bytes.len() as u64 != self.layout.bytes() {
-            let allowed = format!("exactly {}", self.layout.bytes());
-            return Err(Error::argument("bytes", format!("{} bytes", bytes.len()), allowed));
-        }
+        check_length(&self.layout, bytes)?;
         self.core.home.check()?;
         if bytes.is_empty() {
             return Ok(());
@@ -415,7 +431,7 @@ impl SampleMut {
     /// no loan to give back: whoever was told of the sample is told that it is lost.
     pub fn send(mut self, stream: &Stream) -> Result<u64, SendError> {
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");
-        match self.core.send(slot, self.layout, &self.metadata, stream) {
+        match self.core.send(slot, &self.layout, &self.metadata, stream) {
             Ok(sequence) => Ok(sequence),
             Err(unsent) => Err(self.unsent(slot, unsent)),
         }
@@ -432,7 +448,7 @@ impl SampleMut {
     /// As [`send`](Self::send).
     pub fn announce(mut self) -> Result<Announced, SendError> {
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");
-        match self.core.announce(slot, self.layout, &self.metadata) {
+        match self.core.announce(slot, &self.layout, &self.metadata) {
             Ok(pending) => Ok(Announced { address: self.ptr(), core: self.core.clone(), slot, pending: Some(pending) }),
             Err(unsent) => Err(self.unsent(slot, unsent)),
         }
@@ -511,6 +527,14 @@ impl Drop for Announced {
             self.core.give_up(self.slot, &pending);
         }
     }
+}
+
+fn check_length(layout: &Layout, bytes: &[u8]) -> Result<()> {
+    if bytes.len() as u64 == layout.bytes() {
+        return Ok(());
+    }
+    let allowed = format!("exactly {}", layout.bytes());
+    Err(Error::argument("bytes", format!("{} bytes", bytes.len()), allowed))
 }
 
 /// A send that did not happen, and the loan, to try again with.

@@ -5,6 +5,11 @@
 //! process can: nobody else signals it. So who lets memory go records one behind each stream that ever worked on
 //! it, and waits for those. It costs nothing per sample.
 
+use std::ptr;
+use std::sync::atomic::AtomicPtr;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::{Mutex, PoisonError};
+
 use crate::backend::RawEvent;
 use crate::stream::Stream;
 
@@ -14,26 +19,43 @@ const PRUNE_FROM: usize = 8;
 /// The streams that have worked on some memory.
 #[derive(Debug, Default)]
 pub(crate) struct Streams {
-    list: Vec<Stream>,
+    list: Mutex<Vec<Stream>>,
+    /// What the stream noted last is known by, while it is in the list: mostly it is the next one's, too, and a
+    /// lock for each sample would be dearer than its signals.
+    last: AtomicPtr<()>,
 }
 
 impl Streams {
     /// Remembers `stream`. To be called before its work is enqueued.
-    pub(crate) fn note(&mut self, stream: &Stream) {
-        if self.list.iter().any(|known| known.is_same(stream)) {
-            return;
+    #[inline]
+    pub(crate) fn note(&self, stream: &Stream) {
+        // Acquire: whoever is ordered behind this caller finds the stream in the list.
+        if !ptr::eq(self.last.load(Acquire), stream.identity()) {
+            self.note_another(stream);
         }
-        if self.list.len() >= PRUNE_FROM {
+    }
+
+    #[cold]
+    fn note_another(&self, stream: &Stream) {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        if list.len() >= PRUNE_FROM && !list.iter().any(|known| known.is_same(stream)) {
+            // Before any is forgotten: a new stream may come to lie where a forgotten one lay, and whoever holds it
+            // got it from the allocator after that, and so behind this store.
+            self.last.store(ptr::null_mut(), Relaxed);
             // A stream that is ours alone gets no new work, and an idle one has none left. One that cannot be asked
             // has a device that does nothing any more.
-            self.list.retain(|known| known.is_shared() || !known.is_idle().unwrap_or(true));
+            list.retain(|known| known.is_shared() || !known.is_idle().unwrap_or(true));
         }
-        self.list.push(stream.clone());
+        if !list.iter().any(|known| known.is_same(stream)) {
+            list.push(stream.clone());
+        }
+        self.last.store(stream.identity().cast_mut(), Release);
     }
 
     /// Records an event behind everything that the streams have been given so far.
     pub(crate) fn mark(&self) -> Proof {
-        let busy = self.list.iter().filter(|stream| !stream.is_idle().unwrap_or(false));
+        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let busy = list.iter().filter(|stream| !stream.is_idle().unwrap_or(false));
         Proof { open: busy.map(Mark::behind).collect() }
     }
 }
@@ -108,7 +130,7 @@ mod tests {
         let device = Device::host();
         let (busy, idle) = (device.stream().unwrap(), device.stream().unwrap());
         let (go, wait) = mpsc::channel::<()>();
-        let mut streams = Streams::default();
+        let streams = Streams::default();
         streams.note(&busy);
         streams.note(&idle);
         busy.call(move || assert!(wait.recv().is_err())).unwrap();
@@ -123,13 +145,14 @@ mod tests {
     #[test]
     fn streams_that_nobody_can_use_any_more_are_forgotten() {
         let device = Device::host();
-        let mut streams = Streams::default();
+        let streams = Streams::default();
         let kept = device.stream().unwrap();
         streams.note(&kept);
         for _ in 0..10 * PRUNE_FROM {
             streams.note(&device.stream().unwrap());
         }
-        assert!(streams.list.len() <= PRUNE_FROM + 1, "{}", streams.list.len());
-        assert!(streams.list.iter().any(|stream| stream.is_same(&kept)));
+        let list = streams.list.lock().unwrap();
+        assert!(list.len() <= PRUNE_FROM + 1, "{}", list.len());
+        assert!(list.iter().any(|stream| stream.is_same(&kept)));
     }
 }

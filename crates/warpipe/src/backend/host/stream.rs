@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
@@ -60,13 +60,15 @@ impl HostEvent {
 #[derive(Default)]
 struct Queue {
     ops: VecDeque<Op>,
-    /// The thread has taken an operation out and not finished it.
-    running: bool,
     closed: bool,
 }
 
 /// A stream of the host backend.
 pub(super) struct HostStream {
+    /// Operations queued and not finished, counted before the queue's lock is let go. What a thread enqueued, or
+    /// knows to have been enqueued, it finds counted here; who finds 0 (with acquire) sees all of it done. Work of
+    /// two threads that do not know of each other has no order, so a thread may act on the 0 without the lock.
+    unfinished: AtomicUsize,
     queue: Mutex<Queue>,
     changed: Condvar,
 }
@@ -79,7 +81,8 @@ impl fmt::Debug for HostStream {
 
 impl HostStream {
     pub(super) fn start() -> Result<Arc<HostStream>> {
-        let stream = Arc::new(HostStream { queue: Mutex::default(), changed: Condvar::new() });
+        let stream =
+            Arc::new(HostStream { unfinished: AtomicUsize::new(0), queue: Mutex::default(), changed: Condvar::new() });
         let worker = stream.clone();
         std::thread::Builder::new()
             .name("warpipe-stream".into())
@@ -95,15 +98,11 @@ impl HostStream {
     }
 
     pub(super) fn is_idle(&self) -> bool {
-        let queue = self.lock();
-        queue.ops.is_empty() && !queue.running
+        self.unfinished.load(Ordering::Acquire) == 0
     }
 
     pub(super) fn push(&self, op: Op) -> Result<()> {
-        self.enqueue(self.lock(), op).map(drop)
-    }
-
-    fn enqueue<'a>(&'a self, queue: MutexGuard<'a, Queue>, op: Op) -> Result<MutexGuard<'a, Queue>> {
+        let queue = self.lock();
         let full = |queue: &mut Queue| queue.ops.len() >= QUEUE_MAX;
         let (mut queue, waited) =
             self.changed.wait_timeout_while(queue, ROOM_TIMEOUT, full).unwrap_or_else(PoisonError::into_inner);
@@ -111,8 +110,9 @@ impl HostStream {
             return Err(Error::Timeout { what: "room in the stream's queue".into(), waited: ROOM_TIMEOUT });
         }
         queue.ops.push_back(op);
+        self.unfinished.fetch_add(1, Ordering::Relaxed);
         self.changed.notify_all();
-        Ok(queue)
+        Ok(())
     }
 
     /// Enqueues memory operations, or runs those at once that have nothing to wait for.
@@ -120,14 +120,12 @@ impl HostStream {
     /// # Safety
     /// Every word lies in memory that outlives the operation.
     pub(super) unsafe fn batch(&self, ops: &[StreamOp]) -> Result<()> {
-        let mut queue = self.lock();
         for &op in ops {
-            let idle = queue.ops.is_empty() && !queue.running;
             // SAFETY: the caller's promise for every word.
-            if idle && unsafe { try_now_or_soon(op) } {
+            if self.is_idle() && unsafe { try_now_or_soon(op) } {
                 continue;
             }
-            queue = self.enqueue(queue, Op::Memory(op))?;
+            self.push(Op::Memory(op))?;
         }
         Ok(())
     }
@@ -137,9 +135,8 @@ impl HostStream {
     /// # Safety
     /// `dst` is writable for `src.len()` bytes until the copy is done.
     pub(super) unsafe fn upload(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
-        let queue = self.lock();
-        if queue.ops.is_empty() && !queue.running {
-            // SAFETY: the caller's promise for `dst`; the lock keeps the stream idle meanwhile.
+        if self.is_idle() {
+            // SAFETY: the caller's promise for `dst`; nothing enqueued before this is still to touch it.
             unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst as *mut u8, src.len()) };
             return Ok(());
         }
@@ -148,7 +145,7 @@ impl HostStream {
             // SAFETY: the caller's promise for `dst` lasts until this has run.
             unsafe { std::ptr::copy_nonoverlapping(owned.as_ptr(), dst as *mut u8, owned.len()) };
         };
-        self.enqueue(queue, Op::Call(Box::new(late))).map(drop)
+        self.push(Op::Call(Box::new(late)))
     }
 
     /// Waits for the stream's work so far and copies `src` out.
@@ -179,13 +176,12 @@ impl HostStream {
                 queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
             }
             let op = queue.ops.pop_front();
-            queue.running = true;
             drop(queue);
             if let Some(op) = op {
                 // SAFETY: whoever enqueued the operation promised that its memory outlives it.
                 unsafe { execute(op) };
+                self.unfinished.fetch_sub(1, Ordering::Release);
             }
-            self.lock().running = false;
             self.changed.notify_all();
         }
     }

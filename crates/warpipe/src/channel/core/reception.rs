@@ -208,7 +208,7 @@ impl Core {
         drop(outlet);
         let mut proof = None;
         self.watcher.retire(move || {
-            Arc::strong_count(&segment) == 1 && proof.get_or_insert_with(|| mark(&streams)).is_passed()
+            Arc::strong_count(&segment) == 1 && proof.get_or_insert_with(|| streams.mark()).is_passed()
         });
     }
 
@@ -216,7 +216,7 @@ impl Core {
     fn free_soon(&self, id: u64) {
         let (core, streams, mut proof) = (self.this.clone(), self.streams.clone(), None);
         self.watcher.retire(move || {
-            if !proof.get_or_insert_with(|| mark(&streams)).is_passed() {
+            if !proof.get_or_insert_with(|| streams.mark()).is_passed() {
                 return false;
             }
             if let Some(core) = core.upgrade() {
