@@ -312,10 +312,9 @@ impl Domain {
         loop {
             match self.dial(file) {
                 Err(Errno::CONNREFUSED) => return true,
-                // A live one of another type, or with a full backlog.
-                Err(_) => return false,
-                Ok(_) if start.elapsed() > LIVE_AFTER => return false,
-                Ok(_) => backoff.pause(),
+                // It answers, or is of another type, or its backlog is full.
+                _ if start.elapsed() > LIVE_AFTER => return false,
+                _ => backoff.pause(),
             }
         }
     }

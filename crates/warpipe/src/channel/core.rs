@@ -246,10 +246,8 @@ impl Core {
         // is proven to be past them (`close`, `drop_outlet`).
         let enqueue = |state: &State| unsafe { stream.batch(&state.ops) };
         // It is `ready` that orders the devices, so the entries may be out before the driver is asked: a subscriber on
-        // another core enqueues its wait and its kernels meanwhile. On the host there is no driver to wait for: the
-        // entry that says `ready` from the first goes to the reader's cache once, and not there and back again.
-        let is_host = self.device.info().id.kind == DeviceKind::Host;
-        let early = is_host.then(|| enqueue(&state));
+        // another core enqueues its wait and its kernels meanwhile.
+        let early = self.signals_first(&state).then(|| enqueue(&state));
         let sequence = self.tell(&mut state, slot, layout, metadata);
         let enqueued = early.unwrap_or_else(|| enqueue(&state));
         // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
@@ -260,6 +258,16 @@ impl Core {
         }
         state.arena.let_go(slot);
         Ok(sequence)
+    }
+
+    /// Whether the signals must, or should, be enqueued before the entries are out.
+    ///
+    /// They must for a subscriber in this process: the streams of one context share a few hardware queues, and a wait
+    /// that gets into one ahead of its own signal is never over. They should on the host, where there is no driver to
+    /// wait for: an entry that is ready from the first goes to the reader's cache once, and not there and back again.
+    fn signals_first(&self, state: &State) -> bool {
+        let is_host = self.device.info().id.kind == DeviceKind::Host;
+        is_host || state.places.iter().any(|&(index, _)| state.outlets[index].is_local)
     }
 
     /// Tells every subscriber of what will lie in `slot`, before the work that fills it is enqueued.

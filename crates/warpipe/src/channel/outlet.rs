@@ -43,6 +43,8 @@ pub(super) struct Outlet {
     pub(super) id: u64,
     pub(super) phase: Phase,
     pub(super) policy: Policy,
+    /// The subscriber lives in this process.
+    pub(super) is_local: bool,
     pub(super) peer: Peer,
     pub(super) ring: SenderRing,
     pub(super) since: Instant,
@@ -104,6 +106,7 @@ impl Parts {
             id,
             phase: Phase::Attaching,
             policy,
+            is_local: self.peer.pid == std::process::id() as i32,
             peer: self.peer,
             ring: self.ring,
             since: Instant::now(),

@@ -442,7 +442,10 @@ impl SampleMut {
     /// GPU is their CPUs taking turns.
     ///
     /// Enqueue that work at once and then [`Announced::send`]: until then the subscribers' streams stand still. A
-    /// stream that received the sample must not be the one that fills it.
+    /// stream that received the sample must not be the one that fills it; and with a subscriber in this very process,
+    /// the two streams must not share a hardware queue (the driver gives a context 8, more with
+    /// `CUDA_DEVICE_MAX_CONNECTIONS`), or the wait stands before the work that it waits for. [`send`](Self::send) has
+    /// no such conditions.
     ///
     /// # Errors
     /// As [`send`](Self::send).
