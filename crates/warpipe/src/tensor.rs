@@ -116,6 +116,9 @@ impl Layout {
     /// [`Error::Layout`]: more than [`RANK_MAX`] dimensions, or more than `i64::MAX` bytes.
     pub fn contiguous(dtype: DType, shape: &[u64]) -> Result<Layout> {
         check_rank(shape.len())?;
+        if let Some(layout) = Layout::contiguous_small(dtype, shape) {
+            return Ok(layout);
+        }
         let mut strides = [0i64; RANK_MAX];
         let mut step: i128 = 1;
         for (index, &length) in shape.iter().enumerate().rev() {
@@ -126,6 +129,30 @@ impl Layout {
                 .ok_or_else(too_large)?;
         }
         Layout::strided(dtype, shape, &strides[..shape.len()], 0)
+    }
+
+    /// [`contiguous`](Self::contiguous) in 32-bit lengths, of which no product overflows, without empty dimensions:
+    /// this is worked out for each sample, at both ends. `None` for whatever else there may be.
+    #[inline]
+    fn contiguous_small(dtype: DType, shape: &[u64]) -> Option<Layout> {
+        let mut layout = Layout {
+            dtype,
+            rank: shape.len() as u8,
+            shape: [0; RANK_MAX],
+            strides: [0; RANK_MAX],
+            offset: 0,
+            bytes: dtype.bytes(),
+        };
+        let mut step = 1u64;
+        for (index, &length) in shape.iter().enumerate().rev() {
+            if length == 0 || length > u64::from(u32::MAX) || step > 1 << 26 {
+                return None;
+            }
+            (layout.shape[index], layout.strides[index]) = (length, step as i64);
+            step *= length;
+        }
+        layout.bytes = step.checked_mul(dtype.bytes()).filter(|&bytes| bytes <= i64::MAX as u64)?;
+        Some(layout)
     }
 
     /// Any strides, in elements, the first element `offset` bytes into the slot. Negative and zero strides are

@@ -175,24 +175,18 @@ pub(crate) fn abort(segment: &Segment, position: u64) {
     entry.ready.store(position);
 }
 
-/// What the receiver finds at its cursor.
-pub(crate) enum Found {
-    /// Nothing new.
-    Nothing,
-    /// The entry at this position is the receiver's now; this is what it says.
-    Sample(u64, Allegation),
-}
-
 /// The receiver's end.
 #[derive(Debug)]
 pub(crate) struct ReceiverRing {
     segment: Arc<Segment>,
     cursor: u64,
+    /// What the entry taken last says.
+    copy: Allegation,
 }
 
 impl ReceiverRing {
     pub(crate) fn new(segment: Arc<Segment>) -> ReceiverRing {
-        ReceiverRing { segment, cursor: 1 }
+        ReceiverRing { segment, cursor: 1, copy: Allegation::default() }
     }
 
     /// Whether something may lie at the cursor; cheap, for a reader that polls.
@@ -201,8 +195,9 @@ impl ReceiverRing {
         self.segment.entry(self.cursor).turn.load(Acquire) >> 2 >= self.cursor
     }
 
-    /// Takes the next sample, if there is one and `knows_region` says that its region has arrived.
-    pub(crate) fn take(&mut self, mut knows_region: impl FnMut(u32) -> bool) -> Result<Found, Violation> {
+    /// Takes the next sample, if there is one and `knows_region` says that its region has arrived: the entry at the
+    /// position that is returned is the receiver's then, and [`copy`](Self::copy) is what it says.
+    pub(crate) fn take(&mut self, mut knows_region: impl FnMut(u32) -> bool) -> Result<Option<u64>, Violation> {
         let depth = u64::from(self.segment.depth());
         // Each round moves the cursor or returns; two laps of moves mean that the sender runs rings around us,
         // and the next call goes on from there.
@@ -211,7 +206,7 @@ impl ReceiverRing {
             let now = entry.turn.load(Acquire);
             let (position, state) = (now >> 2, now & 3);
             if position < self.cursor {
-                return Ok(Found::Nothing);
+                return Ok(None);
             }
             if position > self.cursor {
                 self.jump(position, depth)?;
@@ -223,13 +218,13 @@ impl ReceiverRing {
                     // Copied before it is taken, because an entry whose region has not arrived yet must stay
                     // where it is. A turn never has the same value twice, so if the exchange succeeds, the sender
                     // has not touched the entry since `now` was read and the copy is of one piece.
-                    let copy = Allegation::copy(entry);
-                    if !knows_region(copy.region()) {
-                        return Ok(Found::Nothing);
+                    self.copy.copy(entry);
+                    if !knows_region(self.copy.region()) {
+                        return Ok(None);
                     }
                     if entry.turn.compare_exchange(now, turn(position, TAKEN), AcqRel, Acquire).is_ok() {
                         self.cursor += 1;
-                        return Ok(Found::Sample(position, copy));
+                        return Ok(Some(position));
                     }
                 }
                 _ => {
@@ -238,7 +233,12 @@ impl ReceiverRing {
                 }
             }
         }
-        Ok(Found::Nothing)
+        Ok(None)
+    }
+
+    /// What the entry that was taken last says.
+    pub(crate) fn copy(&self) -> &Allegation {
+        &self.copy
     }
 
     /// The sender has overtaken the cursor: goes to the oldest position that can still be there.
