@@ -110,12 +110,13 @@ impl SenderRing {
         self.step_over(position);
         let entry = self.segment.entry(position);
         description.write(entry);
-        entry.turn.store(turn(position, PUBLISHED), Release);
+        // Pairs with the fence in `ReceiverRing::fall_asleep`: in the one order of this exchange, that fence and the look
+        // at `asleep`, either we see the sleeper, or it sees the sample. An exchange, because it is cheaper than a
+        // store and a fence; what was there is of no interest.
+        entry.turn.swap(turn(position, PUBLISHED), SeqCst);
         self.sent[self.segment.index(position) as usize] = Sent { position, revoked: false };
         self.next = position + 1;
-        // Pairs with the fence in `ReceiverRing::fall_asleep`: either we see the sleeper, or it sees the sample.
-        fence(SeqCst);
-        self.segment.header().receiver.asleep.load(Acquire) != 0
+        self.segment.header().receiver.asleep.load(SeqCst) != 0
     }
 
     /// Ends a sample that was published and whose data will never be complete. It is not taken back even where it
