@@ -114,11 +114,17 @@ impl Layout {
     ///
     /// # Errors
     /// [`Error::Layout`]: more than [`RANK_MAX`] dimensions, or more than `i64::MAX` bytes.
+    #[inline]
     pub fn contiguous(dtype: DType, shape: &[u64]) -> Result<Layout> {
         check_rank(shape.len())?;
-        if let Some(layout) = Layout::contiguous_small(dtype, shape) {
-            return Ok(layout);
+        match Layout::contiguous_small(dtype, shape) {
+            Some(layout) => Ok(layout),
+            None => Layout::contiguous_large(dtype, shape),
         }
+    }
+
+    #[cold]
+    fn contiguous_large(dtype: DType, shape: &[u64]) -> Result<Layout> {
         let mut strides = [0i64; RANK_MAX];
         let mut step: i128 = 1;
         for (index, &length) in shape.iter().enumerate().rev() {
@@ -182,6 +188,7 @@ impl Layout {
     ///
     /// # Errors
     /// [`Error::Layout`] past `i64::MAX`.
+    #[inline]
     pub fn bytes_only(bytes: u64) -> Result<Layout> {
         Layout::contiguous(DType::U8, &[bytes])
     }
@@ -218,6 +225,7 @@ impl Layout {
     }
 
     /// Whether the elements lie in row-major order without gaps.
+    #[inline]
     pub fn is_contiguous(&self) -> bool {
         let mut step = 1i64;
         for (&length, &stride) in self.shape().iter().zip(self.strides()).rev() {

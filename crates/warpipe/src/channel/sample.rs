@@ -37,6 +37,7 @@ pub struct Sample {
 }
 
 impl Sample {
+    #[inline]
     pub(super) fn new(
         inlet: Arc<Inlet>,
         address: DevicePtr,

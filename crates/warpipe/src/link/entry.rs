@@ -72,6 +72,7 @@ fn pack(region: u32, meta: u16, dtype: DType, rank: usize, flags: u64) -> u64 {
 
 impl Description {
     /// Writes the description. The entry is the sender's: nobody reads it before its turn is published.
+    #[inline]
     pub(crate) fn write(&self, entry: &Entry) {
         let layout = &self.layout;
         let put = |index: usize, value: u64| entry.words[index].store(value, Relaxed);
@@ -131,6 +132,7 @@ fn violation(field: &'static str, found: impl ToString, allowed: impl ToString) 
 impl Allegation {
     /// Copies the entry, every word once. Lengths are clamped here and judged in `check`; what lies past them is
     /// left over from the last copy, and not looked at.
+    #[inline]
     pub(crate) fn copy(&mut self, entry: &Entry) {
         let get = |index: usize| entry.words[index].load(Relaxed);
         self.sequence = entry.sequence.load(Relaxed);
@@ -211,6 +213,7 @@ impl Allegation {
         }))
     }
 
+    #[inline]
     fn layout(&self, dtype: DType, rank: usize) -> Result<Layout, Violation> {
         let shape = &self.shape[..rank];
         let layout = if self.is_contiguous() && self.offset == 0 {

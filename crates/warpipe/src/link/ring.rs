@@ -73,6 +73,7 @@ impl SenderRing {
     /// Whether the sample at `position` is nobody's any more: complete, and released or taken back. (Until the
     /// sender's stream has written a position's `ready`, a later position's could be overwritten by it, and the
     /// slot is still being filled.) A peer that scribbles over `ready` keeps its entry until its death is proven.
+    #[inline]
     pub(crate) fn is_over(&self, position: u64) -> bool {
         let sent = self.sent[self.segment.index(position) as usize];
         let entry = self.segment.entry(position);
@@ -92,6 +93,7 @@ impl SenderRing {
     }
 
     /// Finds room without changing anything.
+    #[inline]
     pub(crate) fn room(&self) -> Room {
         for position in self.next..self.next + u64::from(self.segment.depth()) {
             let last = self.sent[self.segment.index(position) as usize].position;
@@ -106,6 +108,7 @@ impl SenderRing {
     }
 
     /// Publishes at a position that [`room`](Self::room) gave just now. Returns whether the receiver sleeps.
+    #[inline]
     pub(crate) fn publish(&mut self, position: u64, description: &Description) -> bool {
         self.step_over(position);
         let entry = self.segment.entry(position);
@@ -198,6 +201,7 @@ impl ReceiverRing {
 
     /// Takes the next sample, if there is one and `knows_region` says that its region has arrived: the entry at the
     /// position that is returned is the receiver's then, and [`copy`](Self::copy) is what it says.
+    #[inline]
     pub(crate) fn take(&mut self, mut knows_region: impl FnMut(u32) -> bool) -> Result<Option<u64>, Violation> {
         let depth = u64::from(self.segment.depth());
         // Each round moves the cursor or returns; two laps of moves mean that the sender runs rings around us,
