@@ -145,6 +145,7 @@ impl Stream {
     ///
     /// # Safety
     /// Every word lies in registered memory that outlives the operation.
+    #[inline]
     pub(crate) unsafe fn batch(&self, ops: &[StreamOp]) -> Result<()> {
         // SAFETY: the stream is live as long as self; the words are the caller's promise.
         unsafe { self.backend().batch(self.raw(), ops) }

@@ -114,8 +114,17 @@ impl Layout {
     ///
     /// # Errors
     /// [`Error::Layout`]: more than [`RANK_MAX`] dimensions, or more than `i64::MAX` bytes.
+    #[inline]
     pub fn contiguous(dtype: DType, shape: &[u64]) -> Result<Layout> {
         check_rank(shape.len())?;
+        match Layout::contiguous_small(dtype, shape) {
+            Some(layout) => Ok(layout),
+            None => Layout::contiguous_large(dtype, shape),
+        }
+    }
+
+    #[cold]
+    fn contiguous_large(dtype: DType, shape: &[u64]) -> Result<Layout> {
         let mut strides = [0i64; RANK_MAX];
         let mut step: i128 = 1;
         for (index, &length) in shape.iter().enumerate().rev() {
@@ -126,6 +135,30 @@ impl Layout {
                 .ok_or_else(too_large)?;
         }
         Layout::strided(dtype, shape, &strides[..shape.len()], 0)
+    }
+
+    /// [`contiguous`](Self::contiguous) in 32-bit lengths, of which no product overflows, without empty dimensions:
+    /// this is worked out for each sample, at both ends. `None` for whatever else there may be.
+    #[inline]
+    fn contiguous_small(dtype: DType, shape: &[u64]) -> Option<Layout> {
+        let mut layout = Layout {
+            dtype,
+            rank: shape.len() as u8,
+            shape: [0; RANK_MAX],
+            strides: [0; RANK_MAX],
+            offset: 0,
+            bytes: dtype.bytes(),
+        };
+        let mut step = 1u64;
+        for (index, &length) in shape.iter().enumerate().rev() {
+            if length == 0 || length > u64::from(u32::MAX) || step > 1 << 26 {
+                return None;
+            }
+            (layout.shape[index], layout.strides[index]) = (length, step as i64);
+            step *= length;
+        }
+        layout.bytes = step.checked_mul(dtype.bytes()).filter(|&bytes| bytes <= i64::MAX as u64)?;
+        Some(layout)
     }
 
     /// Any strides, in elements, the first element `offset` bytes into the slot. Negative and zero strides are
@@ -155,6 +188,7 @@ impl Layout {
     ///
     /// # Errors
     /// [`Error::Layout`] past `i64::MAX`.
+    #[inline]
     pub fn bytes_only(bytes: u64) -> Result<Layout> {
         Layout::contiguous(DType::U8, &[bytes])
     }
@@ -191,6 +225,7 @@ impl Layout {
     }
 
     /// Whether the elements lie in row-major order without gaps.
+    #[inline]
     pub fn is_contiguous(&self) -> bool {
         let mut step = 1i64;
         for (&length, &stride) in self.shape().iter().zip(self.strides()).rev() {

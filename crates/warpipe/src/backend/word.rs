@@ -41,12 +41,17 @@ impl TimelineWord {
     /// Stores `value` with the CPU and wakes threads parked here. Device streams see the store by themselves.
     #[inline]
     pub fn store(&self, value: u64) {
-        self.value.store(value, Ordering::Release);
-        // Pairs with the fence in `park`: either we see the parked thread, or it sees the value.
-        fence(Ordering::SeqCst);
-        if self.parked.load(Ordering::Relaxed) != 0 {
-            let _ = futex::wake(self.low_half(), futex::Flags::empty(), u32::MAX >> 1);
+        // Pairs with the fence in `park`: in the one order of this exchange, that fence and the look at `parked`, either
+        // we see the parked thread, or it sees the value. An exchange, because it is cheaper than a store and a fence.
+        self.value.swap(value, Ordering::SeqCst);
+        if self.parked.load(Ordering::SeqCst) != 0 {
+            self.wake();
         }
+    }
+
+    #[cold]
+    fn wake(&self) {
+        let _ = futex::wake(self.low_half(), futex::Flags::empty(), u32::MAX >> 1);
     }
 
     /// Parks this thread until the value may have changed or `limit` has passed. Wakes spuriously.

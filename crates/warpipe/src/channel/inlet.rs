@@ -208,6 +208,7 @@ impl Inlet {
         Ok(inlet)
     }
 
+    #[inline]
     fn memory(&self) -> &Memory {
         self.memory.as_ref().expect("present until dropped")
     }
@@ -220,6 +221,7 @@ impl Inlet {
         self.memory().regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    #[inline]
     pub(super) fn standing(&self) -> Standing {
         Standing::from_bits(self.standing.load(SeqCst))
     }
@@ -256,6 +258,7 @@ impl Inlet {
 
     /// Prepares `stream` to read the sample at `position`: the stream waits until the data is complete. False
     /// if the publisher is dead and it never will be.
+    #[inline]
     pub(super) fn admit(&self, position: u64, stream: &Stream) -> Result<bool> {
         let index = self.segment().index(position) as usize;
         let entry = self.segment().entry(position);
@@ -309,6 +312,7 @@ impl Inlet {
     }
 
     /// Counts a release and wakes the publisher if it waits for one.
+    #[inline]
     fn tell_release(&self) {
         let header = self.segment().header();
         // Pairs with the fence in `Outlet::set_asleep`: in the one order of these two and that fence, either we see the
@@ -320,6 +324,7 @@ impl Inlet {
     }
 
     /// Whether the sample's data is complete; an error if it never will be.
+    #[inline]
     pub(super) fn completion(&self, position: u64, sequence: u64) -> Result<bool> {
         let index = self.segment().index(position) as usize;
         let entry = self.segment().entry(position);
@@ -332,6 +337,7 @@ impl Inlet {
     }
 
     /// Waits on the CPU until the sample's data is complete.
+    #[inline]
     pub(super) fn wait_complete(&self, position: u64, sequence: u64, timeout: Duration) -> Result<()> {
         self.home.check()?;
         if !self.completion(position, sequence)? {

@@ -159,6 +159,7 @@ impl Outlet {
     }
 
     /// Where the next sample can go, after the policy has had its say: `None` drops it for this subscriber.
+    #[inline]
     pub(super) fn place(&mut self, mut free: impl FnMut(SlotId)) -> Option<u64> {
         if let Room::At(position) = self.ring.room() {
             return Some(position);
@@ -184,12 +185,14 @@ impl Outlet {
     }
 
     /// Hands the sample over. A subscriber that sleeps hears of it with the next [`wake_sleeper`](Self::wake_sleeper).
+    #[inline]
     pub(super) fn publish(&mut self, position: u64, slot: SlotId, description: &Description) {
         self.in_flight.push_back((position, slot));
         self.sleeps |= self.ring.publish(position, description);
     }
 
     /// Wakes the subscriber if it slept when it was last handed something.
+    #[inline]
     pub(super) fn wake_sleeper(&mut self) {
         if std::mem::take(&mut self.sleeps) {
             self.wake.ring();
@@ -203,6 +206,7 @@ impl Outlet {
     }
 
     /// The slots that this subscriber is done with. `thorough` looks behind a sample that is held long, too.
+    #[inline]
     pub(super) fn reclaim(&mut self, thorough: bool, mut free: impl FnMut(SlotId)) {
         while let Some(&(position, slot)) = self.in_flight.front() {
             if !self.ring.is_over(position) {

@@ -8,7 +8,6 @@ use crate::backend::DevicePtr;
 use crate::clock::now_ns;
 use crate::error::{Error, Result};
 use crate::link::entry::Description;
-use crate::memory::region::Region;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -26,10 +25,11 @@ pub struct Discontinuity {
 #[derive(Debug)]
 #[must_use = "a sample that is dropped is released"]
 pub struct Sample {
+    /// Keeps the region mapped, among all else.
     inlet: Arc<Inlet>,
-    region: Arc<Region>,
+    address: DevicePtr,
     position: u64,
-    description: Description,
+    description: Box<Description>,
     received_ns: u64,
     discontinuity: Option<Discontinuity>,
     stream: Stream,
@@ -37,16 +37,17 @@ pub struct Sample {
 }
 
 impl Sample {
+    #[inline]
     pub(super) fn new(
         inlet: Arc<Inlet>,
-        region: Arc<Region>,
+        address: DevicePtr,
         position: u64,
-        description: Description,
+        description: Box<Description>,
         stream: &Stream,
         discontinuity: Option<Discontinuity>,
     ) -> Sample {
         let (received_ns, stream) = (now_ns(), stream.clone());
-        Sample { inlet, region, position, description, received_ns, discontinuity, stream, is_released: false }
+        Sample { inlet, address, position, description, received_ns, discontinuity, stream, is_released: false }
     }
 
     /// The device address of the element with all indices 0. Memory that this process may only read.
@@ -56,7 +57,7 @@ impl Sample {
 
     /// The device address of the slot's first byte; it is `layout().bytes()` long.
     pub fn slot_ptr(&self) -> DevicePtr {
-        self.region.ptr() + self.description.slot
+        self.address
     }
 
     /// The tensor's layout.
@@ -118,7 +119,7 @@ impl Sample {
         // Not the user's stream: that may be stuck behind something else, and this must not be.
         let stream = self.inlet.copies()?;
         // SAFETY: the stream is live and only ever copies; the slot lies inside the region (checked when it was received),
-        // which this sample keeps mapped.
+        // which this sample's inlet keeps mapped.
         unsafe { stream.backend().download(stream.raw(), bytes, self.slot_ptr())? };
         // A death in between cannot have torn it: the data was complete.
         Ok(())
@@ -179,7 +180,7 @@ impl Drop for Sample {
         }
         if !self.inlet.home.is_here() {
             // A forked child: the parent's mappings and words are not ours to give up.
-            std::mem::forget((self.inlet.clone(), self.region.clone()));
+            std::mem::forget(self.inlet.clone());
             return;
         }
         if let Err(error) = self.inlet.release(self.position, &self.stream) {

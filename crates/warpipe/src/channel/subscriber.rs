@@ -10,14 +10,15 @@ use rustix::event::epoll;
 
 use super::inlet::{Inlet, Standing};
 use super::sample::{Discontinuity, Sample};
+use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::PeerState;
-use crate::link::entry::{Allegation, Description, Violation};
+use crate::link::entry::{Description, Violation};
 use crate::link::message::{timespec, wait_readable};
-use crate::link::ring::{Found, ReceiverRing};
+use crate::link::ring::ReceiverRing;
 use crate::link::wake::Bell;
 use crate::memory::region::Region;
 use crate::stream::Stream;
@@ -167,8 +168,11 @@ struct Attached {
     last_sequence: u64,
     region_missing_since: Option<Instant>,
     /// Taken from the ring, and the device refused to wait for it: next in turn.
-    taken: Option<(u64, Arc<Region>, Description)>,
+    taken: Option<Taken>,
 }
+
+/// A sample that is this end's: its position, where its slot lies, what is true of it.
+type Taken = (u64, DevicePtr, Box<Description>);
 
 impl Subscriber {
     /// A subscriber to `name`, to be built.
@@ -432,22 +436,22 @@ impl Attached {
             if standing == Standing::Failed {
                 return Err(self.inlet.why_over());
             }
-            let (position, region, description) = match self.taken.take().map_or_else(|| self.next(), |it| Ok(Some(it)))
-            {
-                Ok(Some(next)) => next,
-                Ok(None) if standing == Standing::Open || self.is_region_due() => return self.wait_for_region(),
-                Ok(None) => return Err(self.inlet.why_over()),
-                Err(violation) => return Err(self.fail(violation)),
-            };
+            let (position, address, description) =
+                match self.taken.take().map_or_else(|| self.next(), |it| Ok(Some(it))) {
+                    Ok(Some(next)) => next,
+                    Ok(None) if standing == Standing::Open || self.is_region_due() => return self.wait_for_region(),
+                    Ok(None) => return Err(self.inlet.why_over()),
+                    Err(violation) => return Err(self.fail(violation)),
+                };
             match self.inlet.admit(position, stream) {
                 Ok(true) => {
                     self.last_sequence = description.sequence;
                     let (inlet, gap) = (self.inlet.clone(), discontinuity.take());
-                    return Ok(Some(Sample::new(inlet, region, position, description, stream, gap)));
+                    return Ok(Some(Sample::new(inlet, address, position, description, stream, gap)));
                 }
                 Ok(false) => {}
                 Err(error) => {
-                    self.taken = Some((position, region, description));
+                    self.taken = Some((position, address, description));
                     return Err(error);
                 }
             }
@@ -455,13 +459,13 @@ impl Attached {
     }
 
     /// Takes and checks the next sample in the ring.
-    fn next(&mut self) -> Result<Option<(u64, Arc<Region>, Description)>, Violation> {
-        let Found::Sample(position, copy) = self.take()? else { return Ok(None) };
-        let (region, description) = self.check(copy)?;
-        Ok(Some((position, region, description)))
+    fn next(&mut self) -> Result<Option<Taken>, Violation> {
+        let Some(position) = self.take()? else { return Ok(None) };
+        let (address, description) = self.check()?;
+        Ok(Some((position, address, description)))
     }
 
-    fn take(&mut self) -> Result<Found, Violation> {
+    fn take(&mut self) -> Result<Option<u64>, Violation> {
         let (inlet, regions) = (&self.inlet, &mut self.regions);
         let missing = &mut self.region_missing_since;
         self.ring.take(|id| {
@@ -490,7 +494,9 @@ impl Attached {
         }
     }
 
-    fn check(&self, copy: Allegation) -> Result<(Arc<Region>, Description), Violation> {
+    /// Judges what was taken last. The inlet keeps the region mapped.
+    fn check(&self) -> Result<(DevicePtr, Box<Description>), Violation> {
+        let copy = self.ring.copy();
         let region = &self.regions[copy.region() as usize];
         let description = copy.check(region.bytes())?;
         let follows = match self.last_sequence {
@@ -503,7 +509,7 @@ impl Attached {
             let allowed = format!("{allowed} {}", self.last_sequence);
             return Err(Violation { field: "sequence", found: description.sequence.to_string(), allowed });
         }
-        Ok((region.clone(), description))
+        Ok((region.ptr() + description.slot, description))
     }
 
     fn fail(&self, violation: Violation) -> Error {

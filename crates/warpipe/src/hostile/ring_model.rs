@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::link::entry::{Description, Metadata};
-use crate::link::ring::{Found, ReceiverRing, Room, SenderRing};
+use crate::link::ring::{ReceiverRing, Room, SenderRing};
 use crate::link::segment::Segment;
 use crate::{Device, Layout};
 
@@ -127,17 +127,17 @@ impl Play {
 
     fn take(&mut self) {
         match self.receiver.take(|_| true).unwrap() {
-            Found::Sample(position, copy) => {
+            Some(position) => {
                 let (expected, sequence, _) = self.waiting.remove(0);
                 assert_eq!(position, expected, "the oldest that is neither taken nor revoked");
-                let read = copy.check(1 << 20).unwrap();
+                let read = self.receiver.copy().check(1 << 20).unwrap();
                 assert_eq!(read.sequence, sequence);
                 assert!(sequence > self.last_taken, "order holds, and none comes twice");
                 self.last_taken = sequence;
                 self.held.push(position);
                 assert!(!self.sender.is_over(position));
             }
-            Found::Nothing => assert!(self.waiting.is_empty(), "{:?} should have been found", self.waiting),
+            None => assert!(self.waiting.is_empty(), "{:?} should have been found", self.waiting),
         }
     }
 
@@ -264,8 +264,8 @@ fn receive_all(segment: &Arc<Segment>, done: &AtomicBool) -> Vec<u64> {
     loop {
         let last_look = done.load(Relaxed);
         match receiver.take(|_| true).unwrap() {
-            Found::Sample(position, copy) => {
-                let read = copy.check(1 << 20).unwrap();
+            Some(position) => {
+                let read = receiver.copy().check(1 << 20).unwrap();
                 let wanted = fingerprint(read.sequence);
                 assert_eq!((read.sent_ns, read.slot), (wanted.sent_ns, wanted.slot), "of one piece");
                 assert_eq!(read.metadata.as_bytes(), wanted.metadata.as_bytes());
@@ -277,8 +277,8 @@ fn receive_all(segment: &Arc<Segment>, done: &AtomicBool) -> Vec<u64> {
                     segment.entry(position).released.store(position);
                 }
             }
-            Found::Nothing if last_look => return received,
-            Found::Nothing => std::hint::spin_loop(),
+            None if last_look => return received,
+            None => std::hint::spin_loop(),
         }
     }
 }

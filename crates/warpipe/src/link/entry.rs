@@ -9,7 +9,7 @@ use crate::tensor::{DType, Layout, RANK_MAX};
 
 /// User metadata of at most [`META_BYTES_MAX`] bytes. Not in place: most samples have none, and a sample that is
 /// moved from hand to hand would carry the room for it along each time.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub(crate) struct Metadata(Option<Arc<[u8]>>);
 
 impl Metadata {
@@ -72,6 +72,7 @@ fn pack(region: u32, meta: u16, dtype: DType, rank: usize, flags: u64) -> u64 {
 
 impl Description {
     /// Writes the description. The entry is the sender's: nobody reads it before its turn is published.
+    #[inline]
     pub(crate) fn write(&self, entry: &Entry) {
         let layout = &self.layout;
         let put = |index: usize, value: u64| entry.words[index].store(value, Relaxed);
@@ -101,6 +102,9 @@ impl Description {
 }
 
 /// A copy of what a peer wrote. It proves nothing yet: [`Allegation::check`] makes a [`Description`] of it.
+///
+/// The receiver keeps one and reads each entry into it, so that only what has been checked is moved.
+#[derive(Debug, Default)]
 pub(crate) struct Allegation {
     sequence: u64,
     packed: u64,
@@ -126,36 +130,32 @@ fn violation(field: &'static str, found: impl ToString, allowed: impl ToString) 
 }
 
 impl Allegation {
-    /// Copies the entry, every word once. Lengths are clamped here and judged in `check`.
-    pub(crate) fn copy(entry: &Entry) -> Allegation {
+    /// Copies the entry, every word once. Lengths are clamped here and judged in `check`; what lies past them is
+    /// left over from the last copy, and not looked at.
+    #[inline]
+    pub(crate) fn copy(&mut self, entry: &Entry) {
         let get = |index: usize| entry.words[index].load(Relaxed);
-        let packed = get(PACKED);
-        let mut copy = Allegation {
-            sequence: entry.sequence.load(Relaxed),
-            packed,
-            slot: get(SLOT),
-            slot_bytes: get(SLOT_BYTES),
-            sent_ns: get(SENT),
-            offset: get(OFFSET),
-            shape: [0; RANK_MAX],
-            strides: [0; RANK_MAX],
-            metadata: Metadata::EMPTY,
-        };
-        for index in 0..copy.rank().min(RANK_MAX) {
-            copy.shape[index] = get(SHAPE + index);
-            if !copy.is_contiguous() {
-                copy.strides[index] = get(STRIDES + index) as i64;
+        self.sequence = entry.sequence.load(Relaxed);
+        self.packed = get(PACKED);
+        self.slot = get(SLOT);
+        self.slot_bytes = get(SLOT_BYTES);
+        self.sent_ns = get(SENT);
+        self.offset = get(OFFSET);
+        for index in 0..self.rank().min(RANK_MAX) {
+            self.shape[index] = get(SHAPE + index);
+            if !self.is_contiguous() {
+                self.strides[index] = get(STRIDES + index) as i64;
             }
         }
-        let length = copy.meta_length().min(META_BYTES_MAX);
+        self.metadata = Metadata::EMPTY;
+        let length = self.meta_length().min(META_BYTES_MAX);
         if length > 0 {
             let mut bytes = [0; META_BYTES_MAX];
             for (index, chunk) in bytes.chunks_mut(8).take(length.div_ceil(8)).enumerate() {
                 chunk.copy_from_slice(&get(META + index).to_le_bytes());
             }
-            copy.metadata = Metadata(Some(bytes[..length].into()));
+            self.metadata = Metadata(Some(bytes[..length].into()));
         }
-        copy
     }
 
     pub(crate) fn region(&self) -> u32 {
@@ -175,7 +175,7 @@ impl Allegation {
     }
 
     /// Judges the copy against a region of `region_bytes` bytes.
-    pub(crate) fn check(self, region_bytes: u64) -> Result<Description, Violation> {
+    pub(crate) fn check(&self, region_bytes: u64) -> Result<Box<Description>, Violation> {
         let (code, bits) = ((self.packed >> 41 & 0x3f) as u8, (self.packed >> 47 & 0x1f) as u8 * 8);
         let dtype = DType::from_dlpack(code, bits)
             .ok_or_else(|| violation("dtype", format!("code {code}, {bits} bits"), "a DLPack type"))?;
@@ -202,16 +202,18 @@ impl Allegation {
             let found = format!("{} + {} bytes", self.slot, self.slot_bytes);
             return Err(violation("slot", found, format!("inside the region's {region_bytes} bytes")));
         }
-        Ok(Description {
+        // On the heap: a sample goes through many hands, and its 200 bytes would be copied from each to the next.
+        Ok(Box::new(Description {
             sequence: self.sequence,
             sent_ns: self.sent_ns,
             region: self.region(),
             slot: self.slot,
             layout,
-            metadata: self.metadata,
-        })
+            metadata: self.metadata.clone(),
+        }))
     }
 
+    #[inline]
     fn layout(&self, dtype: DType, rank: usize) -> Result<Layout, Violation> {
         let shape = &self.shape[..rank];
         let layout = if self.is_contiguous() && self.offset == 0 {

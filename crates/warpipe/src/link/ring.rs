@@ -73,6 +73,7 @@ impl SenderRing {
     /// Whether the sample at `position` is nobody's any more: complete, and released or taken back. (Until the
     /// sender's stream has written a position's `ready`, a later position's could be overwritten by it, and the
     /// slot is still being filled.) A peer that scribbles over `ready` keeps its entry until its death is proven.
+    #[inline]
     pub(crate) fn is_over(&self, position: u64) -> bool {
         let sent = self.sent[self.segment.index(position) as usize];
         let entry = self.segment.entry(position);
@@ -92,6 +93,7 @@ impl SenderRing {
     }
 
     /// Finds room without changing anything.
+    #[inline]
     pub(crate) fn room(&self) -> Room {
         for position in self.next..self.next + u64::from(self.segment.depth()) {
             let last = self.sent[self.segment.index(position) as usize].position;
@@ -106,16 +108,18 @@ impl SenderRing {
     }
 
     /// Publishes at a position that [`room`](Self::room) gave just now. Returns whether the receiver sleeps.
+    #[inline]
     pub(crate) fn publish(&mut self, position: u64, description: &Description) -> bool {
         self.step_over(position);
         let entry = self.segment.entry(position);
         description.write(entry);
-        entry.turn.store(turn(position, PUBLISHED), Release);
+        // Pairs with the fence in `ReceiverRing::fall_asleep`: in the one order of this exchange, that fence and the look
+        // at `asleep`, either we see the sleeper, or it sees the sample. An exchange, because it is cheaper than a
+        // store and a fence; what was there is of no interest.
+        entry.turn.swap(turn(position, PUBLISHED), SeqCst);
         self.sent[self.segment.index(position) as usize] = Sent { position, revoked: false };
         self.next = position + 1;
-        // Pairs with the fence in `ReceiverRing::fall_asleep`: either we see the sleeper, or it sees the sample.
-        fence(SeqCst);
-        self.segment.header().receiver.asleep.load(Acquire) != 0
+        self.segment.header().receiver.asleep.load(SeqCst) != 0
     }
 
     /// Ends a sample that was published and whose data will never be complete. It is not taken back even where it
@@ -175,24 +179,18 @@ pub(crate) fn abort(segment: &Segment, position: u64) {
     entry.ready.store(position);
 }
 
-/// What the receiver finds at its cursor.
-pub(crate) enum Found {
-    /// Nothing new.
-    Nothing,
-    /// The entry at this position is the receiver's now; this is what it says.
-    Sample(u64, Allegation),
-}
-
 /// The receiver's end.
 #[derive(Debug)]
 pub(crate) struct ReceiverRing {
     segment: Arc<Segment>,
     cursor: u64,
+    /// What the entry taken last says.
+    copy: Allegation,
 }
 
 impl ReceiverRing {
     pub(crate) fn new(segment: Arc<Segment>) -> ReceiverRing {
-        ReceiverRing { segment, cursor: 1 }
+        ReceiverRing { segment, cursor: 1, copy: Allegation::default() }
     }
 
     /// Whether something may lie at the cursor; cheap, for a reader that polls.
@@ -201,8 +199,10 @@ impl ReceiverRing {
         self.segment.entry(self.cursor).turn.load(Acquire) >> 2 >= self.cursor
     }
 
-    /// Takes the next sample, if there is one and `knows_region` says that its region has arrived.
-    pub(crate) fn take(&mut self, mut knows_region: impl FnMut(u32) -> bool) -> Result<Found, Violation> {
+    /// Takes the next sample, if there is one and `knows_region` says that its region has arrived: the entry at the
+    /// position that is returned is the receiver's then, and [`copy`](Self::copy) is what it says.
+    #[inline]
+    pub(crate) fn take(&mut self, mut knows_region: impl FnMut(u32) -> bool) -> Result<Option<u64>, Violation> {
         let depth = u64::from(self.segment.depth());
         // Each round moves the cursor or returns; two laps of moves mean that the sender runs rings around us,
         // and the next call goes on from there.
@@ -211,7 +211,7 @@ impl ReceiverRing {
             let now = entry.turn.load(Acquire);
             let (position, state) = (now >> 2, now & 3);
             if position < self.cursor {
-                return Ok(Found::Nothing);
+                return Ok(None);
             }
             if position > self.cursor {
                 self.jump(position, depth)?;
@@ -223,13 +223,13 @@ impl ReceiverRing {
                     // Copied before it is taken, because an entry whose region has not arrived yet must stay
                     // where it is. A turn never has the same value twice, so if the exchange succeeds, the sender
                     // has not touched the entry since `now` was read and the copy is of one piece.
-                    let copy = Allegation::copy(entry);
-                    if !knows_region(copy.region()) {
-                        return Ok(Found::Nothing);
+                    self.copy.copy(entry);
+                    if !knows_region(self.copy.region()) {
+                        return Ok(None);
                     }
                     if entry.turn.compare_exchange(now, turn(position, TAKEN), AcqRel, Acquire).is_ok() {
                         self.cursor += 1;
-                        return Ok(Found::Sample(position, copy));
+                        return Ok(Some(position));
                     }
                 }
                 _ => {
@@ -238,7 +238,12 @@ impl ReceiverRing {
                 }
             }
         }
-        Ok(Found::Nothing)
+        Ok(None)
+    }
+
+    /// What the entry that was taken last says.
+    pub(crate) fn copy(&self) -> &Allegation {
+        &self.copy
     }
 
     /// The sender has overtaken the cursor: goes to the oldest position that can still be there.

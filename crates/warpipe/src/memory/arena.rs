@@ -112,6 +112,7 @@ impl Arena {
     }
 
     /// Takes a slot of `bytes` from the free ranges, with one holder; none if no range is long enough.
+    #[inline]
     pub(crate) fn take(&mut self, bytes: u64) -> Option<SlotId> {
         if self.unused.is_empty() && self.slots.len() >= SLOTS_MAX {
             return None;
@@ -163,6 +164,7 @@ impl Arena {
         self.device.backend().granularity().max(2 << 20)
     }
 
+    #[inline]
     pub(crate) fn hold(&mut self, id: SlotId) {
         self.slots[id as usize].holders += 1;
     }
@@ -177,6 +179,7 @@ impl Arena {
     }
 
     /// One holder less; without holders the slot is free, or waits for its fence.
+    #[inline]
     pub(crate) fn let_go(&mut self, id: SlotId) {
         let slot = &mut self.slots[id as usize];
         slot.holders -= 1;
@@ -187,6 +190,7 @@ impl Arena {
     }
 
     /// Frees the slots whose fence `is_reached`.
+    #[inline]
     pub(crate) fn collect(&mut self, is_reached: impl Fn(SlotId, u64) -> bool) {
         let mut index = 0;
         while index < self.waiting.len() {

@@ -97,6 +97,7 @@ impl HostStream {
         self.changed.notify_all();
     }
 
+    #[inline]
     pub(super) fn is_idle(&self) -> bool {
         self.unfinished.load(Ordering::Acquire) == 0
     }
@@ -119,6 +120,7 @@ impl HostStream {
     ///
     /// # Safety
     /// Every word lies in memory that outlives the operation.
+    #[inline]
     pub(super) unsafe fn batch(&self, ops: &[StreamOp]) -> Result<()> {
         for &op in ops {
             // SAFETY: the caller's promise for every word.
@@ -134,6 +136,7 @@ impl HostStream {
     ///
     /// # Safety
     /// `dst` is writable for `src.len()` bytes until the copy is done.
+    #[inline]
     pub(super) unsafe fn upload(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
         if self.is_idle() {
             // SAFETY: the caller's promise for `dst`; nothing enqueued before this is still to touch it.
@@ -152,6 +155,7 @@ impl HostStream {
     ///
     /// # Safety
     /// `src` is readable for `dst.len()` bytes.
+    #[inline]
     pub(super) unsafe fn download(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
         if !self.is_idle() {
             let (done, wait) = mpsc::channel();
@@ -195,6 +199,7 @@ impl HostStream {
 ///
 /// # Safety
 /// `address` is that of a live [`TimelineWord`] in registered memory.
+#[inline]
 unsafe fn word<'a>(address: DevicePtr) -> &'a TimelineWord {
     // SAFETY: the caller's promise; the word is made of atomics, so sharing it with other processes is sound.
     unsafe { &*(address as *const TimelineWord) }
@@ -204,6 +209,7 @@ unsafe fn word<'a>(address: DevicePtr) -> &'a TimelineWord {
 ///
 /// # Safety
 /// As for [`word`].
+#[inline]
 unsafe fn try_now(op: StreamOp) -> bool {
     match op {
         StreamOp::Signal { word: address, value } => {
@@ -220,6 +226,7 @@ unsafe fn try_now(op: StreamOp) -> bool {
 ///
 /// # Safety
 /// As for [`word`].
+#[inline]
 unsafe fn try_now_or_soon(op: StreamOp) -> bool {
     for _ in 0..LOOKS {
         // SAFETY: the caller's promise.
