@@ -132,7 +132,7 @@ impl Setup {
 }
 
 fn has_mps() -> bool {
-    std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some_and(|folder| !folder.is_empty())
+    crate::doctor::system::mps_answers()
 }
 
 fn sharing(is_host: bool) -> &'static str {

@@ -5,7 +5,7 @@ mod child;
 mod gpu;
 mod memory;
 mod report;
-mod system;
+pub(crate) mod system;
 
 use warpipe::{Device, Domain};
 
