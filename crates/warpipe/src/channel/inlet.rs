@@ -1,26 +1,28 @@
 //! The subscriber's end of one link: the handshake, the regions, and what its publisher's death means here.
 
+mod handshake;
+
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use self::handshake::{Greeter, Welcome, import};
 use crate::backend::{Access, DeviceId, StreamOp};
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
-use crate::error::{Error, HandshakeFault, Result};
+use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::PeerState;
 use crate::link::entry::Violation;
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
 use crate::link::proof::Streams;
-use crate::link::segment::{OpenError, Segment};
+use crate::link::segment::Segment;
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, STALLED_AFTER, Watch, Watched, Watcher};
-use crate::memory::arena::REGIONS_MAX;
 use crate::memory::region::Region;
 use crate::stream::Stream;
 
@@ -516,138 +518,4 @@ impl Drop for Inlet {
             proof.get_or_insert_with(|| memory.streams.mark()).is_passed()
         });
     }
-}
-
-/// The handshake's answers.
-struct Welcome {
-    segment: Segment,
-    wake: Wake,
-    owner: DeviceId,
-    access: Access,
-    lossless: bool,
-    regions: u32,
-}
-
-/// The handshake, on the caller's thread, until a deadline.
-struct Greeter<'a> {
-    socket: &'a PrivateFd,
-    name: &'a str,
-    start: Instant,
-    timeout: Duration,
-}
-
-impl Greeter<'_> {
-    fn fault(&self, fault: HandshakeFault) -> Error {
-        Error::Handshake { name: self.name.to_string(), fault }
-    }
-
-    fn say(&self, message: &Message) -> Result<()> {
-        message::send(self.socket.as_fd(), message, &[]).or_else(|error| match error {
-            // The refusal that explains it may be waiting to be read.
-            rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET => Ok(()),
-            other => Err(Error::os("sendmsg", format!("the handshake with {:?}", self.name), other)),
-        })
-    }
-
-    fn hear(&self) -> Result<(Message, Vec<OwnedFd>)> {
-        loop {
-            match message::receive(self.socket.as_fd(), self.name)? {
-                Received::Message(Message::Refused { denied: true, text }, _) => {
-                    return Err(Error::AccessDenied { name: self.name.to_string(), detail: text });
-                }
-                Received::Message(Message::Refused { text, .. }, _) => {
-                    return Err(self.fault(HandshakeFault::Refused(text)));
-                }
-                Received::Message(Message::Bye(_), _) | Received::End => return Err(self.fault(HandshakeFault::Closed)),
-                Received::Message(message, fds) => return Ok((message, fds)),
-                Received::Nothing => {
-                    let left = self.timeout.saturating_sub(self.start.elapsed());
-                    if left.is_zero() {
-                        return Err(self.fault(HandshakeFault::Silent(self.timeout)));
-                    }
-                    message::wait_readable(self.socket.as_fd(), left);
-                }
-            }
-        }
-    }
-
-    /// Maps what was announced and waits to be sent samples.
-    fn settle(&self, device: &Device, welcome: &Welcome) -> Result<Vec<Arc<Region>>> {
-        let mut regions = self.regions(device, welcome)?;
-        self.say(&Message::Attached)?;
-        self.admission(device, welcome, &mut regions)?;
-        Ok(regions)
-    }
-
-    fn welcome(&self, device: &Device) -> Result<Welcome> {
-        let (message, fds) = self.hear()?;
-        let Message::Welcome { generation, device: owner, depth, access, lossless, regions } = message else {
-            return Err(self.fault(message.unexpected("Welcome")));
-        };
-        let reader = device.info().id;
-        if owner.kind != reader.kind {
-            let fault = HandshakeFault::Device { publisher: owner.to_string(), subscriber: reader.to_string() };
-            return Err(self.fault(fault));
-        }
-        let Ok([segment, wake]) = <[OwnedFd; 2]>::try_from(fds) else {
-            return Err(self.fault(HandshakeFault::Descriptors { found: 0, wanted: 2 }));
-        };
-        let segment = Segment::open(device, segment.as_fd(), depth, generation).map_err(|error| match error {
-            OpenError::Fault(fault) => self.fault(fault),
-            OpenError::Local(error) => error,
-        })?;
-        let wake = Wake::adopt(wake).map_err(|fault| self.fault(fault))?;
-        Ok(Welcome { segment, wake, owner, access, lossless, regions })
-    }
-
-    fn regions(&self, device: &Device, welcome: &Welcome) -> Result<Vec<Arc<Region>>> {
-        let mut regions = Vec::new();
-        while regions.len() < welcome.regions as usize {
-            let (message, fds) = self.hear()?;
-            let Message::Region { id, bytes } = message else {
-                return Err(self.fault(message.unexpected("Region")));
-            };
-            let (access, owner) = (welcome.access, welcome.owner);
-            regions.push(import(device, (id, bytes), regions.len(), &fds, access, owner, self.name)?);
-        }
-        Ok(regions)
-    }
-
-    /// Waits for the publisher's word that samples go to this link from now on, and maps what it adds meanwhile:
-    /// whoever subscribes before somebody sends shall get what is sent.
-    fn admission(&self, device: &Device, welcome: &Welcome, regions: &mut Vec<Arc<Region>>) -> Result<()> {
-        loop {
-            match self.hear()? {
-                (Message::Attached, _) => return Ok(()),
-                (Message::Region { id, bytes }, fds) => {
-                    let (access, owner) = (welcome.access, welcome.owner);
-                    regions.push(import(device, (id, bytes), regions.len(), &fds, access, owner, self.name)?);
-                }
-                (other, _) => return Err(self.fault(other.unexpected("Attached"))),
-            }
-        }
-    }
-}
-
-/// Maps one announced region, the `due`th of its link.
-fn import(
-    device: &Device,
-    (id, bytes): (u32, u64),
-    due: usize,
-    fds: &[OwnedFd],
-    access: Access,
-    owner: DeviceId,
-    name: &str,
-) -> Result<Arc<Region>> {
-    let wrong =
-        |field, found: String, allowed: String| Error::Protocol { name: name.to_string(), field, found, allowed };
-    if id as usize != due || due >= REGIONS_MAX {
-        return Err(wrong("region number", id.to_string(), format!("{due}, below {REGIONS_MAX}")));
-    }
-    let unit = device.backend().granularity();
-    if bytes == 0 || !bytes.is_multiple_of(unit) || bytes > i64::MAX as u64 {
-        return Err(wrong("region length", format!("{bytes} bytes"), format!("a multiple of {unit}")));
-    }
-    let [fd] = fds else { return Err(wrong("descriptors", fds.len().to_string(), "1".into())) };
-    Ok(Arc::new(Region::import(device, fd.as_fd(), bytes, access, owner)?))
 }

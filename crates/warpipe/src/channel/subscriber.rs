@@ -1,12 +1,16 @@
 //! The subscriber as users hold it.
 
 use std::mem::MaybeUninit;
+mod builder;
+
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
+
+pub use builder::SubscriberBuilder;
 
 use super::inlet::{Inlet, Standing};
 use super::sample::{Discontinuity, Sample};
@@ -33,78 +37,6 @@ const RETRY: Duration = Duration::from_millis(100);
 const BELL: u64 = 0;
 const WAKE: u64 = 1;
 const ARRIVALS: u64 = 2;
-
-/// What a subscriber is made with. See [`Subscriber::builder`].
-#[derive(Debug, Clone)]
-pub struct SubscriberBuilder {
-    name: String,
-    domain: Option<Domain>,
-    device: Option<Device>,
-    wait: Option<Duration>,
-    reconnect: bool,
-    timeout: Duration,
-    spin: Duration,
-    handshake_timeout: Duration,
-}
-
-impl SubscriberBuilder {
-    /// The domain to look in; the environment's by default.
-    pub fn domain(mut self, domain: &Domain) -> Self {
-        self.domain = Some(domain.clone());
-        self
-    }
-
-    /// The device to read with; [`Device::preferred`] by default. Another GPU than the publisher's reads over
-    /// NVLink or PCIe, if it can.
-    pub fn device(mut self, device: &Device) -> Self {
-        self.device = Some(device.clone());
-        self
-    }
-
-    /// Wait this long for somebody to publish the name; not at all by default.
-    pub fn wait_for_publisher(mut self, timeout: Option<Duration>) -> Self {
-        self.wait = timeout;
-        self
-    }
-
-    /// Follow the next incarnation when the publisher goes; off by default. Its first sample carries a
-    /// [`Discontinuity`].
-    pub fn reconnect(mut self, reconnect: bool) -> Self {
-        self.reconnect = reconnect;
-        self
-    }
-
-    /// How long [`Subscriber::receive`] waits: 10 s by default.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
-        self
-    }
-
-    /// How long a publisher may take to answer: 5 s by default.
-    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
-        self.handshake_timeout = timeout;
-        self
-    }
-
-    /// How long a wait polls before it sleeps: 20 µs by default. A sleeper costs nothing and is woken; one who
-    /// polls is faster by the price of a wake-up and takes a core.
-    pub fn spin(mut self, spin: Duration) -> Self {
-        self.spin = spin;
-        self
-    }
-
-    /// Finds the publisher and attaches.
-    ///
-    /// # Errors
-    /// [`Error::NoPublisher`], [`Error::Handshake`], [`Error::AccessDenied`], [`Error::PeerAccess`],
-    /// [`Error::NotDeviceMemory`], [`Error::DescriptorLimit`], or what the device says. Nothing is left behind.
-    pub fn build(self) -> Result<Subscriber> {
-        let name = EndpointName::new(&self.name)?;
-        let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
-        let device = self.device.clone().unwrap_or_else(|| Device::preferred().device);
-        Subscriber::new(self, name, domain, device)
-    }
-}
 
 /// Receives the tensors of one publisher.
 ///
