@@ -164,13 +164,23 @@ impl Drop for Inner {
 
 /// The pace of a CPU that polls something a device writes (which cannot wake it): spin first, then yield the
 /// core for ever longer, at most half a millisecond.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Backoff {
     rounds: u32,
+    spins: u32,
+}
+
+impl Default for Backoff {
+    fn default() -> Backoff {
+        Backoff::spinning(2_000)
+    }
 }
 
 impl Backoff {
-    const SPINS: u32 = 2_000;
+    /// One that looks `spins` times before it first sleeps.
+    pub(crate) fn spinning(spins: u32) -> Backoff {
+        Backoff { rounds: 0, spins }
+    }
 
     pub(crate) fn pause(&mut self) {
         match self.step() {
@@ -182,7 +192,7 @@ impl Backoff {
     /// How long to sleep at most before the next look; zero while spinning still pays.
     pub(crate) fn step(&mut self) -> Duration {
         self.rounds = self.rounds.saturating_add(1);
-        match self.rounds.checked_sub(Self::SPINS) {
+        match self.rounds.checked_sub(self.spins) {
             None => Duration::ZERO,
             Some(sleeps) => Duration::from_micros(31 << sleeps.min(4)),
         }

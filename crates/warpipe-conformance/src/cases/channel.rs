@@ -28,7 +28,6 @@ pub(super) const CASES: &[Case] = &[
     Case::new("an announced sample is received before it is filled, and is whole", announced),
     Case::new("an announced sample that is never sent is lost to its readers", announced_and_dropped),
     Case::new("a sample that was given up keeps its place in the history, as lost", lost_history),
-    Case::new("a sample is exchanged for the next one, whether that is there or not", exchanged),
     Case::new("samples outlive their subscriber, and a loan its publisher", handles_outlive_each_other),
     Case::new("a receive without a sample times out, and a try returns at once", timeouts),
     Case::new("a subscriber on another device receives", another_device),
@@ -286,37 +285,6 @@ fn announced_and_dropped(context: &Context) -> Result<()> {
         Payload::of(WORDS, round).send(&publisher, &stream)?;
         ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "the next one is whole");
     }
-    Ok(())
-}
-
-fn exchanged(context: &Context) -> Result<()> {
-    let publisher = context.publisher("exchanged").depth(2).build()?;
-    let mut subscriber = context.subscriber("exchanged").build()?;
-    let (out, back) = (context.stream()?, context.stream()?);
-    let mut tally = context.tally()?;
-    Payload::of(WORDS, 1).send(&publisher, &out)?;
-    let mut sample = subscriber.receive(&back)?;
-    let mut checks = Vec::new();
-    for seed in 2..=40 {
-        checks.extend(tally.check_sample(&sample)?);
-        if seed % 2 == 0 {
-            Payload::of(WORDS, seed).slow(Duration::from_millis(2)).send(&publisher, &out)?;
-            sample = subscriber.exchange(sample, &back)?;
-        } else {
-            let (next, sent) = std::thread::scope(|scope| {
-                let sender = scope.spawn(|| Payload::of(WORDS, seed).send(&publisher, &out));
-                (subscriber.exchange(sample, &back), sender.join())
-            });
-            sent.map_err(|_| anyhow::anyhow!("the sender panicked"))??;
-            sample = next?;
-        }
-        ensure!(sample.sequence() == seed, "sample {} where {seed} is due", sample.sequence());
-    }
-    sample.finish(PATIENCE)?;
-    back.synchronize(PATIENCE)?;
-    ensure!(checks.len() == 39, "every sample but the last was checked");
-    let wrong: u64 = checks.into_iter().map(|check| tally.wrong_words(check)).sum();
-    ensure!(wrong == 0, "{wrong} wrong words");
     Ok(())
 }
 

@@ -31,6 +31,10 @@ use crate::memory::board::Board;
 use crate::stream::{Backoff, Stream};
 use crate::tensor::Layout;
 
+/// Looks for room before a sender sleeps: a few milliseconds, in which a pipeline that is full moves on. Each is short,
+/// because what is seen late is sent late.
+const LOOKS: u32 = 16_000;
+
 /// A wait in slices, so that a wake-up taken by another thread of this process costs a slice and not a hang.
 const SLICE: Duration = Duration::from_millis(50);
 
@@ -183,7 +187,7 @@ impl Core {
     pub(super) fn take_slot(&self, bytes: u64) -> Result<(SlotId, u64)> {
         self.home.check()?;
         let mut clock = Stopwatch::default();
-        let mut backoff = Backoff::default();
+        let mut backoff = Backoff::spinning(LOOKS);
         let mut state = self.lock();
         loop {
             self.reclaim(&mut state, false);
@@ -353,7 +357,7 @@ impl Core {
     fn make_room(&self) -> Result<MutexGuard<'_, State>> {
         self.home.check()?;
         let mut clock = Stopwatch::default();
-        let mut backoff = Backoff::default();
+        let mut backoff = Backoff::spinning(LOOKS);
         let mut state = self.lock();
         loop {
             if state.closed {
@@ -387,7 +391,7 @@ impl Core {
         if pause.is_zero() {
             // The next release is mostly a moment away, and going to sleep is dearer than that.
             drop(state);
-            (0..32).for_each(|_| std::hint::spin_loop());
+            (0..4).for_each(|_| std::hint::spin_loop());
             return self.lock();
         }
         let before = state.freed_count();

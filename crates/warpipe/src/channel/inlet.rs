@@ -261,33 +261,25 @@ impl Inlet {
     /// Prepares `stream` to read the sample at `position`: the stream waits until the data is complete. False
     /// if the publisher is dead and it never will be.
     #[inline]
-    ///
-    /// `done` is a position of this link to release on the same stream first: both go to the driver in one call.
-    pub(super) fn admit(&self, position: u64, stream: &Stream, done: Option<u64>) -> Result<bool> {
+    pub(super) fn admit(&self, position: u64, stream: &Stream) -> Result<bool> {
         let index = self.segment().index(position) as usize;
         let entry = self.segment().entry(position);
         // First in the table, then the look at `dead`: `rescue` sets it first and then reads the table, so one of
         // the two sees the other, and no stream is left waiting.
         self.held[index].store(position, SeqCst);
         if self.dead.load(SeqCst) {
-            done.map_or(Ok(()), |done| self.release(done, stream))?;
             // A death between announcing and sending leaves `ready` unreached, so this asks for both.
             return Ok(entry.ready.reached(position) && self.lost[index].load(SeqCst) != position);
         }
         // Work that is launched after the CPU has seen the word is behind the data without a wait on the device.
         if entry.ready.reached(position) {
-            return done.map_or(Ok(()), |done| self.release(done, stream)).map(|()| true);
+            return Ok(true);
         }
         let wait = StreamOp::Wait { word: self.segment().ready_word(position), value: position };
         self.note(stream);
-        let signal = done.map(|done| StreamOp::Signal { word: self.segment().released_word(done), value: done });
-        let (both, alone) = ([signal.unwrap_or(wait), wait], [wait]);
-        // SAFETY: the words lie in the link segment, which is let go only when this stream, noted above, is proven
-        // to be past them (see `Drop`).
-        unsafe { stream.batch(if done.is_some() { &both } else { &alone })? };
-        if done.is_some() {
-            self.tell_release();
-        }
+        // SAFETY: the word lies in the link segment, which is let go only when this stream, noted above, is proven
+        // to be past it (see `Drop`).
+        unsafe { stream.batch(&[wait])? };
         Ok(true)
     }
 

@@ -50,20 +50,6 @@ impl Sample {
         Sample { inlet, address, position, description, received_ns, discontinuity, stream, is_released: false }
     }
 
-    /// Whether it came over this link, to be released on this stream.
-    pub(super) fn is_of(&self, inlet: &Arc<Inlet>, stream: &Stream) -> bool {
-        Arc::ptr_eq(&self.inlet, inlet) && self.stream.is_same(stream)
-    }
-
-    pub(super) fn position(&self) -> u64 {
-        self.position
-    }
-
-    /// Its release has been enqueued by somebody else.
-    pub(super) fn was_released(mut self) {
-        self.is_released = true;
-    }
-
     /// The device address of the element with all indices 0. Memory that this process may only read.
     pub fn ptr(&self) -> DevicePtr {
         self.slot_ptr() + self.description.layout.offset()

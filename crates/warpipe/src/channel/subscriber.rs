@@ -101,8 +101,6 @@ struct Attached {
     region_missing_since: Option<Instant>,
     /// Taken from the ring, and the device refused to wait for it: next in turn.
     taken: Option<Taken>,
-    /// To be released with the next sample's wait.
-    releasing: Option<Sample>,
 }
 
 /// A sample that is this end's: its position, where its slot lies, what is true of it.
@@ -176,15 +174,8 @@ impl Subscriber {
         listen_to(&self.readable, inlet.wake.as_fd(), WAKE)?;
         let ring = ReceiverRing::new(inlet.segment().clone());
         let regions = inlet.regions().clone();
-        self.attached = Some(Attached {
-            inlet,
-            ring,
-            regions,
-            last_sequence: 0,
-            region_missing_since: None,
-            taken: None,
-            releasing: None,
-        });
+        self.attached =
+            Some(Attached { inlet, ring, regions, last_sequence: 0, region_missing_since: None, taken: None });
         Ok(())
     }
 
@@ -246,23 +237,6 @@ impl Subscriber {
             self.sleep(left.min(self.patience()));
             self.wake_up();
         }
-    }
-
-    /// Releases `done` and receives the next sample, like a drop and a [`receive`](Self::receive). If the next one is
-    /// there already, release and wait go to the driver in one call: for a loop that keeps a GPU busy with small
-    /// work, where each call costs it more than a microsecond.
-    ///
-    /// # Errors
-    /// As [`receive`](Self::receive); `done` is released in any case.
-    pub fn exchange(&mut self, done: Sample, stream: &Stream) -> Result<Sample> {
-        match &mut self.attached {
-            Some(attached) => attached.releasing = Some(done),
-            None => drop(done),
-        }
-        let next = self.poll(stream);
-        // What no wait took along does not wait for one.
-        drop(self.attached.as_mut().and_then(|attached| attached.releasing.take()));
-        next?.map_or_else(|| self.receive(stream), Ok)
     }
 
     /// The next sample if there is one.
@@ -401,12 +375,7 @@ impl Attached {
                     Ok(None) => return Err(self.inlet.why_over()),
                     Err(violation) => return Err(self.fail(violation)),
                 };
-            let done = self.releasing.as_ref().filter(|done| done.is_of(&self.inlet, stream)).map(Sample::position);
-            let admitted = self.inlet.admit(position, stream, done);
-            if done.is_some() && admitted.is_ok() {
-                self.releasing.take().into_iter().for_each(Sample::was_released);
-            }
-            match admitted {
+            match self.inlet.admit(position, stream) {
                 Ok(true) => {
                     self.last_sequence = description.sequence;
                     let (inlet, gap) = (self.inlet.clone(), discontinuity.take());
