@@ -48,7 +48,7 @@ fn chart(area: &Area<'_>, figure: &Figure) -> anyhow::Result<()> {
         .margin(10)
         .x_label_area_size(24)
         .y_label_area_size(64)
-        .build_cartesian_2d(-0.3f64..4.3, (low..high).log_scale())
+        .build_cartesian_2d(-0.3f64..4.3, whole_decades(low, high).log_scale())
         .map_err(failed)?;
     let label = |x: &f64| names.get(x.round() as usize).filter(|_| x.fract().abs() < 1e-6).copied().unwrap_or_default();
     chart
@@ -78,4 +78,9 @@ fn us(quantiles: &Quantiles) -> [f64; 5] {
 
 fn failed(error: impl std::fmt::Display) -> anyhow::Error {
     anyhow!("{error}")
+}
+
+/// A range that begins and ends at a power of ten: the axis is labelled there, and a narrow one would have no label.
+fn whole_decades(low: f64, high: f64) -> std::ops::Range<f64> {
+    10f64.powf(low.max(1e-3).log10().floor())..10f64.powf(high.max(1e-2).log10().ceil())
 }
