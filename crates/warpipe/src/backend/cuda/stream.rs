@@ -14,8 +14,9 @@ use crate::stream::Backoff;
 /// The most operations that the driver takes in one call.
 const BATCH_MAX: usize = 256;
 
-/// Runs of more signals than this go through the broadcast kernel. On an H200 its launch takes the GPU 4.0 us
-/// whatever the number; a batch takes 3.9 us for 4 words, 5.2 us for 6 and 45 us for 64 (`warpipe bench fanout`).
+/// Runs of more signals than this go through the broadcast kernel. On an H200 its launch takes the GPU 3.5 to
+/// 3.8 us whatever the number, and the CPU 2 us more than a batch, which takes the GPU 4.0 us for 4 words, 5.3 us for 6
+/// and 45 us for 64 (`warpipe bench fanout`, results/h200).
 const BROADCAST_ABOVE: usize = 4;
 
 type HostFunction = Box<dyn FnOnce() + Send>;
