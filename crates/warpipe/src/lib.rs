@@ -97,9 +97,10 @@ pub use channel::{
 };
 pub use device::Device;
 pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
-pub use error::{Error, HandshakeFault, Holder, Result};
+pub use error::{Error, Expiry, HandshakeFault, Holder, Result, TicketFault};
 pub use kernel::Kernel;
 pub use link::PeerState;
+pub use memory::{Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket};
 pub use rendezvous::Kind;
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
