@@ -11,6 +11,8 @@ mod published;
 pub(crate) mod region;
 mod shared;
 pub(crate) mod shelf;
+#[cfg(test)]
+mod tests;
 pub(crate) mod ticket;
 pub(crate) mod tied;
 

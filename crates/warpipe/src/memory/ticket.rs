@@ -54,7 +54,7 @@ pub struct Ticket {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 struct Fields {
     boot: String,
-    domain: PathBuf,
+    domain: String,
     owner: u32,
     name: String,
     kind: Kind,
@@ -83,6 +83,10 @@ impl Ticket {
     ) -> Result<Ticket> {
         let path = std::path::absolute(domain.path())
             .map_err(|e| Error::os("getcwd", format!("the domain {}", domain.path().display()), e))?;
+        // A text can hold no other.
+        let path = path.into_os_string().into_string().map_err(|path| {
+            Error::argument("domain", PathBuf::from(path).display(), "a path in UTF-8, to be named by a ticket")
+        })?;
         let (boot, owner, name) = (boot_id()?, domain.owner(), name.to_string());
         Ok(Ticket { fields: Fields { boot, domain: path, owner, name, kind, incarnation, wanted, device } })
     }
@@ -98,7 +102,7 @@ impl Ticket {
 
     /// The domain's directory.
     pub fn domain(&self) -> &Path {
-        &self.fields.domain
+        Path::new(&self.fields.domain)
     }
 
     /// The endpoint's name.
@@ -290,7 +294,7 @@ mod tests {
         let wanted = Wanted { id: 3, offset: 4096, bytes: Some(100) };
         let fields = Fields {
             boot: boot_id().unwrap(),
-            domain: PathBuf::from("/run/user/1000/warpipe"),
+            domain: "/run/user/1000/warpipe".into(),
             owner: 1000,
             name: "camera/front".into(),
             kind: Kind::Memory,
