@@ -102,31 +102,40 @@ impl Mapping {
         unsafe { stream.backend().upload(stream.raw(), self.ptr() + offset, source) }
     }
 
-    /// Waits for `streams`, at most `timeout`, and copies to a new vector. The range has been checked.
-    pub(crate) fn read(&self, streams: &Streams, offset: u64, bytes: u64, timeout: Duration) -> Result<Vec<u8>> {
+    /// Copies to a new vector. The range has been checked, and who writes it has been waited for.
+    pub(crate) fn read(&self, offset: u64, bytes: u64) -> Result<Vec<u8>> {
         self.check_home()?;
-        wait_for(streams, timeout)?;
-        let mut copy = Vec::new();
-        let room = usize::try_from(bytes).ok().and_then(|length| copy.try_reserve_exact(length).ok());
-        if room.is_none() {
-            return Err(Error::DeviceMemory { device: "this process".into(), bytes, detail: String::new() });
-        }
-        copy.resize(bytes as usize, 0);
-        if bytes > 0 {
-            debug_assert!(offset + bytes <= self.region.bytes());
-            // Not a stream of the user's: that may be stuck behind something else, and this must not be.
-            let stream = self.device.stream()?;
-            // SAFETY: the stream is live and has nothing else to do; the range lies inside the region (checked by the
-            // caller), which is mapped as long as self.
-            unsafe { stream.backend().download(stream.raw(), &mut copy, self.ptr() + offset)? };
-        }
-        Ok(copy)
+        debug_assert!(offset + bytes <= self.region.bytes());
+        // SAFETY: the range lies inside the region (checked by the caller), which is mapped as long as self.
+        unsafe { copy_out(&self.device, self.ptr() + offset, bytes) }
     }
 
-    /// Waits for all that are known to work on it, and copies.
-    pub(crate) fn read_quiet(&self, offset: u64, bytes: u64, timeout: Duration) -> Result<Vec<u8>> {
-        self.read(self.region.streams(), offset, bytes, timeout)
+    /// Waits for all that are known to work on it, at most `timeout`, and copies it.
+    pub(crate) fn read_quiet(&self, timeout: Duration) -> Result<Vec<u8>> {
+        self.check_home()?;
+        wait_for(self.region.streams(), timeout)?;
+        self.read(0, self.bytes)
     }
+}
+
+/// Copies device memory to a new vector.
+///
+/// # Safety
+/// `ptr` is readable for `bytes` bytes.
+pub(crate) unsafe fn copy_out(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<Vec<u8>> {
+    let mut copy = Vec::new();
+    let room = usize::try_from(bytes).ok().and_then(|length| copy.try_reserve_exact(length).ok());
+    if room.is_none() {
+        return Err(Error::DeviceMemory { device: "this process".into(), bytes, detail: String::new() });
+    }
+    copy.resize(bytes as usize, 0);
+    if bytes > 0 {
+        // Not a stream of the user's: that may be stuck behind something else, and this must not be.
+        let stream = device.stream()?;
+        // SAFETY: the stream is live and has nothing else to do; the range is the caller's promise.
+        unsafe { stream.backend().download(stream.raw(), &mut copy, ptr)? };
+    }
+    Ok(copy)
 }
 
 /// Waits until `streams` have done what they were given so far.

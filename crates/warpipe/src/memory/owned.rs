@@ -117,7 +117,7 @@ impl Memory {
     /// # Errors
     /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`]; [`Error::Forked`].
     pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
-        self.mapping.read_quiet(0, self.bytes(), timeout)
+        self.mapping.read_quiet(timeout)
     }
 
     /// A descriptor of it, close-on-exec: `cuMemExportToShareableHandle`, or a duplicate of the memfd. Whoever gets it

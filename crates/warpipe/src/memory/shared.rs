@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::mapping::{Mapping, check_range};
+use super::mapping::{Mapping, check_range, wait_for};
 use crate::backend::{Access, DeviceId, DevicePtr};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -99,7 +99,8 @@ impl SharedMemory {
     /// # Errors
     /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`]; [`Error::Forked`].
     pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
-        self.mapping.read(&self.streams, self.offset, self.bytes, timeout)
+        wait_for(&self.streams, timeout)?;
+        self.mapping.read(self.offset, self.bytes)
     }
 }
 
