@@ -232,6 +232,11 @@ impl PoolClient {
         self.account.name()
     }
 
+    #[cfg(test)]
+    pub(super) fn words(&self) -> &Page {
+        &self.account.visit.words
+    }
+
     /// The owner's process.
     pub fn owner_pid(&self) -> i32 {
         self.account.visit.visitor.pid()

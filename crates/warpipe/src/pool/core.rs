@@ -202,7 +202,9 @@ impl Core {
             let value = state.next_fence();
             self.clear(state.address(slot), range.end - range.start, slot, value)
                 // The block is lost with the device: what of it is still to be cleared is not known.
-                .inspect_err(|_| drop(state.blocks.insert(slot, Block::owned())))?;
+                .inspect_err(|_| {
+                    state.blocks.insert(slot, Block::owned());
+                })?;
             state.arena.fence(slot, value);
             cleared_at = Some(value);
         }

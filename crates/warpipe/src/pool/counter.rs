@@ -75,7 +75,11 @@ impl Core {
 
     fn hand_new(&self, caller: &Caller, bytes: u64) -> Result<Answer, Refusal> {
         super::core::check_bytes(bytes)?;
-        if self.lock().borrowers.get(&caller.id).is_none_or(Borrower::is_full) {
+        let mut state = self.lock();
+        self.reclaim(&mut state);
+        let is_full = state.borrowers.get(&caller.id).is_none_or(Borrower::is_full);
+        drop(state);
+        if is_full {
             return Answer::new(&Grant::TooMany, vec![]);
         }
         let (slot, is_being_cleared) = match self.take(bytes, caller.uid, Block::borrowed())? {

@@ -256,3 +256,18 @@ fn ranges_and_access_are_kept_to() {
     stream.synchronize(WAIT).unwrap();
     assert_eq!(read.to_vec(WAIT).unwrap(), [0, 0, 0, 0, 0, 0, 0, 1]);
 }
+
+#[test]
+fn what_a_peer_scribbles_into_its_page_frees_nothing() {
+    let stage = Stage::new("scribble");
+    let client = stage.client();
+    let own = stage.pool.allocate(MIB).unwrap();
+    let lent = client.allocate(MIB).unwrap();
+    for value in [0, 2, 1 << 40, u64::MAX] {
+        (0..PAIRS_MAX).for_each(|pair| client.words().at::<TimelineWord>(released_at(pair)).store(value));
+        assert!(is_limit(stage.pool.allocate(1)), "{value}");
+    }
+    drop(lent);
+    drop(stage.pool.allocate(MIB).unwrap());
+    drop(own);
+}
