@@ -87,6 +87,10 @@ impl PoolBuilder {
     /// reserve above the limit; [`Error::DeviceMemory`], [`Error::Driver`].
     pub fn build(self) -> Result<Pool> {
         let name = EndpointName::new(&self.name)?;
+        if self.reserve > self.memory_limit {
+            let (name, bytes, limit) = (self.name, self.reserve, self.memory_limit);
+            return Err(Error::MemoryLimit { name, bytes, used: 0, limit });
+        }
         let domain = self.domain.map_or_else(Domain::from_environment, Ok)?;
         let device = self.device.unwrap_or_else(|| Device::preferred().device);
         let core = Core::new(name.clone(), domain.clone(), device, self.memory_limit)?;
