@@ -2,4 +2,5 @@
 
 pub(crate) mod arena;
 pub(crate) mod board;
+pub(crate) mod legacy;
 pub(crate) mod region;
