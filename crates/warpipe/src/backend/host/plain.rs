@@ -19,7 +19,7 @@ use crate::backend::pointer::{kind_outside, mapping_at};
 use crate::backend::{DeviceId, DevicePtr, IPC_EVENTS_MAX, IpcBytes, PointerInfo, PointerKind};
 use crate::error::{Error, LegacyFault, Result};
 use crate::fork::{Home, PrivateFd};
-use crate::origin::Origin;
+use crate::origin::{Life, Origin};
 
 const MEMORY: [u8; 8] = *b"WPHOSTM1";
 const EVENT: [u8; 8] = *b"WPHOSTE1";
@@ -146,7 +146,10 @@ impl Plain {
         if origin == here {
             return Err(refused("it names memory of this process"));
         }
-        if origin.life(&here) != crate::origin::Life::Alive {
+        if (host, namespace) != (here.host, here.namespace) {
+            return Err(refused("its process is not of this machine's PID namespace"));
+        }
+        if origin.life(&here) == Life::Gone {
             return Err(refused("its process is gone"));
         }
         let fd = open_file(pid, number, File { device, inode })?;
@@ -211,7 +214,7 @@ pub(super) fn check_event(handle: &IpcBytes) -> Result<()> {
         read(EVENT, handle).ok_or_else(|| refused("it is no handle of a host event"))?;
     let origin = Origin { host, namespace, started, pid: pid as u32 as i32 };
     match origin.life(&Origin::here()?) {
-        crate::origin::Life::Gone => Err(refused("its process is gone")),
+        Life::Gone => Err(refused("its process is gone")),
         _ => Ok(()),
     }
 }
