@@ -95,6 +95,9 @@ impl CudaBackend {
         if driver.pointer_is_pooled(ptr)? {
             return Ok(PointerKind::Pool);
         }
+        if lock(&self.ledger.opened).iter().any(|(&base, opened)| ptr >= base && ptr - base < opened.bytes) {
+            return Ok(PointerKind::Import);
+        }
         Ok(match driver.pointer_is_legacy_capable(ptr)? {
             Some(false) => PointerKind::Vmm,
             Some(true) | None => PointerKind::Device,
