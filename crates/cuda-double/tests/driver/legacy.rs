@@ -174,18 +174,22 @@ pub fn legacy_kinds() {
     };
     assert_eq!(set_current, 0);
     let region = device.backend().allocate(2 * MIB).unwrap();
-    let freed = plain(&device);
-    // SAFETY: allocated above, freed once.
-    unsafe { device.backend().free_plain(freed) }.unwrap();
     let local = [0u64; 4];
     let exporter = Exporter::start("0");
     let import = exporter.handle.open(&device).unwrap();
+    let pooled = allocate_by("cuMemAllocAsync", 0);
+    let managed = allocate_by("cuMemAllocManaged", 1);
+    let pinned = words(&device).1;
+    // Last of all, lest its address mean something else.
+    let freed = plain(&device);
+    // SAFETY: allocated above, freed once.
+    unsafe { device.backend().free_plain(freed) }.unwrap();
     let cases = [
         (0, PointerKind::Null),
         (local.as_ptr() as u64, PointerKind::Host),
-        (words(&device).1, PointerKind::Pinned),
-        (allocate_by("cuMemAllocManaged", 1), PointerKind::Managed),
-        (allocate_by("cuMemAllocAsync", 0), PointerKind::Pool),
+        (pinned, PointerKind::Pinned),
+        (managed, PointerKind::Managed),
+        (pooled, PointerKind::Pool),
         (region.ptr + 4096, PointerKind::Vmm),
         (freed, PointerKind::Unknown),
         (import.ptr(), PointerKind::Import),
