@@ -6,6 +6,7 @@ mod death;
 mod fault;
 mod fork;
 mod layout;
+mod legacy;
 mod memory;
 mod model;
 mod names;
@@ -78,6 +79,7 @@ pub fn all() -> Vec<Case> {
         layout::CASES,
         channel::CASES,
         memory::CASES,
+        legacy::CASES,
         policy::CASES,
         names::CASES,
         death::CASES,

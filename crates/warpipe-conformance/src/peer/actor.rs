@@ -5,13 +5,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Publisher, Sample, SampleMut, Stream, Subscriber};
+use warpipe::{Error, LegacyMemory, Publisher, Sample, SampleMut, Stream, Subscriber};
 
 use super::order::{Answer, Batch, Fault, Item, Order};
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
 use crate::guard::Guard;
 use crate::payload::{Check, Payload, Tally};
+use crate::plain::{self, Plain};
 use crate::words::Words;
 
 /// Carries out the orders on standard input.
@@ -37,6 +38,8 @@ fn say(line: &str) {
 struct Actor {
     held: Vec<(Sample, Option<Check>, Item)>,
     loans: Vec<SampleMut>,
+    opened: Vec<LegacyMemory>,
+    plain: Vec<Plain>,
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,
     sockets: Vec<std::os::fd::OwnedFd>,
@@ -56,6 +59,8 @@ impl Actor {
         Ok(Actor {
             held: Vec::new(),
             loans: Vec::new(),
+            opened: Vec::new(),
+            plain: Vec::new(),
             subscribers: Vec::new(),
             publisher: None,
             sockets: Vec::new(),
@@ -96,6 +101,20 @@ impl Actor {
             }
             Order::ConnectOnly(name) => self.connect_only(&name)?,
             Order::PlayWords { path, rounds } => self.play_words(&path, rounds)?,
+            Order::ExportLegacy { words, seed } => {
+                let plain = Plain::new(&self.context.device, words, seed)?;
+                let handle = plain.export()?;
+                self.plain.push(plain);
+                return Ok(Answer::Text(handle.to_string()));
+            }
+            Order::FreeLegacy => drop(self.plain.pop().context("memory to free")?),
+            Order::OpenLegacy { handle, seed } => {
+                let memory = handle.open(&self.context.device)?;
+                plain::check(&memory, seed, &mut self.streams()?.tally)?;
+                self.opened.push(memory);
+            }
+            Order::CloseLegacy => self.opened.pop().context("memory to close")?.close(PATIENCE)?,
+            Order::OpenEvent(handle) => plain::open_event(&self.context.device, &handle)?,
             Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
             Order::Guard => {
                 self.context.warm_up()?;
@@ -235,6 +254,8 @@ impl Actor {
     fn settle(&mut self) -> Result<()> {
         self.held.clear();
         self.loans.clear();
+        self.opened.clear();
+        self.plain.clear();
         self.subscribers.clear();
         self.publisher = None;
         self.sockets.clear();
