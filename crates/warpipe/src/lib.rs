@@ -109,3 +109,8 @@ pub use tensor::{DType, Layout};
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
+
+/// So are those of the guide.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/guide/legacy-handles.md")]
+struct LegacyHandlesGuide;

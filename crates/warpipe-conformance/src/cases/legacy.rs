@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::backend::testing::{Counting, Wrapped};
+use warpipe::backend::testing::{Counting, Failing, Wrapped};
 use warpipe::backend::{IPC_EVENTS_MAX, PointerKind};
 use warpipe::{Device, Error, LegacyFault, LegacyHandle};
 
@@ -24,6 +24,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("what no legacy handle can name is refused by its kind", not_exportable),
     Case::new("cut, changed and invented handles are typed errors", wrong_handles),
     Case::new("legacy memory is not closed under a stream that uses it", used_by_stream),
+    Case::new("a device that refuses a legacy export or open leaves nothing, and it works next", refusing_device),
     Case::new("interprocess events open in another process, and their limit is a typed error", events),
 ];
 
@@ -214,6 +215,29 @@ fn used_by_stream(context: &Context) -> Result<()> {
     }
     ensure!(crate::process::eventually(PATIENCE, is_closed), "it is closed when the stream is done");
     plain::check(&handle.open(&context.device)?, 77, &mut context.tally()?).context("what the late kernel wrote")?;
+    peer.dismiss()
+}
+
+fn refusing_device(context: &Context) -> Result<()> {
+    let failing = Wrapped::new(context.device.backend().clone(), Failing::default());
+    let device = Device::from_backend(failing.clone());
+    let own = Plain::new(&device, WORDS, 3)?;
+    for method in ["locate", "export_legacy"] {
+        failing.hook().aim(method, 1);
+        match own.export() {
+            Err(Error::Injected { .. }) => {}
+            other => bail!("{method} failed, and gave {other:?}"),
+        }
+    }
+    own.export()?;
+    let mut peer = context.peer()?;
+    let handle = export(&mut peer, 5)?;
+    failing.hook().aim("open_legacy", 1);
+    match refusal(&handle, &device)? {
+        Error::Injected { .. } => {}
+        other => bail!("open_legacy failed, and gave {other:?}"),
+    }
+    plain::check(&handle.open(&device)?, 5, &mut context.tally()?)?;
     peer.dismiss()
 }
 
