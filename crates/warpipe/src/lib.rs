@@ -89,6 +89,7 @@ mod link;
 mod memory;
 mod origin;
 mod os;
+mod rendezvous;
 mod stream;
 pub mod tensor;
 
@@ -102,6 +103,7 @@ pub use error::{Error, HandshakeFault, Holder, LegacyFault, Result};
 pub use kernel::Kernel;
 pub use link::PeerState;
 pub use memory::legacy::{LegacyHandle, LegacyMemory};
+pub use rendezvous::Kind;
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
 
