@@ -138,12 +138,13 @@ impl CudaBackend {
 
     /// That the allocation is as long as the handle says, where the driver knows how long it is.
     fn check_length(&self, base: CUdeviceptr, bytes: u64) -> Result<()> {
-        match self.driver.address_range(base) {
-            Ok((start, allocation)) if base - start.min(base) > allocation || allocation - (base - start) < bytes => {
-                Err(Error::legacy(LegacyFault::Range { offset: 0, bytes, allocation }))
-            }
-            _ => Ok(()),
+        let Ok((start, allocation)) = self.driver.address_range(base) else { return Ok(()) };
+        // Behind the base; a driver that puts the base outside of its own range leaves nothing.
+        let left = base.checked_sub(start).and_then(|offset| allocation.checked_sub(offset)).unwrap_or(0);
+        if left < bytes {
+            return Err(Error::legacy(LegacyFault::Range { offset: 0, bytes, allocation: left }));
         }
+        Ok(())
     }
 
     fn refusal(&self, fault: Fault, owner: DeviceId) -> Error {
