@@ -46,9 +46,9 @@ fn run(stage: &Stage) -> Outcome<String> {
         ensure(seen.len() as u64 == FRAMES, || format!("thread {number} saw {} frames", seen.len()))?;
         ensure(seen.iter().all(|&(_, right)| right), || format!("thread {number} read a wrong byte"))?;
         let pairs = written.iter().zip(seen);
-        let shifts: BTreeSet<u64> = pairs.map(|(own, (theirs, _))| theirs.wrapping_sub(*own)).collect();
-        ensure(shifts.len() == 1, || format!("thread {number} read other memory than was written: {shifts:x?}"))?;
-        println!("thread {number}: its addresses are the publisher's plus {:#x}", shifts.first().unwrap_or(&0));
+        let shifts: BTreeSet<i64> = pairs.map(|(own, (theirs, _))| theirs.wrapping_sub(*own) as i64).collect();
+        ensure(shifts.len() == 1, || format!("thread {number} read other memory than was written: {shifts:?}"))?;
+        println!("thread {number}: its addresses are the publisher's {:+} bytes", shifts.first().unwrap_or(&0));
     }
     let region = publisher.memory_in_use().0;
     ensure(memory == region, || format!("the readers' end changed the memory from {memory} to {region} bytes"))?;

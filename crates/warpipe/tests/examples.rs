@@ -151,3 +151,12 @@ fn a_device_that_there_is_not_ends_the_example_with_a_clear_error() {
     assert_eq!(ended.code, Some(1), "{ended:?}");
     assert!(ended.err.contains("--device is auto, host, cuda or cuda:N"), "{ended:?}");
 }
+
+#[test]
+fn pipeline_goes_on_when_its_middle_stage_is_killed_and_started_again() {
+    ends_with(
+        "pipeline",
+        &[],
+        "ok: 400 frames: * verified, * lost with the filter that was killed (9 at most), none wrong",
+    );
+}
