@@ -5,8 +5,7 @@
 //! the triangles does not matter); each pixel then finds its triangle, and from that its colour and light. Colours
 //! run evenly between the corners, light is one for a triangle.
 //!
-//! The camera stands at (0, 0, 4), looks at the origin, and sees at that distance one unit above and below it per
-//! half height of the picture. Triangles whose corners run counter-clockwise face it; what is nearer than one unit,
+//! The camera stands at (0, 0, 4) and looks at the origin, of which it sees one unit above and one below. Triangles whose corners run counter-clockwise face it; what is nearer than one unit,
 //! or names no vertex, is not drawn.
 //!
 //! `render.cu` is the source, `render.ptx` what NVRTC 12.0 made of it; the twins give the same bits.

@@ -34,7 +34,7 @@ fn run(example: &str, arguments: &[&str]) -> Ended {
 }
 
 /// Runs one example, which must end well and with this last line (`*` stands for any text).
-fn ends_with(example: &str, arguments: &[&str], last_line: &str) {
+fn ends_with(example: &str, arguments: &[&str], last_line: &str) -> Ended {
     let ended = run(example, arguments);
     assert_eq!(ended.code, Some(0), "{example}: {ended:#?}");
     let last = ended.out.lines().last().unwrap_or_default();
@@ -42,6 +42,7 @@ fn ends_with(example: &str, arguments: &[&str], last_line: &str) {
     let mut rest = last;
     let matches = parts.iter().all(|part| rest.find(part).map(|place| rest = &rest[place + part.len()..]).is_some());
     assert!(matches && last.starts_with(parts[0]), "{example} ended with {last:?}, not with {last_line:?}");
+    ended
 }
 
 /// Where Cargo put the example. `cargo test -p warpipe` builds them all; with `--test examples` it does not.
@@ -159,4 +160,24 @@ fn pipeline_goes_on_when_its_middle_stage_is_killed_and_started_again() {
         &[],
         "ok: 400 frames: * verified, * lost with the filter that was killed (9 at most), none wrong",
     );
+}
+
+#[test]
+fn render_draws_every_frame_as_in_the_reference() {
+    ends_with("render", &["--frames", "12"], "ok: 12 of 12 frames, 0 lost, * frames/s, as in the reference");
+}
+
+#[test]
+fn render_loses_at_most_the_frames_in_flight_when_its_renderer_is_killed() {
+    let last = "ok: * of 24 frames, * lost, * frames/s, as in the reference";
+    let ended = ends_with("render", &["--frames", "24", "--kill"], last);
+    assert!(ended.out.contains("killing the renderer"), "{ended:#?}");
+}
+
+#[test]
+fn render_refuses_a_picture_that_is_not_the_reference() {
+    let other = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/examples/another-frame.png");
+    let ended = run("render", &["--frames", "12", "--reference", other]);
+    assert_eq!(ended.code, Some(1), "{ended:#?}");
+    assert!(ended.err.contains("pixels are not as in the reference"), "{ended:#?}");
 }

@@ -51,6 +51,7 @@ fn rounded(value: f32) -> i32 {
     value.round_ties_even() as i32
 }
 
+#[expect(clippy::manual_clamp, reason = "`clamp` keeps what is not a number; here and in the kernel it is the least")]
 fn fixed(value: f32) -> i32 {
     rounded(value.max(-COORDINATE_MAX).min(COORDINATE_MAX))
 }
