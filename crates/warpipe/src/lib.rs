@@ -33,6 +33,7 @@
 //! | [`Device`], [`Stream`], [`Kernel`] ([`device`], [`kernel`]) | where memory lies, the order of its work, and what runs there |
 //! | [`Domain`], [`EndpointName`] | the directory in which names live, and who holds them |
 //! | [`backend`] | the seam to a device: one trait, `cuda` and `host`, and wrappers for tests |
+//! | [`nvtx`] | whether a profiler sees the ranges of send and receive |
 //! | [`clock`] | the clock that all processes of one machine share |
 //! | [`Error`], [`HandshakeFault`] | everything that can go wrong, each with the next step |
 //!
@@ -86,6 +87,7 @@ pub mod interop_cudarc;
 pub mod kernel;
 mod link;
 mod memory;
+pub mod nvtx;
 mod os;
 mod stream;
 pub mod tensor;
