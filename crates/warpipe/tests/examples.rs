@@ -45,7 +45,8 @@ fn ends_with(example: &str, arguments: &[&str], last_line: &str) -> Ended {
     ended
 }
 
-/// Where Cargo put the example. `cargo test -p warpipe` builds them all; with `--test examples` it does not.
+/// Where Cargo, or the bundle for a GPU machine, put the example. `cargo test -p warpipe` builds them all; with
+/// `--test examples` it does not.
 fn built(example: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let path = test.parent().and_then(Path::parent).unwrap().join("examples").join(example);
@@ -176,8 +177,10 @@ fn render_loses_at_most_the_frames_in_flight_when_its_renderer_is_killed() {
 
 #[test]
 fn render_refuses_a_picture_that_is_not_the_reference() {
-    let other = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/examples/another-frame.png");
-    let ended = run("render", &["--frames", "12", "--reference", other]);
+    let folder = Folder::new("another");
+    let other = folder.0.join("another-frame.png");
+    std::fs::write(&other, include_bytes!("examples/another-frame.png")).unwrap();
+    let ended = run("render", &["--frames", "12", "--reference", other.to_str().unwrap()]);
     assert_eq!(ended.code, Some(1), "{ended:#?}");
     assert!(ended.err.contains("pixels are not as in the reference"), "{ended:#?}");
 }
