@@ -338,15 +338,24 @@ impl Domain {
 
     /// Connects to the endpoint `name`; tries again while its backlog is full.
     pub(crate) fn connect(&self, name: &EndpointName, timeout: Duration) -> Result<OwnedFd> {
+        self.connect_or(name, timeout, |_| Error::NoPublisher { name: name.to_string() })
+    }
+
+    /// As [`connect`](Self::connect), with an error of the caller's for a name that nobody holds, told whether a dead
+    /// process has left it behind.
+    pub(crate) fn connect_or(
+        &self,
+        name: &EndpointName,
+        timeout: Duration,
+        absent: impl FnOnce(bool) -> Error,
+    ) -> Result<OwnedFd> {
         let file = name.file("", ".sock");
         let start = Instant::now();
         let mut backoff = crate::stream::Backoff::default();
         loop {
             match self.dial(&file) {
                 Ok(socket) => return Ok(socket),
-                Err(Errno::NOENT | Errno::CONNREFUSED) => {
-                    return Err(Error::NoPublisher { name: name.to_string() });
-                }
+                Err(error @ (Errno::NOENT | Errno::CONNREFUSED)) => return Err(absent(error == Errno::CONNREFUSED)),
                 Err(Errno::ACCESS | Errno::PERM) => {
                     let detail = "the socket's permissions".to_string();
                     return Err(Error::AccessDenied { name: name.to_string(), detail });

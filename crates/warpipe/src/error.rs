@@ -154,6 +154,46 @@ pub enum Error {
         /// The endpoint name.
         name: String,
     },
+    /// Nobody keeps anything under this name.
+    #[error("no {kind} named {name:?}: {}; start its owner, or wait for it with a timeout", if *.was_there { "its owner has died and left the name behind" } else { "nobody has made it yet, or it is closed" })]
+    NoOwner {
+        /// What was looked for.
+        kind: crate::Kind,
+        /// The endpoint name.
+        name: String,
+        /// Whether a dead process has left the name behind.
+        was_there: bool,
+    },
+    /// Something else is kept under this name.
+    #[error("{name:?} is a {found}, not a {wanted}; take the right name, or open it as what it is")]
+    OtherKind {
+        /// The endpoint name.
+        name: String,
+        /// What was looked for.
+        wanted: crate::Kind,
+        /// What is there.
+        found: String,
+    },
+    /// The process that keeps this has gone, and what it alone could do is not done any more.
+    #[error("the owner of {kind} {name:?} (process {pid}) {}; open it again when it is back", if *.graceful { "has closed it" } else { "has died" })]
+    OwnerGone {
+        /// What it kept.
+        kind: crate::Kind,
+        /// The endpoint name.
+        name: String,
+        /// Its process id, as this process sees it.
+        pid: i32,
+        /// Whether it said goodbye.
+        graceful: bool,
+    },
+    /// The other side does not do what it was asked.
+    #[error("{name:?} refused: {text}")]
+    Refused {
+        /// The endpoint name.
+        name: String,
+        /// Its reason and, from this library, the next step.
+        text: String,
+    },
     /// The endpoint's owner does not let this user in.
     #[error("{name:?} does not admit this user ({detail}); ask its owner to allow the uid or gid")]
     AccessDenied {

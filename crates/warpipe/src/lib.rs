@@ -89,6 +89,7 @@ mod link;
 mod memory;
 pub mod nvtx;
 mod os;
+mod rendezvous;
 mod stream;
 pub mod tensor;
 
@@ -101,6 +102,7 @@ pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
 pub use error::{Error, HandshakeFault, Holder, Result};
 pub use kernel::Kernel;
 pub use link::PeerState;
+pub use rendezvous::Kind;
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
 

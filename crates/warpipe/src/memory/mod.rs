@@ -1,5 +1,6 @@
-//! Memory: regions, the arena that cuts them into slots, and the words that say when a slot's work is done.
+//! Memory: regions, the arena that cuts them into slots, and the words, our own or shared, that order its users.
 
 pub(crate) mod arena;
 pub(crate) mod board;
+pub(crate) mod page;
 pub(crate) mod region;
