@@ -6,6 +6,7 @@
 //! slot back behind the stream's work. Nothing is copied, and no CPU waits for a device.
 
 mod core;
+mod direct;
 mod inlet;
 mod outlet;
 mod publisher;
@@ -14,6 +15,8 @@ mod subscriber;
 
 pub use publisher::{Announced, Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SubscriberInfo};
 pub use sample::{Discontinuity, Receipt, Sample};
+pub(crate) use direct::{Observer, Parcel};
+pub(crate) use subscriber::Arrival;
 pub use subscriber::{Samples, Subscriber, SubscriberBuilder};
 
 use std::time::Duration;
