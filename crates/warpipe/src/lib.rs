@@ -87,6 +87,7 @@ pub mod kernel;
 mod link;
 mod memory;
 mod os;
+mod queue;
 mod stream;
 pub mod tensor;
 
@@ -99,6 +100,9 @@ pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
 pub use error::{Error, HandshakeFault, Holder, Result};
 pub use kernel::Kernel;
 pub use link::PeerState;
+pub use queue::{
+    JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState, SubmitError, Worker, WorkerBuilder,
+};
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
 

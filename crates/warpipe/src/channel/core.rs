@@ -3,8 +3,8 @@
 mod direct;
 mod reception;
 
-pub(crate) use direct::{Member, Observer, Parcel};
 pub(super) use direct::Recipients;
+pub(crate) use direct::{Member, Observer, Parcel};
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;

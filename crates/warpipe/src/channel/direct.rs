@@ -24,6 +24,16 @@ impl Publisher {
         self.core.has_member(id)
     }
 
+    /// Whether the loan is of this publisher's memory.
+    pub(crate) fn lent(&self, loan: &SampleMut) -> bool {
+        std::sync::Arc::ptr_eq(&self.core, &loan.core)
+    }
+
+    /// Gives the name up before the rest.
+    pub(crate) fn withdraw(&self) {
+        self.core.withdraw();
+    }
+
     /// Ends one subscriber's link.
     pub(crate) fn expel(&self, id: u64, reason: &str) {
         self.core.expel(id, reason);

@@ -13,9 +13,9 @@ mod publisher;
 mod sample;
 mod subscriber;
 
+pub(crate) use direct::{Member, Observer, Parcel};
 pub use publisher::{Announced, Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SubscriberInfo};
 pub use sample::{Discontinuity, Receipt, Sample};
-pub(crate) use direct::{Observer, Parcel};
 pub(crate) use subscriber::Arrival;
 pub use subscriber::{Samples, Subscriber, SubscriberBuilder};
 

@@ -66,7 +66,7 @@ impl Observer {
         Ok(Observer { bell: Bell::new()?, has_news: AtomicBool::new(true) })
     }
 
-    fn tell(&self) {
+    pub(crate) fn tell(&self) {
         self.has_news.store(true, Ordering::SeqCst);
         self.bell.ring();
     }
@@ -184,11 +184,15 @@ impl Core {
         arena.hold(slot);
         let (region, offset) = (arena.slot(slot).region, arena.slot(slot).offset);
         let metadata = metadata.clone();
-        let description =
-            Description { sequence, sent_ns: now_ns(), region, slot: offset, layout: *layout, metadata };
+        let description = Description { sequence, sent_ns: now_ns(), region, slot: offset, layout: *layout, metadata };
         outlet.publish(position, slot, &description);
         outlet.wake_sleeper();
         Ok(Some(position))
+    }
+
+    /// Gives the name up: nobody new can come.
+    pub(in crate::channel) fn withdraw(&self) {
+        self.claim.withdraw();
     }
 
     /// Ends one subscriber's link.

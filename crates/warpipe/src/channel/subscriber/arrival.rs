@@ -93,6 +93,11 @@ impl Subscriber {
         self.readable.as_fd()
     }
 
+    /// The builder's timeout.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.options.timeout
+    }
+
     /// Takes in what rang.
     pub(crate) fn quiet(&self) {
         self.drain();
