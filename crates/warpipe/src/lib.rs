@@ -88,6 +88,7 @@ mod link;
 mod memory;
 mod os;
 mod queue;
+mod service;
 mod stream;
 pub mod tensor;
 
@@ -103,6 +104,7 @@ pub use link::PeerState;
 pub use queue::{
     JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState, SubmitError, Worker, WorkerBuilder,
 };
+pub use service::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
 

@@ -12,10 +12,11 @@ use super::recruit::Recruits;
 use super::seat::{Finding, Seat};
 use crate::channel::{Observer, Publisher};
 use crate::clock::Stopwatch;
-use crate::domain::Domain;
+use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::message::timespec;
+use crate::link::watcher::Watcher;
 use crate::stream::Backoff;
 
 /// Looks for the data of a result before its waiter sleeps.
@@ -152,7 +153,8 @@ impl Desk {
         if ledger.pollers == 0 {
             ledger.seats.iter().for_each(|seat| seat.subscriber.set_asleep(true));
             let has_news = |seat: &Seat| seat.end.is_none() && seat.subscriber.may_have_news();
-            if ledger.seats.iter().any(|seat| has_news(seat) || !seat.unready.is_empty()) {
+            let is_due = ledger.seats.iter().any(|seat| has_news(seat) || !seat.unready.is_empty());
+            if is_due && std::mem::take(&mut ledger.sleeps_long) {
                 self.observer.bell.ring();
             }
         }
@@ -233,17 +235,30 @@ impl Desk {
         }
         for mut seat in ledger.seats.extract_if(.., |seat| seat.is_over()) {
             seat.leave(findings);
+            self.forget(&seat);
             let _ = epoll::delete(&self.readable, seat.subscriber.descriptor());
+        }
+    }
+
+    /// Removes the files that a dead worker left: its name was for once, and nobody will take it again.
+    fn forget(&self, seat: &Seat) {
+        let (domain, name) = (self.domain.clone(), seat.subscriber.name().to_string());
+        if seat.subscriber.is_publisher_dead()
+            && let (Ok(name), Ok(watcher)) = (EndpointName::new(&name), Watcher::of_process())
+        {
+            // Not here: it may take a moment, and others wait.
+            let _ = watcher.attend(Box::new(move || domain.forget(&name)));
         }
     }
 
     /// Gives out what waits, as long as there is somebody with credit.
     fn dispatch(&self, ledger: &mut Ledger) {
         let mut passed_over = Vec::new();
-        while let Some((ticket, job)) = ledger.first_waiting() {
+        while ledger.waiting() > 0 {
+            let Some(id) = ledger.choose(&passed_over) else { return };
+            let Some((ticket, job)) = ledger.first_waiting() else { return };
             let metadata = ticket.encode(&job.metadata);
             let Some(parcel) = job.parcel.clone() else { return };
-            let Some(id) = ledger.choose(&passed_over) else { return };
             match metadata.and_then(|metadata| parcel.forward(id, &metadata)) {
                 Ok(Some(position)) => {
                     ledger.hand_out(ticket);
@@ -267,7 +282,9 @@ impl Desk {
                     return;
                 }
                 self.work(&mut ledger);
-                ledger.patience()
+                let patience = if ledger.pollers > 0 { SLICE } else { ledger.patience() };
+                ledger.sleeps_long = patience >= SLICE;
+                patience
             };
             let mut room = [const { std::mem::MaybeUninit::uninit() }; 16];
             let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(patience))) else { continue };

@@ -69,6 +69,8 @@ pub(super) struct Ledger {
     pub(super) pollers: u32,
     /// Threads of users that sleep until something changes.
     pub(super) sleepers: u32,
+    /// The queue's own thread sleeps until it is rung.
+    pub(super) sleeps_long: bool,
     /// Counts what may end somebody's wait.
     pub(super) changes: u64,
     /// Nothing new is submitted.
@@ -90,6 +92,7 @@ impl Ledger {
             known: HashSet::new(),
             pollers: 0,
             sleepers: 0,
+            sleeps_long: false,
             changes: 0,
             is_shut: false,
             is_closed: false,

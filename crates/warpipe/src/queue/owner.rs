@@ -120,6 +120,12 @@ impl QueueBuilder {
         self
     }
 
+    /// With another name.
+    pub(crate) fn named(mut self, name: &str) -> Self {
+        self.name = name.to_string();
+        self
+    }
+
     /// Takes the name and lets workers in.
     ///
     /// # Errors
@@ -282,6 +288,10 @@ impl Queue {
         timeout: Duration,
     ) -> Result<JobHandle, SubmitError> {
         let (desk, limit) = (&self.desk, self.desk.options.limit);
+        if !desk.publisher.lent(&input.sample) {
+            let error = Error::argument("input", "a loan of somebody else", "one of this queue's `loan`");
+            return Err(SubmitError { error, loan: Some(Box::new(input)) });
+        }
         let mut input = Some(input);
         let enter = |ledger: &mut Ledger| {
             if ledger.is_shut {

@@ -13,6 +13,7 @@ use crate::clock::now_ns;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::error::{Error, Result};
+use crate::fork::Home;
 use crate::link::watcher::new_generation;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -103,7 +104,10 @@ impl WorkerBuilder {
             .generation(generation)
             .build()?;
         let queue_pid = jobs.publisher_pid().unwrap_or_default();
-        Ok(Worker { jobs, desk: Arc::new(Answers { publisher: answers, queue: self.name, queue_pid }) })
+        Ok(Worker {
+            jobs,
+            desk: Arc::new(Answers { publisher: answers, queue: self.name, queue_pid, home: Home::here() }),
+        })
     }
 }
 
@@ -113,6 +117,7 @@ struct Answers {
     publisher: Publisher,
     queue: String,
     queue_pid: i32,
+    home: Home,
 }
 
 impl Answers {
@@ -122,6 +127,7 @@ impl Answers {
 
     /// Sends an answer behind the work on `stream`.
     fn send(&self, ticket: Ticket, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<()> {
+        self.home.check()?;
         let owner = self.publisher.member_of(self.queue_pid);
         let owner = owner.ok_or_else(|| self.gone(format!("process {} takes no answers", self.queue_pid)))?;
         let answer = Answer { job: ticket.job, number: ticket.number, verdict };
@@ -232,6 +238,34 @@ impl Worker {
             Error::PublisherGone { .. } | Error::Evicted { .. } | Error::LinkClosed { .. } => self.desk.gone(error),
             other => other,
         }
+    }
+}
+
+/// For who looks at many queues at once.
+impl Worker {
+    /// Whether [`try_lease`](Self::try_lease) is worth a call; cheap.
+    pub(crate) fn may_have_news(&self) -> bool {
+        self.jobs.may_have_news()
+    }
+
+    /// Whether the queue is asked to ring in [`descriptor`](Self::descriptor).
+    pub(crate) fn set_asleep(&self, asleep: bool) {
+        self.jobs.set_asleep(asleep);
+    }
+
+    /// What becomes readable when this end is rung.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.jobs.descriptor()
+    }
+
+    /// Takes in what rang.
+    pub(crate) fn quiet(&self) {
+        self.jobs.quiet();
+    }
+
+    /// Whether the queue's owner is proven dead.
+    pub(crate) fn is_owner_dead(&self) -> bool {
+        self.jobs.is_publisher_dead()
     }
 }
 
