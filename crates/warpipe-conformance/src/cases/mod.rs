@@ -10,6 +10,8 @@ mod memory;
 mod model;
 mod names;
 mod policy;
+mod queue;
+mod service;
 mod stall;
 mod storm;
 
@@ -85,6 +87,8 @@ pub fn all() -> Vec<Case> {
         fork::CASES,
         fault::CASES,
         model::CASES,
+        queue::CASES,
+        service::CASES,
         storm::CASES,
     ]
     .concat()

@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, Publisher, Sample, SampleMut, Stream, Subscriber};
 
+use super::labour::Labour;
 use super::order::{Answer, Batch, Fault, Item, Order};
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
@@ -29,7 +30,7 @@ pub fn act(settings: Settings, folder: &Path, ordinal: u32) -> Result<()> {
 }
 
 /// Writes a line in one piece. A case that is gone reads nothing any more; its peer is about to be killed.
-fn say(line: &str) {
+pub(super) fn say(line: &str) {
     let _ = std::io::stdout().lock().write_all(format!("{line}\n").as_bytes());
 }
 
@@ -39,6 +40,7 @@ struct Actor {
     loans: Vec<SampleMut>,
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,
+    labour: Labour,
     sockets: Vec<std::os::fd::OwnedFd>,
     streams: Option<Streams>,
     guard: Option<Guard>,
@@ -58,6 +60,7 @@ impl Actor {
             loans: Vec::new(),
             subscribers: Vec::new(),
             publisher: None,
+            labour: Labour::default(),
             sockets: Vec::new(),
             streams: None,
             guard: None,
@@ -97,6 +100,7 @@ impl Actor {
             Order::ConnectOnly(name) => self.connect_only(&name)?,
             Order::PlayWords { path, rounds } => self.play_words(&path, rounds)?,
             Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
+            Order::Task(task) => return self.labour.carry_out(task, &self.context),
             Order::Guard => {
                 self.context.warm_up()?;
                 self.guard = Some(self.context.guard());
@@ -237,6 +241,7 @@ impl Actor {
         self.loans.clear();
         self.subscribers.clear();
         self.publisher = None;
+        self.labour.end()?;
         self.sockets.clear();
         if let Some(streams) = self.streams.take() {
             streams.sending.synchronize(PATIENCE)?;
