@@ -25,7 +25,7 @@ const WORDS: u64 = 256;
 
 fn ask(client: &Client, stream: &Stream, seed: u64, deadline: Duration) -> Result<Pending> {
     let input = fill_input(client.loan(&input_layout(WORDS)?)?, seed, Duration::ZERO, stream)?;
-    Ok(client.request(input, stream, deadline)?)
+    Ok(client.request(input, stream, deadline).map_err(Error::from)?)
 }
 
 fn server(context: &Context, service: &str) -> Result<Peer> {
@@ -83,7 +83,7 @@ fn fail_over(context: &Context) -> Result<()> {
     let reply = pending.wait(&stream)?;
     ensure!(reply.to_vec()? == result_of(WORDS, 4) && reply.attempt() == 2, "the reply is right");
     ensure!(reply.worker_pid() == heir.id() as i32, "the other one replied");
-    drop((reply, client));
+    drop((reply, client, victim));
     heir.dismiss()?;
     stream.synchronize(PATIENCE)?;
     drop(stream);
@@ -171,8 +171,10 @@ fn killed_client(context: &Context) -> Result<()> {
     ensure!(pending.wait(&stream)?.to_vec()? == result_of(WORDS, 5), "the reply is right");
     drop(client);
     // The dead one's name was for once, and the server clears it away when it looks again.
-    server.task(Task::ServeOn { slow_us: 0, idle_ms: 50 })?;
-    let is_clear = || context.domain.endpoints().is_ok_and(|all| all.iter().all(|found| found.holder.is_some()));
-    ensure!(eventually(PATIENCE, is_clear), "nothing of the dead is left: {:?}", context.domain.endpoints());
+    let mut is_clear = || {
+        let served = server.task(Task::ServeOn { slow_us: 0, idle_ms: 50 });
+        served.is_ok() && context.domain.endpoints().is_ok_and(|all| all.iter().all(|found| found.holder.is_some()))
+    };
+    ensure!(eventually(PATIENCE, &mut is_clear), "nothing of the dead is left: {:?}", context.domain.endpoints());
     server.dismiss()
 }

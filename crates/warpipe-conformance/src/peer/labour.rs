@@ -141,7 +141,7 @@ impl Labour {
         for index in 0..batch.count {
             let loan = queue.loan(&input_layout(batch.words)?)?;
             let slow = Duration::from_micros(batch.slow_us);
-            queue.submit(fill_input(loan, batch.seed + index, slow, stream)?, stream)?;
+            queue.submit(fill_input(loan, batch.seed + index, slow, stream)?, stream).map_err(Error::from)?;
         }
         Ok(())
     }

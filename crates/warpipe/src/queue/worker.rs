@@ -262,11 +262,6 @@ impl Worker {
     pub(crate) fn quiet(&self) {
         self.jobs.quiet();
     }
-
-    /// Whether the queue's owner is proven dead.
-    pub(crate) fn is_owner_dead(&self) -> bool {
-        self.jobs.is_publisher_dead()
-    }
 }
 
 impl AsFd for Worker {

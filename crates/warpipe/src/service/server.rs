@@ -223,13 +223,6 @@ impl Server {
     fn see_off(&mut self, index: usize) {
         let Guest { name, worker, .. } = self.clients.swap_remove(index);
         let _ = epoll::delete(&self.readable, worker.descriptor());
-        if worker.is_owner_dead()
-            && let Ok(watcher) = Watcher::of_process()
-        {
-            // Its name was for once: nobody else would ever clear it away.
-            let (domain, name) = (self.domain.clone(), name.clone());
-            let _ = watcher.attend(Box::new(move || domain.forget(&name)));
-        }
         self.gone.insert(name);
     }
 
@@ -242,6 +235,7 @@ impl Server {
         self.looked = Some(Instant::now());
         let names = self.domain.names_after(&clients_of(self.service()))?;
         self.gone.retain(|name| names.contains(name));
+        self.clear_away();
         for name in names {
             let is_known = self.clients.iter().any(|guest| guest.name == name)
                 || self.greeted.contains(&name)
@@ -253,6 +247,16 @@ impl Server {
             }
         }
         Ok(())
+    }
+
+    /// Removes what dead clients left: their names were for once, and nobody will take them again. A name that is held
+    /// stays.
+    fn clear_away(&self) {
+        let Ok(watcher) = Watcher::of_process() else { return };
+        for name in self.gone.iter().cloned() {
+            let domain = self.domain.clone();
+            let _ = watcher.attend(Box::new(move || domain.forget(&name)));
+        }
     }
 
     /// Attaches to a client, on a thread of its own: it may be stopped, and others are not to wait for it.
