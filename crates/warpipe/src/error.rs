@@ -326,6 +326,73 @@ pub enum Error {
         /// The limit.
         limit: u32,
     },
+    /// A queue has as many jobs as it may have.
+    #[error(
+        "the queue {name:?} has its {limit} jobs, and none of them made room within {waited:?}; take results, add workers, or raise the limit"
+    )]
+    QueueFull {
+        /// The queue's name.
+        name: String,
+        /// The most jobs whose outcome was not taken.
+        limit: usize,
+        /// How long room was waited for.
+        waited: Duration,
+    },
+    /// Every attempt at a job failed.
+    #[error(
+        "job {job} of {name:?} was buried after {} attempts ({}); see to the cause and submit it again",
+        .reasons.len(), .reasons.join("; ")
+    )]
+    Buried {
+        /// The queue's name.
+        name: String,
+        /// The job's number.
+        job: u64,
+        /// Why each attempt failed, the first first.
+        reasons: Vec<String>,
+    },
+    /// The worker or server that had the job said that it is not to be done.
+    #[error("job {job} of {name:?} was rejected: {reason}; change it before it is submitted again")]
+    Rejected {
+        /// The queue's or service's name.
+        name: String,
+        /// The job's number.
+        job: u64,
+        /// What was said.
+        reason: String,
+    },
+    /// A deadline has passed.
+    #[error("the deadline of job {job} of {name:?} has passed; allow more time, or add servers")]
+    DeadlinePassed {
+        /// The queue's or service's name.
+        name: String,
+        /// The job's number.
+        job: u64,
+    },
+    /// The job is not in its queue any more: its outcome was taken, or it was called off.
+    #[error("the outcome of job {job} of {name:?} was taken, or the job was called off; wait for it in one place only")]
+    NoSuchJob {
+        /// The queue's name.
+        name: String,
+        /// The job's number.
+        job: u64,
+    },
+    /// This process has shut its queue.
+    #[error("the queue {name:?} is shut; make a new one to submit more jobs")]
+    QueueClosed {
+        /// The queue's name.
+        name: String,
+    },
+    /// A worker's queue has gone.
+    #[error(
+        "the queue {name:?} has gone ({reason}); what was leased from it has nobody to go to: attach to the next one"
+    )]
+    QueueGone {
+        /// The queue's name.
+        name: String,
+        /// How its end was seen.
+        reason: String,
+    },
     /// A tensor layout that cannot be, or does not fit.
     #[error("not a usable tensor layout: {reason}")]
     Layout {

@@ -92,6 +92,8 @@ mod origin;
 pub mod nvtx;
 mod os;
 mod rendezvous;
+mod queue;
+mod service;
 mod stream;
 pub mod tensor;
 
@@ -106,6 +108,10 @@ pub use kernel::Kernel;
 pub use link::PeerState;
 pub use memory::legacy::{LegacyHandle, LegacyMemory};
 pub use rendezvous::Kind;
+pub use queue::{
+    JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState, SubmitError, Worker, WorkerBuilder,
+};
+pub use service::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
 

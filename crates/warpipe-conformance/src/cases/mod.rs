@@ -11,6 +11,8 @@ mod memory;
 mod model;
 mod names;
 mod policy;
+mod queue;
+mod service;
 mod stall;
 mod storm;
 
@@ -87,6 +89,8 @@ pub fn all() -> Vec<Case> {
         fork::CASES,
         fault::CASES,
         model::CASES,
+        queue::CASES,
+        service::CASES,
         storm::CASES,
     ]
     .concat()

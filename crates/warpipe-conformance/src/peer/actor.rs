@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, LegacyMemory, Publisher, Sample, SampleMut, Stream, Subscriber};
 
+use super::labour::Labour;
 use super::order::{Answer, Batch, Fault, Item, Order};
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
@@ -30,7 +31,7 @@ pub fn act(settings: Settings, folder: &Path, ordinal: u32) -> Result<()> {
 }
 
 /// Writes a line in one piece. A case that is gone reads nothing any more; its peer is about to be killed.
-fn say(line: &str) {
+pub(super) fn say(line: &str) {
     let _ = std::io::stdout().lock().write_all(format!("{line}\n").as_bytes());
 }
 
@@ -42,6 +43,7 @@ struct Actor {
     plain: Vec<Plain>,
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,
+    labour: Labour,
     sockets: Vec<std::os::fd::OwnedFd>,
     streams: Option<Streams>,
     guard: Option<Guard>,
@@ -63,6 +65,7 @@ impl Actor {
             plain: Vec::new(),
             subscribers: Vec::new(),
             publisher: None,
+            labour: Labour::default(),
             sockets: Vec::new(),
             streams: None,
             guard: None,
@@ -116,6 +119,7 @@ impl Actor {
             Order::CloseLegacy => self.opened.pop().context("memory to close")?.close(PATIENCE)?,
             Order::OpenEvent(handle) => plain::open_event(&self.context.device, &handle)?,
             Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
+            Order::Task(task) => return self.labour.carry_out(task, &self.context),
             Order::Guard => {
                 self.context.warm_up()?;
                 self.guard = Some(self.context.guard());
@@ -258,6 +262,7 @@ impl Actor {
         self.plain.clear();
         self.subscribers.clear();
         self.publisher = None;
+        self.labour.end()?;
         self.sockets.clear();
         if let Some(streams) = self.streams.take() {
             streams.sending.synchronize(PATIENCE)?;

@@ -115,6 +115,69 @@ impl Batch {
     }
 }
 
+/// What a peer is told to do at a queue or a service. The result of every job is the checksum of its input's words.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum Task {
+    /// Attach to a queue as a worker.
+    Attach(String),
+    /// Lease one job and hold it. Answers [`Answer::Leased`].
+    Lease,
+    /// Serve a service.
+    Serve(String),
+    /// Accept one request and hold it. Answers [`Answer::Leased`].
+    Accept,
+    /// Answer what has been held longest.
+    Answer(Reply),
+    /// Wait until everything enqueued is done.
+    Synchronize,
+    /// Lease and complete until the queue ends. Writes a line `leased JOB ATTEMPT` for each; answers with how many.
+    Work {
+        /// How long each one's kernel takes.
+        slow_us: u64,
+    },
+    /// Accept and reply until none has come for a while. Answers with how many.
+    ServeOn {
+        /// How long each one's kernel takes.
+        slow_us: u64,
+        /// How long none comes in the end.
+        idle_ms: u64,
+    },
+    /// Take no more jobs and requests.
+    Leave,
+    /// Own a queue and submit jobs to it. Answers when they are submitted.
+    Submit {
+        /// The queue's name.
+        queue: String,
+        /// The jobs.
+        batch: Batch,
+    },
+    /// Be a client, make calls one after the other, and check the replies. Answers with how many were right.
+    Call {
+        /// The service's name.
+        service: String,
+        /// The requests.
+        batch: Batch,
+    },
+}
+
+/// How a lease is answered.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum Reply {
+    /// With the result, by a kernel that takes so many microseconds.
+    Complete {
+        /// How long.
+        slow_us: u64,
+    },
+    /// As failed.
+    Fail(String),
+    /// As returned.
+    GiveBack,
+    /// As rejected.
+    Reject(String),
+    /// Not at all: it is dropped.
+    Drop,
+}
+
 /// What a peer is told.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Order {
@@ -201,6 +264,8 @@ pub enum Order {
     OpenEvent(Vec<u8>),
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
+    /// Work at a queue or a service, or submit to one.
+    Task(Task),
     /// Warm up and count what is there.
     Guard,
     /// Drop everything, and see that it counts as before.
@@ -218,6 +283,13 @@ pub enum Answer {
     Text(String),
     /// Samples.
     Items(Vec<Item>),
+    /// A job was leased.
+    Leased {
+        /// Its number.
+        job: u64,
+        /// Which attempt.
+        attempt: u32,
+    },
     /// It failed.
     Fault(Fault),
 }
