@@ -31,6 +31,7 @@
 //! | [`SampleMut`], [`Announced`], [`Sample`], [`Receipt`] | a tensor on its way: lent, told of, received, given back |
 //! | [`Layout`], [`DType`] ([`tensor`]) | what a slot holds: element type, shape, strides, offset, in DLPack's terms |
 //! | [`Device`], [`Stream`], [`Kernel`] ([`device`], [`kernel`]) | where memory lies, the order of its work, and what runs there |
+//! | [`Semaphore`], [`Permit`] | so many at once, on streams and on the CPU, between processes |
 //! | [`Domain`], [`EndpointName`] | the directory in which names live, and who holds them |
 //! | [`backend`] | the seam to a device: one trait, `cuda` and `host`, and wrappers for tests |
 //! | [`clock`] | the clock that all processes of one machine share |
@@ -88,6 +89,7 @@ mod link;
 mod memory;
 mod os;
 mod rendezvous;
+mod semaphore;
 mod stream;
 pub mod tensor;
 
@@ -101,6 +103,7 @@ pub use error::{Error, HandshakeFault, Holder, Result};
 pub use kernel::Kernel;
 pub use link::PeerState;
 pub use rendezvous::Kind;
+pub use semaphore::{Permit, Semaphore};
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
 
