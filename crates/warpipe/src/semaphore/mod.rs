@@ -94,8 +94,10 @@ impl Semaphore {
         let keep = Arc::new(Warden::new(room.clone(), fd, device.info().id.kind));
         let at = Address { domain, name: &name, kind: Kind::Semaphore };
         // Not dropped here on an error: to unregister memory, a driver may wait for a stream that waits for a peer.
-        let opened = Keeper::open(&at, Admission::default(), keep);
-        let keeper = opened.inspect_err(|_| bury(&room))?;
+        let keeper = match Keeper::open(&at, Admission::default(), keep) {
+            Ok(keeper) => keeper,
+            Err(error) => return Err(bury(room, error)),
+        };
         let watcher = keeper.desk().watcher().clone();
         Ok(Semaphore {
             core: Arc::new(Core::new(room, device, name.as_str(), CREATOR, watcher, Side::Creator(keeper))),
@@ -336,10 +338,11 @@ impl Drop for Permit {
 }
 
 /// Leaves a room that nobody came into to the reaper.
-fn bury(room: &Arc<Room>) {
+fn bury(room: Arc<Room>, why: Error) -> Error {
     if let Ok(watcher) = Watcher::of_process() {
-        watcher.bury(Box::new(room.clone()));
+        watcher.bury(Box::new(room));
     }
+    why
 }
 
 /// How this process belongs to it.
@@ -507,7 +510,7 @@ impl Drop for Core {
             return std::mem::forget((side, self.room.clone()));
         }
         if let Some(Side::Creator(_)) = &side {
-            side = None;
+            drop(side.take());
         }
         let (room, streams, mut proof) = (self.room.clone(), self.streams.clone(), None);
         self.watcher.retire(move || {
@@ -517,7 +520,7 @@ impl Drop for Core {
             }
             // Only now a goodbye: whoever has said it owes no signal any more. And only now the page: never on this
             // thread, since to unregister memory, a driver may wait for a stream that waits for a peer.
-            side = None;
+            drop(side.take());
             Arc::strong_count(room) == 1
         });
     }

@@ -45,7 +45,7 @@ pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// Attempts to bring a permit and a waiter together before it is left to the next who looks. Each fails only because
 /// somebody else has just succeeded; an honest crowd does not come near.
-const ATTEMPTS: u32 = 4096;
+const ATTEMPTS: u32 = 512;
 
 const TICKETS: usize = 0;
 const HANDED: usize = 8;
