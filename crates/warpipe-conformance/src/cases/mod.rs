@@ -10,6 +10,7 @@ mod memory;
 mod model;
 mod names;
 mod policy;
+mod semaphore;
 mod stall;
 mod storm;
 
@@ -79,6 +80,7 @@ pub fn all() -> Vec<Case> {
         channel::CASES,
         memory::CASES,
         policy::CASES,
+        semaphore::CASES,
         names::CASES,
         death::CASES,
         stall::CASES,

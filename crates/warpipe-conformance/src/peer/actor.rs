@@ -8,6 +8,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, Publisher, Sample, SampleMut, Stream, Subscriber};
 
 use super::order::{Answer, Batch, Fault, Item, Order};
+use super::semaphore::Contender;
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
 use crate::guard::Guard;
@@ -40,6 +41,7 @@ struct Actor {
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,
     sockets: Vec<std::os::fd::OwnedFd>,
+    semaphore: Contender,
     streams: Option<Streams>,
     guard: Option<Guard>,
     context: Context,
@@ -59,6 +61,7 @@ impl Actor {
             subscribers: Vec::new(),
             publisher: None,
             sockets: Vec::new(),
+            semaphore: Contender::default(),
             streams: None,
             guard: None,
             context,
@@ -96,6 +99,7 @@ impl Actor {
             }
             Order::ConnectOnly(name) => self.connect_only(&name)?,
             Order::PlayWords { path, rounds } => self.play_words(&path, rounds)?,
+            Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
             Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
             Order::Guard => {
                 self.context.warm_up()?;
@@ -238,6 +242,7 @@ impl Actor {
         self.subscribers.clear();
         self.publisher = None;
         self.sockets.clear();
+        self.semaphore = Contender::default();
         if let Some(streams) = self.streams.take() {
             streams.sending.synchronize(PATIENCE)?;
             streams.receiving.synchronize(PATIENCE)?;

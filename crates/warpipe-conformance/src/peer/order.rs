@@ -3,6 +3,8 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+
+use super::semaphore::SemaphoreOrder;
 use warpipe::{Policy, PublisherBuilder, SubscriberBuilder};
 
 /// How a peer shall publish. The defaults are the builder's.
@@ -179,6 +181,8 @@ pub enum Order {
         /// How many turns.
         rounds: u64,
     },
+    /// Something with a semaphore.
+    Semaphore(SemaphoreOrder),
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
     /// Warm up and count what is there.
