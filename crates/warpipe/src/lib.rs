@@ -32,6 +32,7 @@
 //! | [`Layout`], [`DType`] ([`tensor`]) | what a slot holds: element type, shape, strides, offset, in DLPack's terms |
 //! | [`Device`], [`Stream`], [`Kernel`] ([`device`], [`kernel`]) | where memory lies, the order of its work, and what runs there |
 //! | [`LegacyHandle`], [`LegacyMemory`] | a second door, for memory that another allocator made |
+//! | [`Semaphore`], [`Permit`] | so many at once, on streams and on the CPU, between processes |
 //! | [`Domain`], [`EndpointName`] | the directory in which names live, and who holds them |
 //! | [`backend`] | the seam to a device: one trait, `cuda` and `host`, and wrappers for tests |
 //! | [`nvtx`] | whether a profiler sees the ranges of send and receive |
@@ -94,6 +95,7 @@ mod os;
 mod rendezvous;
 mod queue;
 mod service;
+mod semaphore;
 mod stream;
 pub mod tensor;
 
@@ -112,6 +114,7 @@ pub use queue::{
     JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState, SubmitError, Worker, WorkerBuilder,
 };
 pub use service::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
+pub use semaphore::{Permit, Semaphore};
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
 

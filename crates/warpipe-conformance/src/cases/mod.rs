@@ -13,6 +13,7 @@ mod names;
 mod policy;
 mod queue;
 mod service;
+mod semaphore;
 mod stall;
 mod storm;
 
@@ -83,6 +84,7 @@ pub fn all() -> Vec<Case> {
         memory::CASES,
         legacy::CASES,
         policy::CASES,
+        semaphore::CASES,
         names::CASES,
         death::CASES,
         stall::CASES,

@@ -9,6 +9,7 @@ use warpipe::{Error, LegacyMemory, Publisher, Sample, SampleMut, Stream, Subscri
 
 use super::labour::Labour;
 use super::order::{Answer, Batch, Fault, Item, Order};
+use super::semaphore::Contender;
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
 use crate::guard::Guard;
@@ -45,6 +46,7 @@ struct Actor {
     publisher: Option<Publisher>,
     labour: Labour,
     sockets: Vec<std::os::fd::OwnedFd>,
+    semaphore: Contender,
     streams: Option<Streams>,
     guard: Option<Guard>,
     context: Context,
@@ -67,6 +69,7 @@ impl Actor {
             publisher: None,
             labour: Labour::default(),
             sockets: Vec::new(),
+            semaphore: Contender::default(),
             streams: None,
             guard: None,
             context,
@@ -118,6 +121,7 @@ impl Actor {
             }
             Order::CloseLegacy => self.opened.pop().context("memory to close")?.close(PATIENCE)?,
             Order::OpenEvent(handle) => plain::open_event(&self.context.device, &handle)?,
+            Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
             Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
             Order::Task(task) => return self.labour.carry_out(task, &self.context),
             Order::Guard => {
@@ -264,6 +268,7 @@ impl Actor {
         self.publisher = None;
         self.labour.end()?;
         self.sockets.clear();
+        self.semaphore = Contender::default();
         if let Some(streams) = self.streams.take() {
             streams.sending.synchronize(PATIENCE)?;
             streams.receiving.synchronize(PATIENCE)?;

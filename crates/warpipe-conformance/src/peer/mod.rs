@@ -6,10 +6,13 @@
 mod actor;
 mod labour;
 mod order;
+mod semaphore;
 
 pub use actor::act;
 pub(crate) use actor::{describe_layout, digest};
 pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, Reply, SubscriberPlan, Task, kind_of};
+pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, SubscriberPlan, kind_of};
+pub use semaphore::{Board, SemaphoreOrder};
 
 use std::io::Write as _;
 use std::os::fd::AsFd;

@@ -5,6 +5,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use warpipe::{LegacyHandle, Policy, PublisherBuilder, SubscriberBuilder};
 
+use super::semaphore::SemaphoreOrder;
+
 /// How a peer shall publish. The defaults are the builder's.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct PublisherPlan {
@@ -262,6 +264,8 @@ pub enum Order {
     CloseLegacy,
     /// Open another process's event by its 64 bytes, and destroy it.
     OpenEvent(Vec<u8>),
+    /// Something with a semaphore.
+    Semaphore(SemaphoreOrder),
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
     /// Work at a queue or a service, or submit to one.
