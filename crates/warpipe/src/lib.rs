@@ -32,6 +32,7 @@
 //! | [`Layout`], [`DType`] ([`tensor`]) | what a slot holds: element type, shape, strides, offset, in DLPack's terms |
 //! | [`Device`], [`Stream`], [`Kernel`] ([`device`], [`kernel`]) | where memory lies, the order of its work, and what runs there |
 //! | [`Domain`], [`EndpointName`] | the directory in which names live, and who holds them |
+//! | [`Member`], [`Members`] ([`members`]) | who is in a domain, who stands still, who has died; what the dead left is cleared |
 //! | [`backend`] | the seam to a device: one trait, `cuda` and `host`, and wrappers for tests |
 //! | [`clock`] | the clock that all processes of one machine share |
 //! | [`Error`], [`HandshakeFault`] | everything that can go wrong, each with the next step |
@@ -85,6 +86,7 @@ mod hostile;
 pub mod interop_cudarc;
 pub mod kernel;
 mod link;
+pub mod members;
 mod memory;
 mod os;
 mod rendezvous;
@@ -100,6 +102,7 @@ pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
 pub use error::{Error, HandshakeFault, Holder, Result};
 pub use kernel::Kernel;
 pub use link::PeerState;
+pub use members::{Change, Member, MemberInfo, Members, MembersBuilder};
 pub use rendezvous::Kind;
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
