@@ -6,6 +6,7 @@ mod death;
 mod fault;
 mod fork;
 mod layout;
+mod members;
 mod memory;
 mod model;
 mod names;
@@ -80,6 +81,7 @@ pub fn all() -> Vec<Case> {
         memory::CASES,
         policy::CASES,
         names::CASES,
+        members::CASES,
         death::CASES,
         stall::CASES,
         fork::CASES,

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Publisher, Sample, SampleMut, Stream, Subscriber};
+use warpipe::{Error, Member, Publisher, Sample, SampleMut, Stream, Subscriber};
 
 use super::order::{Answer, Batch, Fault, Item, Order};
 use crate::PATIENCE;
@@ -40,6 +40,7 @@ struct Actor {
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,
     sockets: Vec<std::os::fd::OwnedFd>,
+    members: Vec<Member>,
     streams: Option<Streams>,
     guard: Option<Guard>,
     context: Context,
@@ -59,6 +60,7 @@ impl Actor {
             subscribers: Vec::new(),
             publisher: None,
             sockets: Vec::new(),
+            members: Vec::new(),
             streams: None,
             guard: None,
             context,
@@ -96,6 +98,8 @@ impl Actor {
             }
             Order::ConnectOnly(name) => self.connect_only(&name)?,
             Order::PlayWords { path, rounds } => self.play_words(&path, rounds)?,
+            Order::Join { name, role } => self.members.push(Member::join(&self.context.domain, &name, &role)?),
+            Order::Leave => self.members.clear(),
             Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
             Order::Guard => {
                 self.context.warm_up()?;
@@ -238,6 +242,7 @@ impl Actor {
         self.subscribers.clear();
         self.publisher = None;
         self.sockets.clear();
+        self.members.clear();
         if let Some(streams) = self.streams.take() {
             streams.sending.synchronize(PATIENCE)?;
             streams.receiving.synchronize(PATIENCE)?;

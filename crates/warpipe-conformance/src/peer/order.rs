@@ -179,6 +179,15 @@ pub enum Order {
         /// How many turns.
         rounds: u64,
     },
+    /// Join the domain.
+    Join {
+        /// As what.
+        name: String,
+        /// See [`warpipe::Member::join`].
+        role: String,
+    },
+    /// Leave it, as every member that this peer is.
+    Leave,
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
     /// Warm up and count what is there.
