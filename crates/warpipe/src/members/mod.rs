@@ -38,6 +38,8 @@ mod member;
 mod queue;
 mod roster;
 mod scout;
+#[cfg(test)]
+mod tests;
 mod watch;
 
 use std::time::Duration;

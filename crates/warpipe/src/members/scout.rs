@@ -116,7 +116,7 @@ pub(super) struct Scout {
     calls: HashMap<EndpointName, Call>,
     next_id: u64,
     began: Instant,
-    last_look: Option<Instant>,
+    next_look: Instant,
     last_tick: Instant,
     is_settled: bool,
 }
@@ -131,7 +131,7 @@ impl Scout {
             calls: HashMap::new(),
             next_id: 0,
             began: now,
-            last_look: None,
+            next_look: now,
             last_tick: now,
             is_settled: false,
         })
@@ -140,7 +140,7 @@ impl Scout {
     pub(super) fn run(mut self) {
         while !self.shared.is_closed.load(SeqCst) {
             self.take_notes();
-            if self.last_look.is_none_or(|last| last.elapsed() >= LOOK_AGAIN) {
+            if Instant::now() >= self.next_look {
                 self.look_around();
             }
             self.hear_calls();
@@ -155,7 +155,7 @@ impl Scout {
             }
             if self.sleep() {
                 drain(&self.arrivals);
-                self.last_look = None;
+                self.next_look = Instant::now();
             }
         }
         // Goodbyes are said here, and not by whoever drops the watch last.
@@ -172,7 +172,9 @@ impl Scout {
         ];
         speakers.extend(self.calls.values().map(|call| PollFd::from_borrowed_fd(call.as_fd(), PollFlags::IN)));
         let is_idle = self.calls.is_empty() && self.shared.roster().len() == 0;
-        let limit = if is_idle { LOOK_AGAIN } else { TICK.saturating_sub(self.last_tick.elapsed()) };
+        let until_look = self.next_look.saturating_duration_since(Instant::now());
+        let until_tick = TICK.saturating_sub(self.last_tick.elapsed());
+        let limit = if is_idle { until_look } else { until_look.min(until_tick) };
         // Failing, it can only have been interrupted.
         let _ = rustix::event::poll(&mut speakers, Some(&timespec(limit)));
         bell.drain();
@@ -185,8 +187,9 @@ impl Scout {
             match event {
                 Event::Ended { graceful } => {
                     let told = self.shared.roster().ended(id, graceful, now_ns());
-                    // It may be there still, and another connection do; or its successor is.
-                    self.last_look = None;
+                    // It may be there still, and another connection do. Not at once: one that grants and closes again and
+                    // again is not to set our pace.
+                    self.next_look = self.next_look.min(Instant::now() + TICK);
                     self.shared.tell(told.map(|(change, _entry)| change));
                 }
                 Event::Dead => self.bury(id),
@@ -210,7 +213,7 @@ impl Scout {
 
     /// Calls on everybody in the directory who is not known.
     fn look_around(&mut self) {
-        self.last_look = Some(Instant::now());
+        self.next_look = Instant::now() + LOOK_AGAIN;
         let Ok(names) = self.shared.domain.names() else { return };
         let mut overlooked = 0;
         for name in names.into_iter().filter(|name| member_name(name).is_some()) {
