@@ -152,3 +152,15 @@ fn the_doctor_says_what_to_do_about_too_few_descriptors() {
     assert_eq!(check["verdict"], "failed", "{ended:?}");
     assert!(check["next"].as_str().unwrap().contains("ulimit -n"), "{check}");
 }
+
+#[test]
+fn the_doctor_says_why_a_profiler_gets_no_ranges() {
+    let world = World::new();
+    let mut command = world.warpipe(&["doctor", "--json"]);
+    command.env("NVTX_INJECTION64_PATH", "/nowhere/profiler.so");
+    let ended = Running::start(command).end();
+    let check = ended.json().into_iter().find(|line| line["check"] == "profiler ranges").expect("it is looked at");
+    assert_eq!(check["verdict"], "no", "{check}");
+    assert!(check["detail"].as_str().unwrap().contains("/nowhere/profiler.so cannot be loaded"), "{check}");
+    assert!(check["next"].as_str().unwrap().contains("NVTX_INJECTION64_PATH"), "{check}");
+}

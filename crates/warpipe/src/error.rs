@@ -302,6 +302,16 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// A profiler's library that was asked for cannot be used. Nothing else is affected.
+    #[error(
+        "no ranges for a profiler: {library} {reason}; correct NVTX_INJECTION64_PATH or WARPIPE_NVTX, or set WARPIPE_NVTX=0"
+    )]
+    Profiler {
+        /// The library's path or name.
+        library: String,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// An argument outside its stated range.
     #[error("{argument} is {found}; allowed is {allowed}")]
     Argument {

@@ -34,6 +34,7 @@
 //! | [`Domain`], [`EndpointName`] | the directory in which names live, and who holds them |
 //! | [`Member`], [`Members`] ([`members`]) | who is in a domain, who stands still, who has died; what the dead left is cleared |
 //! | [`backend`] | the seam to a device: one trait, `cuda` and `host`, and wrappers for tests |
+//! | [`nvtx`] | whether a profiler sees the ranges of send and receive |
 //! | [`clock`] | the clock that all processes of one machine share |
 //! | [`Error`], [`HandshakeFault`] | everything that can go wrong, each with the next step |
 //!
@@ -88,6 +89,7 @@ pub mod kernel;
 mod link;
 pub mod members;
 mod memory;
+pub mod nvtx;
 mod os;
 mod rendezvous;
 mod stream;

@@ -28,6 +28,7 @@ use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
 use crate::memory::board::Board;
+use crate::nvtx;
 use crate::stream::{Backoff, Stream};
 use crate::tensor::Layout;
 
@@ -243,6 +244,7 @@ impl Core {
         metadata: &Metadata,
         stream: &Stream,
     ) -> Result<u64, Unsent> {
+        let _range = nvtx::range(nvtx::SEND);
         let mut state = self.make_room().map_err(Unsent::Untold)?;
         self.note(stream);
         self.prepare(&mut state, slot);
@@ -276,6 +278,7 @@ impl Core {
 
     /// Tells every subscriber of what will lie in `slot`, before the work that fills it is enqueued.
     pub(super) fn announce(&self, slot: SlotId, layout: &Layout, metadata: &Metadata) -> Result<Pending, Unsent> {
+        let _range = nvtx::range(nvtx::SEND);
         let mut state = self.make_room().map_err(Unsent::Untold)?;
         self.prepare(&mut state, slot);
         let sequence = self.tell(&mut state, slot, layout, metadata);
@@ -287,6 +290,7 @@ impl Core {
 
     /// Completes what was announced, behind the work enqueued on `stream`.
     pub(super) fn complete(&self, slot: SlotId, pending: &Pending, stream: &Stream) -> Result<()> {
+        let _range = nvtx::range(nvtx::COMPLETE);
         self.home.check()?;
         self.note(stream);
         // SAFETY: as in `send`; `pending` holds the segments of links that have ended, until this stream is noted.
