@@ -34,6 +34,7 @@
 //! | [`LegacyHandle`], [`LegacyMemory`] | a second door, for memory that another allocator made |
 //! | [`Semaphore`], [`Permit`] | so many at once, on streams and on the CPU, between processes |
 //! | [`Domain`], [`EndpointName`] | the directory in which names live, and who holds them |
+//! | [`Member`], [`Members`] ([`members`]) | who is in a domain, who stands still, who has died; what the dead left is cleared |
 //! | [`backend`] | the seam to a device: one trait, `cuda` and `host`, and wrappers for tests |
 //! | [`nvtx`] | whether a profiler sees the ranges of send and receive |
 //! | [`clock`] | the clock that all processes of one machine share |
@@ -88,6 +89,7 @@ mod hostile;
 pub mod interop_cudarc;
 pub mod kernel;
 mod link;
+pub mod members;
 mod memory;
 mod origin;
 pub mod nvtx;
@@ -109,6 +111,7 @@ pub use error::{Error, HandshakeFault, Holder, LegacyFault, Result};
 pub use kernel::Kernel;
 pub use link::PeerState;
 pub use memory::legacy::{LegacyHandle, LegacyMemory};
+pub use members::{Change, Member, MemberInfo, Members, MembersBuilder};
 pub use rendezvous::Kind;
 pub use queue::{
     JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState, SubmitError, Worker, WorkerBuilder,

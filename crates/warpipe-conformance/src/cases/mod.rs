@@ -7,6 +7,7 @@ mod fault;
 mod fork;
 mod layout;
 mod legacy;
+mod members;
 mod memory;
 mod model;
 mod names;
@@ -86,6 +87,7 @@ pub fn all() -> Vec<Case> {
         policy::CASES,
         semaphore::CASES,
         names::CASES,
+        members::CASES,
         death::CASES,
         stall::CASES,
         fork::CASES,

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, LegacyMemory, Publisher, Sample, SampleMut, Stream, Subscriber};
+use warpipe::{Error, LegacyMemory, Member, Publisher, Sample, SampleMut, Stream, Subscriber};
 
 use super::labour::Labour;
 use super::order::{Answer, Batch, Fault, Item, Order};
@@ -47,6 +47,7 @@ struct Actor {
     labour: Labour,
     sockets: Vec<std::os::fd::OwnedFd>,
     semaphore: Contender,
+    members: Vec<Member>,
     streams: Option<Streams>,
     guard: Option<Guard>,
     context: Context,
@@ -70,6 +71,7 @@ impl Actor {
             labour: Labour::default(),
             sockets: Vec::new(),
             semaphore: Contender::default(),
+            members: Vec::new(),
             streams: None,
             guard: None,
             context,
@@ -122,6 +124,8 @@ impl Actor {
             Order::CloseLegacy => self.opened.pop().context("memory to close")?.close(PATIENCE)?,
             Order::OpenEvent(handle) => plain::open_event(&self.context.device, &handle)?,
             Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
+            Order::Join { name, role } => self.members.push(Member::join(&self.context.domain, &name, &role)?),
+            Order::Leave => self.members.clear(),
             Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
             Order::Task(task) => return self.labour.carry_out(task, &self.context),
             Order::Guard => {
@@ -269,6 +273,7 @@ impl Actor {
         self.labour.end()?;
         self.sockets.clear();
         self.semaphore = Contender::default();
+        self.members.clear();
         if let Some(streams) = self.streams.take() {
             streams.sending.synchronize(PATIENCE)?;
             streams.receiving.synchronize(PATIENCE)?;

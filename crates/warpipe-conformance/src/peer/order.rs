@@ -266,6 +266,15 @@ pub enum Order {
     OpenEvent(Vec<u8>),
     /// Something with a semaphore.
     Semaphore(SemaphoreOrder),
+    /// Join the domain.
+    Join {
+        /// As what.
+        name: String,
+        /// See [`warpipe::Member::join`].
+        role: String,
+    },
+    /// Leave it, as every member that this peer is.
+    Leave,
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
     /// Work at a queue or a service, or submit to one.
