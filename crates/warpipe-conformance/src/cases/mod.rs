@@ -6,10 +6,15 @@ mod death;
 mod fault;
 mod fork;
 mod layout;
+mod legacy;
+mod members;
 mod memory;
 mod model;
 mod names;
 mod policy;
+mod queue;
+mod semaphore;
+mod service;
 mod stall;
 mod storm;
 
@@ -78,13 +83,18 @@ pub fn all() -> Vec<Case> {
         layout::CASES,
         channel::CASES,
         memory::CASES,
+        legacy::CASES,
         policy::CASES,
+        semaphore::CASES,
         names::CASES,
+        members::CASES,
         death::CASES,
         stall::CASES,
         fork::CASES,
         fault::CASES,
         model::CASES,
+        queue::CASES,
+        service::CASES,
         storm::CASES,
     ]
     .concat()
