@@ -5,6 +5,7 @@ mod channel;
 mod death;
 mod fault;
 mod fork;
+mod handles;
 mod layout;
 mod legacy;
 mod members;
@@ -12,6 +13,7 @@ mod memory;
 mod model;
 mod names;
 mod policy;
+mod pool;
 mod queue;
 mod semaphore;
 mod service;
@@ -83,6 +85,8 @@ pub fn all() -> Vec<Case> {
         layout::CASES,
         channel::CASES,
         memory::CASES,
+        handles::CASES,
+        pool::CASES,
         legacy::CASES,
         policy::CASES,
         semaphore::CASES,

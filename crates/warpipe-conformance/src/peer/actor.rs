@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, LegacyMemory, Member, Publisher, Sample, SampleMut, Stream, Subscriber};
 
+use super::holder::Holder;
 use super::labour::Labour;
 use super::order::{Answer, Batch, Fault, Item, Order};
 use super::semaphore::Contender;
@@ -45,6 +46,7 @@ struct Actor {
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,
     labour: Labour,
+    holder: Holder,
     sockets: Vec<std::os::fd::OwnedFd>,
     semaphore: Contender,
     members: Vec<Member>,
@@ -69,6 +71,7 @@ impl Actor {
             subscribers: Vec::new(),
             publisher: None,
             labour: Labour::default(),
+            holder: Holder::default(),
             sockets: Vec::new(),
             semaphore: Contender::default(),
             members: Vec::new(),
@@ -126,6 +129,7 @@ impl Actor {
             Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
             Order::Join { name, role } => self.members.push(Member::join(&self.context.domain, &name, &role)?),
             Order::Leave => self.members.clear(),
+            Order::Hold(order) => return self.holder.carry_out(&self.context, order),
             Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
             Order::Task(task) => return self.labour.carry_out(task, &self.context),
             Order::Guard => {
@@ -271,6 +275,7 @@ impl Actor {
         self.subscribers.clear();
         self.publisher = None;
         self.labour.end()?;
+        self.holder = Holder::default();
         self.sockets.clear();
         self.semaphore = Contender::default();
         self.members.clear();

@@ -4,14 +4,15 @@
 //! error joins the case's own words. Every wait for it has a limit, and it is killed when its handle is dropped.
 
 mod actor;
+mod holder;
 mod labour;
 mod order;
 mod semaphore;
 
 pub use actor::act;
 pub(crate) use actor::{describe_layout, digest};
+pub use holder::HolderOrder;
 pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, Reply, SubscriberPlan, Task, kind_of};
-pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, SubscriberPlan, kind_of};
 pub use semaphore::{Board, SemaphoreOrder};
 
 use std::io::Write as _;
