@@ -267,9 +267,11 @@ fn killed_importers(context: &Context) -> Result<()> {
     let (ticket, mut chance, guard) = (published.ticket()?, context.chance(), context.guard());
     for _ in 0..context.rounds(6, 200, 40) {
         let mut victim = context.peer()?;
+        // It is there, with its device.
+        victim.ask(&Order::Hold(HolderOrder::Settle))?;
         victim.tell(&Order::Hold(HolderOrder::Open { ticket: ticket.clone(), wait_ms: 0 }))?;
         victim.tell(&Order::Hold(HolderOrder::Close { number: 0 }))?;
-        std::thread::park_timeout(Duration::from_micros(chance.below(4_000)));
+        std::thread::park_timeout(Duration::from_micros(chance.below(2_000)));
         victim.kill()?;
     }
     guard.settles()

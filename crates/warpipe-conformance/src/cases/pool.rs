@@ -296,6 +296,8 @@ fn storm(context: &Context) -> Result<()> {
         let lent = pool.allocate_timeout(BYTES, PATIENCE)?;
         let ticket = lent.lend(Access::ReadWrite)?;
         let mut peers = (0..PEERS).map(|_| context.peer()).collect::<Result<Vec<_>>>()?;
+        // They are there, with their devices.
+        peers.iter_mut().try_for_each(|peer| peer.ask(&Order::Hold(HolderOrder::Settle)).map(drop))?;
         for peer in &mut peers {
             peer.tell(&Order::Hold(HolderOrder::Borrow(ticket.clone())))?;
             for number in 1..=4 {

@@ -185,14 +185,23 @@ impl Holder {
                 return Ok(Answer::Text(ticket.to_string()));
             }
             HolderOrder::Borrow(ticket) => {
+                // It stays, and with it what is mapped: a negative control writes what it has let go.
+                if !self.clients.iter().any(|client| client.name() == ticket.name()) {
+                    self.clients.push(PoolClient::open(domain, ticket.name(), device)?);
+                }
                 self.lent.push(Some(LentBuffer::open(&ticket, device)?));
                 return Ok(Answer::Number(self.lent.len() as u64 - 1));
             }
             HolderOrder::Allocate { name, bytes, wait_ms } => {
                 let known = self.clients.iter().find(|client| client.name() == name).cloned();
-                let client = known.map_or_else(|| PoolClient::open(domain, &name, device), Ok)?;
+                let client = match known {
+                    Some(client) => client,
+                    None => {
+                        self.clients.push(PoolClient::open(domain, &name, device)?);
+                        self.clients.last().context("pushed above")?.clone()
+                    }
+                };
                 self.lent.push(Some(client.allocate_timeout(bytes, Duration::from_millis(wait_ms))?));
-                self.clients.push(client);
                 return Ok(Answer::Number(self.lent.len() as u64 - 1));
             }
             HolderOrder::CheckBlock { number, seed } => {
