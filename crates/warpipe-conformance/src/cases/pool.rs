@@ -168,12 +168,12 @@ fn killed_borrower(context: &Context) -> Result<()> {
 
 fn killed_writer(context: &Context) -> Result<()> {
     let pool = one(context)?;
-    for kills_at_once in [true, false] {
+    for slow_ms in [100, 500] {
         let block = pool.allocate(BYTES)?;
         let mut peer = context.peer()?;
         let it = number(&mut peer, HolderOrder::Borrow(block.lend(Access::ReadWrite)?))? as usize;
         drop(block);
-        let slow_us = if kills_at_once { 500_000 } else { 100_000 };
+        let slow_us = 1_000 * slow_ms;
         peer.ask(&Order::Hold(HolderOrder::FillAndFree { number: it, seed: 1, slow_us, is_behind: true }))?;
         peer.strike()?;
         let next = pool.allocate_timeout(BYTES, PATIENCE)?;
@@ -181,7 +181,7 @@ fn killed_writer(context: &Context) -> Result<()> {
         peer.ended()?;
         // Longer than what it had enqueued.
         let late = context.stream()?;
-        late.call(|| std::thread::sleep(Duration::from_millis(700)))?;
+        warpipe_kernels::spin(&late, Duration::from_millis(200 + slow_ms))?;
         late.synchronize(PATIENCE)?;
         ensure!(wrong(context, &next, 2)? == 0, "nobody else writes the next one's block");
     }
