@@ -194,6 +194,60 @@ pub enum Error {
         /// Its reason and, from this library, the next step.
         text: String,
     },
+    /// Only who made a timeline signals it.
+    #[error("timeline {name:?} belongs to process {pid}, which alone may signal it; signal a timeline of your own")]
+    NotOwner {
+        /// The timeline's name.
+        name: String,
+        /// Its owner.
+        pid: i32,
+    },
+    /// A timeline's value only grows.
+    #[error("timeline {name:?} has been signalled to {last}, and cannot go to {value}; signal a larger value")]
+    Backwards {
+        /// The timeline's name.
+        name: String,
+        /// The value asked for.
+        value: u64,
+        /// The last value signalled.
+        last: u64,
+    },
+    /// A timeline was to be signalled by the CPU while a stream has yet to signal it.
+    #[error(
+        "timeline {name:?} stands at {reached}, and a stream has yet to signal {last}: {value} cannot come before it; signal it on a stream, or wait for {last}"
+    )]
+    SignalPending {
+        /// The timeline's name.
+        name: String,
+        /// The value asked for.
+        value: u64,
+        /// The last value given to a stream.
+        last: u64,
+        /// The value reached.
+        reached: u64,
+    },
+    /// An event that nobody has recorded: there is nothing to wait for.
+    #[error("event {event} has never been recorded; record it first, then tell others to wait for it")]
+    EventNotRecorded {
+        /// The event, as `endpoint#number`.
+        event: String,
+    },
+    /// An event whose recorder, or maker, was gone before the recorded work was done.
+    #[error(
+        "event {event} was lost: the work that process {pid} recorded did not complete before that process, or the event's maker, was gone; discard what depends on it"
+    )]
+    EventLost {
+        /// The event, as `endpoint#number`.
+        event: String,
+        /// Who recorded it, as it said itself.
+        pid: i32,
+    },
+    /// An event handle that cannot be used.
+    #[error("not a usable event handle: {fault}")]
+    EventHandle {
+        /// What is wrong with it.
+        fault: EventHandleFault,
+    },
     /// The endpoint's owner does not let this user in.
     #[error("{name:?} does not admit this user ({detail}); ask its owner to allow the uid or gid")]
     AccessDenied {
@@ -295,6 +349,12 @@ pub enum Error {
         used: u64,
         /// The stated limit.
         limit: u64,
+    },
+    /// The process has all the interprocess events that it may have.
+    #[error("this process has {limit} interprocess events, and may have no more; drop some")]
+    EventLimit {
+        /// The limit.
+        limit: u32,
     },
     /// A tensor layout that cannot be, or does not fit.
     #[error("not a usable tensor layout: {reason}")]
@@ -414,6 +474,34 @@ pub enum HandshakeFault {
     /// The peer's death could not be seen from here.
     #[error("no pidfd for the peer ({0}); both must live under one kernel, 5.4 or newer")]
     Unwatchable(String),
+}
+
+/// What is wrong with an event handle.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum EventHandleFault {
+    /// The text or the bytes are no handle at all, or were cut or changed on their way.
+    #[error("it is garbled ({0}); pass it on whole, as it was exported")]
+    Garbled(&'static str),
+    /// Another version's handle.
+    #[error("it is of version {theirs}, this is {ours}; run one version of warpipe on both sides")]
+    Version {
+        /// The handle's version.
+        theirs: u16,
+        /// Ours.
+        ours: u16,
+    },
+    /// The event is there no more; its maker may live.
+    #[error("its maker has dropped the event; ask for a handle of a new one")]
+    Dropped,
+    /// It names an event of another kind of device.
+    #[error("it names an event of {owner}, and {device} cannot share that; open it with a device of the same kind")]
+    Device {
+        /// The maker's device.
+        owner: String,
+        /// The device that was to open it.
+        device: String,
+    },
 }
 
 impl Error {

@@ -90,6 +90,7 @@ mod os;
 mod rendezvous;
 mod stream;
 pub mod tensor;
+mod timeline;
 
 pub use channel::{
     Announced, Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut, Samples,
@@ -97,12 +98,13 @@ pub use channel::{
 };
 pub use device::Device;
 pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
-pub use error::{Error, HandshakeFault, Holder, Result};
+pub use error::{Error, EventHandleFault, HandshakeFault, Holder, Result};
 pub use kernel::Kernel;
 pub use link::PeerState;
 pub use rendezvous::Kind;
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
+pub use timeline::Timeline;
 
 /// The examples of the README are tests, too.
 #[cfg(doctest)]
