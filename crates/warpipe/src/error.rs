@@ -7,6 +7,8 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::backend::PointerKind;
+
 /// What every fallible call of this crate returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -246,7 +248,7 @@ pub enum Error {
     #[error("not a usable event handle: {fault}")]
     EventHandle {
         /// What is wrong with it.
-        fault: EventHandleFault,
+        fault: crate::EventHandleFault,
     },
     /// The endpoint's owner does not let this user in.
     #[error("{name:?} does not admit this user ({detail}); ask its owner to allow the uid or gid")]
@@ -349,6 +351,28 @@ pub enum Error {
         used: u64,
         /// The stated limit.
         limit: u64,
+    },
+    /// Memory that no legacy handle can name.
+    #[error("{ptr:#x} is {kind}, which no legacy handle can name; {}", .kind.next())]
+    NotExportable {
+        /// The address.
+        ptr: u64,
+        /// What it is.
+        kind: PointerKind,
+    },
+    /// The process that exported some memory is gone, and with it the memory.
+    #[error(
+        "process {pid}, which exported this memory, is gone, and the memory with it; a legacy handle dies with its exporter: export again, or use a channel, whose memory outlives its sender"
+    )]
+    ExporterGone {
+        /// Its process id.
+        pid: i32,
+    },
+    /// A legacy handle that cannot be used.
+    #[error("not a usable legacy handle: {fault}")]
+    LegacyHandle {
+        /// What is wrong with it.
+        fault: LegacyFault,
     },
     /// The process has all the interprocess events that it may have.
     #[error("this process has {limit} interprocess events, and may have no more; drop some")]
@@ -476,13 +500,21 @@ pub enum HandshakeFault {
     Unwatchable(String),
 }
 
-/// What is wrong with an event handle.
+/// What is wrong with a legacy handle.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum EventHandleFault {
-    /// The text or the bytes are no handle at all, or were cut or changed on their way.
-    #[error("it is garbled ({0}); pass it on whole, as it was exported")]
+pub enum LegacyFault {
+    /// The text or the bytes are no handle at all, or were changed on their way.
+    #[error("it is garbled ({0}); pass it on as it was exported")]
     Garbled(&'static str),
+    /// A handle cut short, or with something behind it.
+    #[error("it has {found} bytes where {wanted} are due; pass on all of it")]
+    Length {
+        /// Its length.
+        found: usize,
+        /// What is due.
+        wanted: usize,
+    },
     /// Another version's handle.
     #[error("it is of version {theirs}, this is {ours}; run one version of warpipe on both sides")]
     Version {
@@ -491,16 +523,49 @@ pub enum EventHandleFault {
         /// Ours.
         ours: u16,
     },
-    /// The event is there no more; its maker may live.
-    #[error("its maker has dropped the event; ask for a handle of a new one")]
-    Dropped,
-    /// It names an event of another kind of device.
-    #[error("it names an event of {owner}, and {device} cannot share that; open it with a device of the same kind")]
+    /// A range that does not lie in its allocation.
+    #[error(
+        "bytes {offset} to {offset}+{bytes} do not lie in an allocation of {allocation} bytes; export a range that does"
+    )]
+    Range {
+        /// Where the range begins.
+        offset: u64,
+        /// Its length.
+        bytes: u64,
+        /// The allocation's length.
+        allocation: u64,
+    },
+    /// It was exported on another machine, or before this one was started anew.
+    #[error(
+        "it comes from another machine, or from before a reboot; memory is shared within one machine: export it again"
+    )]
+    ForeignHost,
+    /// It names a device of another backend.
+    #[error("it names memory of {owner}, and {device} cannot open that; open it with the device that owns it")]
     Device {
-        /// The maker's device.
+        /// The device that owns the memory.
         owner: String,
         /// The device that was to open it.
         device: String,
+    },
+    /// The device or its driver refuses it.
+    #[error("it cannot be opened ({0}); export it again")]
+    Refused(String),
+    /// The exporter lives, but the memory cannot be opened.
+    #[error(
+        "process {pid} lives, but its memory cannot be opened ({reason}): it has freed it, or runs as another user; export it again"
+    )]
+    Stale {
+        /// The exporter.
+        pid: i32,
+        /// What the device said.
+        reason: String,
+    },
+    /// An address that is not open (any more).
+    #[error("nothing is open at {ptr:#x}; close what was opened, once")]
+    NotOpen {
+        /// The address.
+        ptr: u64,
     },
 }
 
@@ -518,6 +583,10 @@ impl Error {
 
     pub(crate) fn argument(argument: &'static str, found: impl ToString, allowed: impl ToString) -> Self {
         Error::Argument { argument, found: found.to_string(), allowed: allowed.to_string() }
+    }
+
+    pub(crate) fn legacy(fault: LegacyFault) -> Self {
+        Error::LegacyHandle { fault }
     }
 
     pub(crate) fn layout(reason: impl Into<String>) -> Self {

@@ -31,6 +31,7 @@
 //! | [`SampleMut`], [`Announced`], [`Sample`], [`Receipt`] | a tensor on its way: lent, told of, received, given back |
 //! | [`Layout`], [`DType`] ([`tensor`]) | what a slot holds: element type, shape, strides, offset, in DLPack's terms |
 //! | [`Device`], [`Stream`], [`Kernel`] ([`device`], [`kernel`]) | where memory lies, the order of its work, and what runs there |
+//! | [`LegacyHandle`], [`LegacyMemory`] | a second door, for memory that another allocator made |
 //! | [`Domain`], [`EndpointName`] | the directory in which names live, and who holds them |
 //! | [`backend`] | the seam to a device: one trait, `cuda` and `host`, and wrappers for tests |
 //! | [`clock`] | the clock that all processes of one machine share |
@@ -78,6 +79,7 @@ pub mod clock;
 pub mod device;
 mod domain;
 mod error;
+mod event;
 mod fork;
 #[cfg(test)]
 mod hostile;
@@ -86,6 +88,7 @@ pub mod interop_cudarc;
 pub mod kernel;
 mod link;
 mod memory;
+mod origin;
 mod os;
 mod rendezvous;
 mod stream;
@@ -98,9 +101,11 @@ pub use channel::{
 };
 pub use device::Device;
 pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
-pub use error::{Error, EventHandleFault, HandshakeFault, Holder, Result};
+pub use error::{Error, HandshakeFault, Holder, LegacyFault, Result};
+pub use event::{Event, EventHandle, EventHandleFault, Recording};
 pub use kernel::Kernel;
 pub use link::PeerState;
+pub use memory::legacy::{LegacyHandle, LegacyMemory};
 pub use rendezvous::Kind;
 pub use stream::Stream;
 pub use tensor::{DType, Layout};

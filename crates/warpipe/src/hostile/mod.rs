@@ -4,6 +4,7 @@
 
 mod files;
 mod fuzz;
+mod legacy;
 mod limits;
 mod names;
 mod publisher_handshake;
