@@ -13,6 +13,9 @@
 //! all others, with CPU stores alone. An owner that closes does the same itself when its streams have signalled what
 //! they were given.
 
+#[cfg(test)]
+mod tests;
+
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};

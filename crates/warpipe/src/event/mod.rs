@@ -16,6 +16,8 @@ mod handle;
 mod house;
 mod layout;
 mod lodging;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};

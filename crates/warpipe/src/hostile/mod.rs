@@ -4,6 +4,7 @@
 
 mod files;
 mod fuzz;
+mod keeper;
 mod legacy;
 mod limits;
 mod names;

@@ -326,7 +326,8 @@ impl Desk {
                 drop(guests);
                 self.keep.gone(self, caller, Ending::Left);
             }
-            Phase::Present(ref caller) | Phase::Suspect(ref caller) => {
+            Phase::Suspect(_) => drop(guests.insert(id, guest)),
+            Phase::Present(ref caller) => {
                 let caller = caller.clone();
                 guest.phase = Phase::Suspect(caller.clone());
                 let _ = rustix::net::shutdown(&*guest.socket, rustix::net::Shutdown::Both);
