@@ -18,6 +18,7 @@ pub mod peer;
 pub mod process;
 pub mod report;
 pub mod runner;
+pub mod shared;
 pub mod words;
 
 pub use context::{Backend, Context};

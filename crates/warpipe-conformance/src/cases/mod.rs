@@ -3,6 +3,7 @@
 mod backend;
 mod channel;
 mod death;
+mod event;
 mod fault;
 mod fork;
 mod layout;
@@ -12,6 +13,7 @@ mod names;
 mod policy;
 mod stall;
 mod storm;
+mod timeline;
 
 use std::time::Duration;
 
@@ -86,6 +88,8 @@ pub fn all() -> Vec<Case> {
         fault::CASES,
         model::CASES,
         storm::CASES,
+        timeline::CASES,
+        event::CASES,
     ]
     .concat()
 }

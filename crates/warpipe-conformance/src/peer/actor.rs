@@ -8,6 +8,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, Publisher, Sample, SampleMut, Stream, Subscriber};
 
 use super::order::{Answer, Batch, Fault, Item, Order};
+use super::signals::Signals;
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
 use crate::guard::Guard;
@@ -40,6 +41,7 @@ struct Actor {
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,
     sockets: Vec<std::os::fd::OwnedFd>,
+    signals: Option<Signals>,
     streams: Option<Streams>,
     guard: Option<Guard>,
     context: Context,
@@ -59,6 +61,7 @@ impl Actor {
             subscribers: Vec::new(),
             publisher: None,
             sockets: Vec::new(),
+            signals: None,
             streams: None,
             guard: None,
             context,
@@ -96,6 +99,13 @@ impl Actor {
             }
             Order::ConnectOnly(name) => self.connect_only(&name)?,
             Order::PlayWords { path, rounds } => self.play_words(&path, rounds)?,
+            Order::Signals(order) => {
+                let signals = match &mut self.signals {
+                    Some(signals) => signals,
+                    none => none.insert(Signals::new(&self.context)?),
+                };
+                return signals.carry_out(&self.context, order);
+            }
             Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
             Order::Guard => {
                 self.context.warm_up()?;
@@ -238,6 +248,7 @@ impl Actor {
         self.subscribers.clear();
         self.publisher = None;
         self.sockets.clear();
+        self.signals.take().map_or(Ok(()), Signals::end)?;
         if let Some(streams) = self.streams.take() {
             streams.sending.synchronize(PATIENCE)?;
             streams.receiving.synchronize(PATIENCE)?;

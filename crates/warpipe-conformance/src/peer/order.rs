@@ -179,6 +179,8 @@ pub enum Order {
         /// How many turns.
         rounds: u64,
     },
+    /// Something about timelines and events.
+    Signals(super::SignalOrder),
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
     /// Warm up and count what is there.
