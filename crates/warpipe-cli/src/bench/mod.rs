@@ -4,6 +4,7 @@
 //! and ours take turns in rounds and the medians of the rounds are compared, so that a clock that drifts or a
 //! neighbour that wakes up falls on both. A ratio that is not met is a result, and not an error.
 
+mod attach;
 mod broadcast;
 mod death;
 mod dma;
@@ -87,13 +88,15 @@ pub enum What {
     Idle,
     /// Bandwidth through an imported mapping.
     Dma,
+    /// Opening another process's memory by a ticket.
+    Attach,
     /// A legacy handle that is open already, opened again.
     Legacy,
 }
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
 
-const BENCHMARKS: [(What, Benchmark); 10] = [
+const BENCHMARKS: [(What, Benchmark); 11] = [
     (What::Handoff, handoff::run),
     (What::Pipeline, pipeline::run),
     (What::Send, send::run),
@@ -103,6 +106,7 @@ const BENCHMARKS: [(What, Benchmark); 10] = [
     (What::Death, death::run),
     (What::Idle, idle::run),
     (What::Dma, dma::run),
+    (What::Attach, attach::run),
     (What::Legacy, legacy::run),
 ];
 
@@ -116,6 +120,7 @@ enum Role {
     Victim(death::Terms),
     Idle(setup::Place),
     Dma(dma::Terms),
+    Attach(attach::Terms),
     Legacy(legacy::Terms),
 }
 
@@ -150,6 +155,7 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::Victim(terms) => death::live(&terms, &control),
         Role::Idle(place) => idle::sleep(&place, &control),
         Role::Dma(terms) => dma::read(&terms, &control),
+        Role::Attach(terms) => attach::offer(&terms, &control),
         Role::Legacy(terms) => legacy::export(&terms, &control),
     }
 }

@@ -3,6 +3,7 @@
 mod backend;
 mod channel;
 mod death;
+mod event;
 mod fault;
 mod fork;
 mod handles;
@@ -19,6 +20,7 @@ mod semaphore;
 mod service;
 mod stall;
 mod storm;
+mod timeline;
 
 use std::time::Duration;
 
@@ -100,6 +102,8 @@ pub fn all() -> Vec<Case> {
         queue::CASES,
         service::CASES,
         storm::CASES,
+        timeline::CASES,
+        event::CASES,
     ]
     .concat()
 }

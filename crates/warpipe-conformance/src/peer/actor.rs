@@ -11,6 +11,7 @@ use super::holder::Holder;
 use super::labour::Labour;
 use super::order::{Answer, Batch, Fault, Item, Order};
 use super::semaphore::Contender;
+use super::signals::Signals;
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
 use crate::guard::Guard;
@@ -50,6 +51,7 @@ struct Actor {
     sockets: Vec<std::os::fd::OwnedFd>,
     semaphore: Contender,
     members: Vec<Member>,
+    signals: Option<Signals>,
     streams: Option<Streams>,
     guard: Option<Guard>,
     context: Context,
@@ -75,6 +77,7 @@ impl Actor {
             sockets: Vec::new(),
             semaphore: Contender::default(),
             members: Vec::new(),
+            signals: None,
             streams: None,
             guard: None,
             context,
@@ -130,6 +133,13 @@ impl Actor {
             Order::Join { name, role } => self.members.push(Member::join(&self.context.domain, &name, &role)?),
             Order::Leave => self.members.clear(),
             Order::Hold(order) => return self.holder.carry_out(&self.context, order),
+            Order::Signals(order) => {
+                let signals = match &mut self.signals {
+                    Some(signals) => signals,
+                    none => none.insert(Signals::new(&self.context)?),
+                };
+                return signals.carry_out(&self.context, order);
+            }
             Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
             Order::Task(task) => return self.labour.carry_out(task, &self.context),
             Order::Guard => {
@@ -279,6 +289,7 @@ impl Actor {
         self.sockets.clear();
         self.semaphore = Contender::default();
         self.members.clear();
+        self.signals.take().map_or(Ok(()), Signals::end)?;
         if let Some(streams) = self.streams.take() {
             streams.sending.synchronize(PATIENCE)?;
             streams.receiving.synchronize(PATIENCE)?;

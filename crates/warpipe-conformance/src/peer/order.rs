@@ -277,6 +277,8 @@ pub enum Order {
     Leave,
     /// What is done with memory and pools.
     Hold(super::HolderOrder),
+    /// Something about timelines and events.
+    Signals(super::SignalOrder),
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
     /// Work at a queue or a service, or submit to one.

@@ -4,6 +4,7 @@
 pub(crate) mod arena;
 pub(crate) mod board;
 mod file;
+pub(crate) mod lane;
 pub(crate) mod legacy;
 pub(crate) mod mapping;
 mod owned;

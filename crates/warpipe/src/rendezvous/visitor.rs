@@ -241,6 +241,18 @@ impl Visitor {
         inner.wait_for(serial, timeout)
     }
 
+    /// Tells the keeper something, as a question whose answer nobody waits for: for threads that must not wait.
+    ///
+    /// [`Error::OwnerGone`], [`Error::Timeout`] when it does not read what it is sent.
+    pub(crate) fn post(&self, body: &[u8]) -> Result<()> {
+        let inner = &self.inner;
+        inner.home.check()?;
+        if inner.lock().is_over {
+            return Err(inner.owner_gone());
+        }
+        inner.send(&Message::Ask { serial: inner.next_serial.fetch_add(1, SeqCst), body: body.to_vec() })
+    }
+
     pub(crate) fn name(&self) -> &str {
         &self.inner.name
     }
@@ -353,9 +365,6 @@ impl Inner {
                 }
                 Ok(Received::Message(Message::Declined { serial, text }, _)) => {
                     self.on_answer(serial, Err(Error::Refused { name: self.name.clone(), text }));
-                }
-                Ok(Received::Message(Message::Tell { body }, _)) => {
-                    self.visit().into_iter().for_each(|v| v.told(&body))
                 }
                 Ok(Received::Message(Message::Bye(_), _)) => self.is_graceful.store(true, SeqCst),
                 // Anything else, a refusal among them, is the end of what we have to say to each other.
