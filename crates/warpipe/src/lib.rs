@@ -142,3 +142,9 @@ struct Readme;
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/guide/legacy-handles.md")]
 struct LegacyHandlesGuide;
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/guide/handles.md")]
+struct HandlesGuide;
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/guide/pool.md")]
+struct PoolGuide;

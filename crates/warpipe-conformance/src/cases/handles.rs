@@ -33,6 +33,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("shared memory is unmapped only behind the streams that use it", kept_for_streams),
     Case::new("a process without descriptors opens no ticket, and later it does", no_descriptors),
     Case::new("a user who is not on the list opens no ticket, one who is does", other_users),
+    Case::new("memory of another GPU is opened by a ticket, or refused by name", other_device),
     Case::new("importers are killed at any moment and nothing is left of them", killed_importers).ends_clients(),
 ];
 
@@ -259,6 +260,25 @@ fn other_users(context: &Context) -> Result<()> {
     stranger.ask(&Order::Hold(HolderOrder::Open { ticket: open.ticket()?, wait_ms: 0 }))?;
     ensure!(stranger.number(&Order::Hold(HolderOrder::Check { number: 0, seed: 1 }))? == 0, "the bytes are right");
     stranger.dismiss()
+}
+
+fn other_device(context: &Context) -> Result<()> {
+    if context.settings.devices < 2 {
+        return skip("it needs two devices");
+    }
+    let mut peer = context.peer_on(1)?;
+    let ticket = publish(&mut peer, "far", 1, false)?;
+    match ticket.open(&context.device) {
+        Ok(memory) => {
+            ensure!(memory.owner() != context.device.info().id, "it lies on the other device");
+            is_whole(context, &memory, 1)?;
+        }
+        Err(Error::PeerAccess { owner, .. }) => {
+            ensure!(Some(owner) == ticket.device().map(|id| id.to_string()), "the owner is told");
+        }
+        Err(other) => bail!("neither open nor out of reach: {other}"),
+    }
+    peer.dismiss()
 }
 
 fn killed_importers(context: &Context) -> Result<()> {
