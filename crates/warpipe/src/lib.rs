@@ -113,3 +113,8 @@ pub use tensor::{DType, Layout};
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
+
+/// So are those of the guide to members.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/guide/members.md")]
+struct GuideToMembers;
