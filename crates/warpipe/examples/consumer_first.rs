@@ -5,9 +5,9 @@
 //! there; nothing polls for it.
 //!
 //! ```text
-//! cargo run --example consumer_first                          # both processes
-//! cargo run --example consumer_first -- --role consumer       # or: one terminal each, the consumer first
-//! cargo run --example consumer_first -- --role producer
+//! cargo run -p warpipe --example consumer_first                     # both processes
+//! cargo run -p warpipe --example consumer_first -- --role consumer  # or: one terminal each, the consumer first
+//! cargo run -p warpipe --example consumer_first -- --role producer
 //! ```
 //!
 //! It ends with `ok: gave up twice, then waited, and received: hello from a latecomer`.

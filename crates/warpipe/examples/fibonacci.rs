@@ -5,9 +5,9 @@
 //! Fibonacci number does not fit 64 bits; they wrap around there, on both sides.
 //!
 //! ```text
-//! cargo run --example fibonacci                          # both processes
-//! cargo run --example fibonacci -- --role consumer       # or: one terminal each, in any order
-//! cargo run --example fibonacci -- --role producer
+//! cargo run -p warpipe --example fibonacci                     # both processes
+//! cargo run -p warpipe --example fibonacci -- --role consumer  # or: one terminal each, in any order
+//! cargo run -p warpipe --example fibonacci -- --role producer
 //! ```
 //!
 //! It ends with `ok: 65536 Fibonacci numbers crossed, every one of them right`.

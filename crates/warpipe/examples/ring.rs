@@ -7,9 +7,9 @@
 //! **This module is marked for unsafe**: it launches kernels on device memory.
 //!
 //! ```text
-//! cargo run --example ring                               # both processes
-//! cargo run --example ring -- --role reader              # or: one terminal each, in any order
-//! cargo run --example ring -- --role sender
+//! cargo run -p warpipe --example ring                   # both processes
+//! cargo run -p warpipe --example ring -- --role reader  # or: one terminal each, in any order
+//! cargo run -p warpipe --example ring -- --role sender
 //! ```
 //!
 //! It ends with `ok: 200 of 200 frames in order, none lost; the sender found the ring full N times`, N above 0.

@@ -6,7 +6,7 @@
 //! however many threads read, the publisher's device memory stays what it was.
 //!
 //! ```text
-//! cargo run --example threads
+//! cargo run -p warpipe --example threads
 //! ```
 //!
 //! It ends with `ok: 4 threads read 20 frames each in the publisher's own memory; nothing was copied`.

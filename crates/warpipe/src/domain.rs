@@ -237,6 +237,19 @@ impl Domain {
         self.lock(name, Taker::Cleaner).is_ok()
     }
 
+    /// Removes what one dead endpoint left, if it is dead.
+    pub(crate) fn forget(&self, name: &EndpointName) {
+        let _ = self.lock(name);
+    }
+
+    /// The endpoints, living or not, whose name is `prefix` and one further part or piece of a part.
+    pub(crate) fn names_after(&self, prefix: &str) -> Result<Vec<EndpointName>> {
+        let names = self.files()?.into_iter().filter(|file| file.ends_with(".sock"));
+        let names = names.filter_map(|file| EndpointName::from_file(&file));
+        let is_meant = |name: &EndpointName| name.as_str().strip_prefix(prefix).is_some_and(|rest| !rest.contains('/'));
+        Ok(names.filter(is_meant).collect())
+    }
+
     fn files(&self) -> Result<Vec<String>> {
         let failed = |e| Error::os("getdents", self.inner.path.display().to_string(), e);
         let mut files = Vec::new();

@@ -31,6 +31,8 @@
 //! | [`SampleMut`], [`Announced`], [`Sample`], [`Receipt`] | a tensor on its way: lent, told of, received, given back |
 //! | [`Layout`], [`DType`] ([`tensor`]) | what a slot holds: element type, shape, strides, offset, in DLPack's terms |
 //! | [`Device`], [`Stream`], [`Kernel`] ([`device`], [`kernel`]) | where memory lies, the order of its work, and what runs there |
+//! | [`LegacyHandle`], [`LegacyMemory`] | a second door, for memory that another allocator made |
+//! | [`Semaphore`], [`Permit`] | so many at once, on streams and on the CPU, between processes |
 //! | [`Domain`], [`EndpointName`] | the directory in which names live, and who holds them |
 //! | [`Member`], [`Members`] ([`members`]) | who is in a domain, who stands still, who has died; what the dead left is cleared |
 //! | [`backend`] | the seam to a device: one trait, `cuda` and `host`, and wrappers for tests |
@@ -89,9 +91,13 @@ pub mod kernel;
 mod link;
 pub mod members;
 mod memory;
+mod origin;
 pub mod nvtx;
 mod os;
 mod rendezvous;
+mod queue;
+mod service;
+mod semaphore;
 mod stream;
 pub mod tensor;
 
@@ -101,11 +107,17 @@ pub use channel::{
 };
 pub use device::Device;
 pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
-pub use error::{Error, HandshakeFault, Holder, Result};
+pub use error::{Error, HandshakeFault, Holder, LegacyFault, Result};
 pub use kernel::Kernel;
 pub use link::PeerState;
+pub use memory::legacy::{LegacyHandle, LegacyMemory};
 pub use members::{Change, Member, MemberInfo, Members, MembersBuilder};
 pub use rendezvous::Kind;
+pub use queue::{
+    JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState, SubmitError, Worker, WorkerBuilder,
+};
+pub use service::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
+pub use semaphore::{Permit, Semaphore};
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
 
@@ -118,3 +130,7 @@ struct Readme;
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/guide/members.md")]
 struct GuideToMembers;
+/// So are those of the guide.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/guide/legacy-handles.md")]
+struct LegacyHandlesGuide;

@@ -6,11 +6,15 @@ mod death;
 mod fault;
 mod fork;
 mod layout;
+mod legacy;
 mod members;
 mod memory;
 mod model;
 mod names;
 mod policy;
+mod queue;
+mod service;
+mod semaphore;
 mod stall;
 mod storm;
 
@@ -79,7 +83,9 @@ pub fn all() -> Vec<Case> {
         layout::CASES,
         channel::CASES,
         memory::CASES,
+        legacy::CASES,
         policy::CASES,
+        semaphore::CASES,
         names::CASES,
         members::CASES,
         death::CASES,
@@ -87,6 +93,8 @@ pub fn all() -> Vec<Case> {
         fork::CASES,
         fault::CASES,
         model::CASES,
+        queue::CASES,
+        service::CASES,
         storm::CASES,
     ]
     .concat()

@@ -12,11 +12,11 @@
 //! more than 3 levels of 255.
 //!
 //! ```text
-//! cargo run --release --example render                            # all three
-//! cargo run --release --example render -- --kill                  # the renderer dies half way, and comes back
-//! cargo run --release --example render -- --role encoder          # or: one terminal each, in any order
-//! cargo run --release --example render -- --role renderer
-//! cargo run --release --example render -- --role geometry
+//! cargo run --release -p warpipe --example render                     # all three
+//! cargo run --release -p warpipe --example render -- --kill           # the renderer dies half way, and comes back
+//! cargo run --release -p warpipe --example render -- --role encoder   # or: one terminal each, in any order
+//! cargo run --release -p warpipe --example render -- --role renderer
+//! cargo run --release -p warpipe --example render -- --role geometry
 //! ```
 //!
 //! `--frames N` (600, without a GPU 24), `--out FOLDER` (`render-out`), `--reference FILE.png` instead of the stored one.

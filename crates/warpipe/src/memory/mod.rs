@@ -2,5 +2,6 @@
 
 pub(crate) mod arena;
 pub(crate) mod board;
+pub(crate) mod legacy;
 pub(crate) mod page;
 pub(crate) mod region;
