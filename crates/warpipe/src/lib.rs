@@ -91,13 +91,13 @@ pub mod kernel;
 mod link;
 pub mod members;
 mod memory;
-mod origin;
 pub mod nvtx;
+mod origin;
 mod os;
-mod rendezvous;
 mod queue;
-mod service;
+mod rendezvous;
 mod semaphore;
+mod service;
 mod stream;
 pub mod tensor;
 
@@ -110,14 +110,14 @@ pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
 pub use error::{Error, HandshakeFault, Holder, LegacyFault, Result};
 pub use kernel::Kernel;
 pub use link::PeerState;
-pub use memory::legacy::{LegacyHandle, LegacyMemory};
 pub use members::{Change, Member, MemberInfo, Members, MembersBuilder};
-pub use rendezvous::Kind;
+pub use memory::legacy::{LegacyHandle, LegacyMemory};
 pub use queue::{
     JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState, SubmitError, Worker, WorkerBuilder,
 };
-pub use service::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
+pub use rendezvous::Kind;
 pub use semaphore::{Permit, Semaphore};
+pub use service::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
 
