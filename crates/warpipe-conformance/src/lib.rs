@@ -20,6 +20,7 @@ pub mod plain;
 pub mod process;
 pub mod report;
 pub mod runner;
+pub mod shared;
 pub mod words;
 
 pub use context::{Backend, Context};

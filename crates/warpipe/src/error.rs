@@ -196,6 +196,60 @@ pub enum Error {
         /// Its reason and, from this library, the next step.
         text: String,
     },
+    /// Only who made a timeline signals it.
+    #[error("timeline {name:?} belongs to process {pid}, which alone may signal it; signal a timeline of your own")]
+    NotOwner {
+        /// The timeline's name.
+        name: String,
+        /// Its owner.
+        pid: i32,
+    },
+    /// A timeline's value only grows.
+    #[error("timeline {name:?} has been signalled to {last}, and cannot go to {value}; signal a larger value")]
+    Backwards {
+        /// The timeline's name.
+        name: String,
+        /// The value asked for.
+        value: u64,
+        /// The last value signalled.
+        last: u64,
+    },
+    /// A timeline was to be signalled by the CPU while a stream has yet to signal it.
+    #[error(
+        "timeline {name:?} stands at {reached}, and a stream has yet to signal {last}: {value} cannot come before it; signal it on a stream, or wait for {last}"
+    )]
+    SignalPending {
+        /// The timeline's name.
+        name: String,
+        /// The value asked for.
+        value: u64,
+        /// The last value given to a stream.
+        last: u64,
+        /// The value reached.
+        reached: u64,
+    },
+    /// An event that nobody has recorded: there is nothing to wait for.
+    #[error("event {event} has never been recorded; record it first, then tell others to wait for it")]
+    EventNotRecorded {
+        /// The event, as `endpoint#number`.
+        event: String,
+    },
+    /// An event whose recorder, or maker, was gone before the recorded work was done.
+    #[error(
+        "event {event} was lost: the work that process {pid} recorded did not complete before that process, or the event's maker, was gone; discard what depends on it"
+    )]
+    EventLost {
+        /// The event, as `endpoint#number`.
+        event: String,
+        /// Who recorded it, as it said itself.
+        pid: i32,
+    },
+    /// An event handle that cannot be used.
+    #[error("not a usable event handle: {fault}")]
+    EventHandle {
+        /// What is wrong with it.
+        fault: crate::EventHandleFault,
+    },
     /// The endpoint's owner does not let this user in.
     #[error("{name:?} does not admit this user ({detail}); ask its owner to allow the uid or gid")]
     AccessDenied {

@@ -82,6 +82,7 @@ pub mod clock;
 pub mod device;
 mod domain;
 mod error;
+mod event;
 mod fork;
 #[cfg(test)]
 mod hostile;
@@ -100,6 +101,7 @@ mod semaphore;
 mod service;
 mod stream;
 pub mod tensor;
+mod timeline;
 
 pub use channel::{
     Announced, Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut, Samples,
@@ -108,6 +110,7 @@ pub use channel::{
 pub use device::Device;
 pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
 pub use error::{Error, HandshakeFault, Holder, LegacyFault, Result};
+pub use event::{Event, EventHandle, EventHandleFault, Recording};
 pub use kernel::Kernel;
 pub use link::PeerState;
 pub use members::{Change, Member, MemberInfo, Members, MembersBuilder};
@@ -118,8 +121,10 @@ pub use queue::{
 pub use rendezvous::Kind;
 pub use semaphore::{Permit, Semaphore};
 pub use service::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
+pub use rendezvous::Kind;
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
+pub use timeline::Timeline;
 
 /// The examples of the README are tests, too.
 #[cfg(doctest)]

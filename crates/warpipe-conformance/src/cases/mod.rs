@@ -3,6 +3,7 @@
 mod backend;
 mod channel;
 mod death;
+mod event;
 mod fault;
 mod fork;
 mod layout;
@@ -17,6 +18,7 @@ mod service;
 mod semaphore;
 mod stall;
 mod storm;
+mod timeline;
 
 use std::time::Duration;
 
@@ -96,6 +98,8 @@ pub fn all() -> Vec<Case> {
         queue::CASES,
         service::CASES,
         storm::CASES,
+        timeline::CASES,
+        event::CASES,
     ]
     .concat()
 }

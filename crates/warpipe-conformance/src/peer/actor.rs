@@ -10,6 +10,7 @@ use warpipe::{Error, LegacyMemory, Member, Publisher, Sample, SampleMut, Stream,
 use super::labour::Labour;
 use super::order::{Answer, Batch, Fault, Item, Order};
 use super::semaphore::Contender;
+use super::signals::Signals;
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
 use crate::guard::Guard;
@@ -48,6 +49,7 @@ struct Actor {
     sockets: Vec<std::os::fd::OwnedFd>,
     semaphore: Contender,
     members: Vec<Member>,
+    signals: Option<Signals>,
     streams: Option<Streams>,
     guard: Option<Guard>,
     context: Context,
@@ -72,6 +74,7 @@ impl Actor {
             sockets: Vec::new(),
             semaphore: Contender::default(),
             members: Vec::new(),
+            signals: None,
             streams: None,
             guard: None,
             context,
@@ -126,6 +129,13 @@ impl Actor {
             Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
             Order::Join { name, role } => self.members.push(Member::join(&self.context.domain, &name, &role)?),
             Order::Leave => self.members.clear(),
+            Order::Signals(order) => {
+                let signals = match &mut self.signals {
+                    Some(signals) => signals,
+                    none => none.insert(Signals::new(&self.context)?),
+                };
+                return signals.carry_out(&self.context, order);
+            }
             Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
             Order::Task(task) => return self.labour.carry_out(task, &self.context),
             Order::Guard => {
@@ -274,6 +284,7 @@ impl Actor {
         self.sockets.clear();
         self.semaphore = Contender::default();
         self.members.clear();
+        self.signals.take().map_or(Ok(()), Signals::end)?;
         if let Some(streams) = self.streams.take() {
             streams.sending.synchronize(PATIENCE)?;
             streams.receiving.synchronize(PATIENCE)?;

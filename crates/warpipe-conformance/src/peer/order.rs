@@ -275,6 +275,8 @@ pub enum Order {
     },
     /// Leave it, as every member that this peer is.
     Leave,
+    /// Something about timelines and events.
+    Signals(super::SignalOrder),
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
     /// Work at a queue or a service, or submit to one.

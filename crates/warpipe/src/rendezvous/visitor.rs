@@ -241,6 +241,18 @@ impl Visitor {
         inner.wait_for(serial, timeout)
     }
 
+    /// Tells the keeper something, as a question whose answer nobody waits for: for threads that must not wait.
+    ///
+    /// [`Error::OwnerGone`], [`Error::Timeout`] when it does not read what it is sent.
+    pub(crate) fn post(&self, body: &[u8]) -> Result<()> {
+        let inner = &self.inner;
+        inner.home.check()?;
+        if inner.lock().is_over {
+            return Err(inner.owner_gone());
+        }
+        inner.send(&Message::Ask { serial: inner.next_serial.fetch_add(1, SeqCst), body: body.to_vec() })
+    }
+
     pub(crate) fn name(&self) -> &str {
         &self.inner.name
     }
