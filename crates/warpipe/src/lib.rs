@@ -121,7 +121,6 @@ pub use queue::{
 pub use rendezvous::Kind;
 pub use semaphore::{Permit, Semaphore};
 pub use service::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
-pub use rendezvous::Kind;
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
 pub use timeline::Timeline;
