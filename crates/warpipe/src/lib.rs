@@ -138,6 +138,10 @@ pub use timeline::Timeline;
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
+/// So are those of the guide to members.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/guide/members.md")]
+struct GuideToMembers;
 /// So are those of the guide.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/guide/legacy-handles.md")]
