@@ -17,6 +17,7 @@ fn every_command_explains_itself_and_its_exit_codes() {
         &["sub", "--help"],
         &["doctor", "--help"],
         &["ls", "--help"],
+        &["members", "--help"],
     ] {
         let ended = world.run(arguments);
         assert_eq!(ended.code, Some(0), "{arguments:?}");
@@ -30,7 +31,7 @@ fn every_command_explains_itself_and_its_exit_codes() {
         assert!(world.run(&[command, "--help"]).out.contains(detail), "{command} does not explain {detail:?}");
     }
     let help = world.run(&["--help"]).out;
-    for command in ["demo", "pub", "sub", "doctor", "ls", "WARPIPE_DOMAIN"] {
+    for command in ["demo", "pub", "sub", "doctor", "ls", "members", "WARPIPE_DOMAIN"] {
         assert!(help.contains(command), "{command}");
     }
     assert!(!help.contains("demo-publisher") && !help.contains("doctor-child"), "inner commands stay inside");

@@ -31,7 +31,10 @@
 //! | [`SampleMut`], [`Announced`], [`Sample`], [`Receipt`] | a tensor on its way: lent, told of, received, given back |
 //! | [`Layout`], [`DType`] ([`tensor`]) | what a slot holds: element type, shape, strides, offset, in DLPack's terms |
 //! | [`Device`], [`Stream`], [`Kernel`] ([`device`], [`kernel`]) | where memory lies, the order of its work, and what runs there |
+//! | [`LegacyHandle`], [`LegacyMemory`] | a second door, for memory that another allocator made |
+//! | [`Semaphore`], [`Permit`] | so many at once, on streams and on the CPU, between processes |
 //! | [`Domain`], [`EndpointName`] | the directory in which names live, and who holds them |
+//! | [`Member`], [`Members`] ([`members`]) | who is in a domain, who stands still, who has died; what the dead left is cleared |
 //! | [`backend`] | the seam to a device: one trait, `cuda` and `host`, and wrappers for tests |
 //! | [`nvtx`] | whether a profiler sees the ranges of send and receive |
 //! | [`clock`] | the clock that all processes of one machine share |
@@ -79,6 +82,7 @@ pub mod clock;
 pub mod device;
 mod domain;
 mod error;
+mod event;
 mod fork;
 #[cfg(test)]
 mod hostile;
@@ -86,12 +90,18 @@ mod hostile;
 pub mod interop_cudarc;
 pub mod kernel;
 mod link;
+pub mod members;
 mod memory;
+mod origin;
 pub mod nvtx;
 mod os;
 mod rendezvous;
+mod queue;
+mod service;
+mod semaphore;
 mod stream;
 pub mod tensor;
+mod timeline;
 
 pub use channel::{
     Announced, Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut, Samples,
@@ -99,14 +109,29 @@ pub use channel::{
 };
 pub use device::Device;
 pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
-pub use error::{Error, HandshakeFault, Holder, Result};
+pub use error::{Error, HandshakeFault, Holder, LegacyFault, Result};
+pub use event::{Event, EventHandle, EventHandleFault, Recording};
 pub use kernel::Kernel;
 pub use link::PeerState;
+pub use memory::legacy::{LegacyHandle, LegacyMemory};
+pub use members::{Change, Member, MemberInfo, Members, MembersBuilder};
+pub use rendezvous::Kind;
+pub use queue::{
+    JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState, SubmitError, Worker, WorkerBuilder,
+};
+pub use service::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
+pub use semaphore::{Permit, Semaphore};
 pub use rendezvous::Kind;
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
+pub use timeline::Timeline;
 
 /// The examples of the README are tests, too.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
+
+/// So are those of the guide.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/guide/legacy-handles.md")]
+struct LegacyHandlesGuide;

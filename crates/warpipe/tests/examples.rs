@@ -180,3 +180,10 @@ fn render_refuses_a_picture_that_is_not_the_reference() {
     assert_eq!(ended.code, Some(1), "{ended:#?}");
     assert!(ended.err.contains("pixels are not as in the reference"), "{ended:#?}");
 }
+
+#[test]
+fn crash_recovery_tells_a_stopped_worker_from_a_dead_one_and_clears_up_after_the_dead() {
+    let last = "ok: * frames of 4 workers verified; one stalled and recovered, one died and was replaced, 3 left";
+    let ended = ends_with("crash_recovery", &[], last);
+    assert!(ended.out.contains("worker-2: died, and left frames/worker-2 and members/worker-2"), "{ended:#?}");
+}

@@ -1,6 +1,7 @@
 //! The subscriber as users hold it.
 
 use std::mem::MaybeUninit;
+mod arrival;
 mod builder;
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -10,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
+pub(crate) use arrival::Arrival;
 pub use builder::SubscriberBuilder;
 
 use super::inlet::{Inlet, Standing};
@@ -119,6 +121,7 @@ impl Subscriber {
             timeout: Duration::from_secs(10),
             spin: Duration::from_micros(20),
             handshake_timeout: super::HANDSHAKE_TIMEOUT,
+            generation: None,
         }
     }
 
@@ -171,7 +174,9 @@ impl Subscriber {
     }
 
     fn attach(&mut self) -> Result<()> {
-        let inlet = Inlet::connect(&self.domain, &self.name, &self.device, &self.bell, self.options.handshake_timeout)?;
+        let generation = self.options.generation.unwrap_or_else(crate::link::watcher::new_generation);
+        let timeout = self.options.handshake_timeout;
+        let inlet = Inlet::connect(&self.domain, &self.name, &self.device, &self.bell, timeout, generation)?;
         listen_to(&self.readable, inlet.wake.as_fd(), WAKE)?;
         let ring = ReceiverRing::new(inlet.segment().clone());
         let regions = inlet.regions().clone();

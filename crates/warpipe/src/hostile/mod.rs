@@ -5,6 +5,7 @@
 mod files;
 mod fuzz;
 mod keeper;
+mod legacy;
 mod limits;
 mod names;
 mod publisher_handshake;

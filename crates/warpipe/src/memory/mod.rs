@@ -2,5 +2,7 @@
 
 pub(crate) mod arena;
 pub(crate) mod board;
+pub(crate) mod lane;
+pub(crate) mod legacy;
 pub(crate) mod page;
 pub(crate) mod region;

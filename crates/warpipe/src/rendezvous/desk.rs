@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use super::{Address, Admission, Answer, Caller, Ending, FDS_MAX, Keep, Kind, Refusal};
 use crate::domain::Claim;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
@@ -149,6 +149,14 @@ impl Desk {
         if message::send(socket.as_fd(), &Message::Tell { body: body.to_vec() }, &[]) == Err(Errno::AGAIN) {
             let _ = rustix::net::shutdown(&*socket, rustix::net::Shutdown::Both);
         }
+    }
+
+    /// A descriptor that tells of a visitor's death, for others to watch.
+    pub(crate) fn pidfd_of(&self, id: u64) -> Result<Option<PrivateFd>> {
+        let guests = self.lock();
+        let Some(guest) = guests.get(&id) else { return Ok(None) };
+        let copy = rustix::io::fcntl_dupfd_cloexec(guest.peer.pidfd(), 0);
+        copy.map(|fd| Some(PrivateFd::new(fd))).map_err(|e| Error::os("fcntl(F_DUPFD)", "a visitor's pidfd", e))
     }
 
     /// Says something to all who are here.

@@ -22,7 +22,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use self::desk::{Desk, Keeper};
-pub(crate) use self::visitor::Visitor;
+pub(crate) use self::visitor::{Call, Visitor, drain};
 use crate::backend::DeviceId;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};

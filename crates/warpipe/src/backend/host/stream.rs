@@ -41,9 +41,16 @@ pub(super) enum Op {
 pub(super) struct HostEvent {
     recorded: AtomicU64,
     done: TimelineWord,
+    /// Whether it counts as one that other processes may open.
+    pub(super) is_interprocess: bool,
 }
 
 impl HostEvent {
+    /// One that other processes may open.
+    pub(super) fn interprocess() -> HostEvent {
+        HostEvent { is_interprocess: true, ..HostEvent::default() }
+    }
+
     pub(super) fn next_turn(&self) -> u64 {
         self.recorded.fetch_add(1, Ordering::Relaxed) + 1
     }
