@@ -1,6 +1,5 @@
 //! `warpipe members`: who is in the domain, and what becomes of them.
 
-use std::time::Duration;
 
 use serde::Serialize;
 use warpipe::{Change, Domain, MemberInfo, Members, PeerState};

@@ -237,11 +237,6 @@ impl Domain {
         self.lock(name, Taker::Cleaner).is_ok()
     }
 
-    /// Removes what one dead endpoint left, if it is dead.
-    pub(crate) fn forget(&self, name: &EndpointName) {
-        let _ = self.lock(name);
-    }
-
     /// The endpoints, living or not, whose name is `prefix` and one further part or piece of a part.
     pub(crate) fn names_after(&self, prefix: &str) -> Result<Vec<EndpointName>> {
         let names = self.files()?.into_iter().filter(|file| file.ends_with(".sock"));

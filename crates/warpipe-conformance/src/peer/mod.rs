@@ -12,7 +12,6 @@ mod signals;
 pub use actor::act;
 pub(crate) use actor::{describe_layout, digest};
 pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, Reply, SubscriberPlan, Task, kind_of};
-pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, SubscriberPlan, kind_of};
 pub use semaphore::{Board, SemaphoreOrder};
 pub use signals::SignalOrder;
 

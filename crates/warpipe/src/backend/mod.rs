@@ -209,6 +209,12 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Both ranges stay mapped until the copy is done and do not overlap.
     unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()>;
 
+    /// `cuMemsetD8Async` with zeros: enqueues the clearing of device memory.
+    ///
+    /// # Safety
+    /// `dst` is writable for `bytes` bytes until it is done; nothing enqueued elsewhere touches it.
+    unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()>;
+
     /// `cuMemcpyHtoDAsync` from any host memory; `src` may be reused as soon as this returns.
     ///
     /// # Safety

@@ -247,7 +247,7 @@ impl Desk {
             && let (Ok(name), Ok(watcher)) = (EndpointName::new(&name), Watcher::of_process())
         {
             // Not here: it may take a moment, and others wait.
-            let _ = watcher.attend(Box::new(move || domain.forget(&name)));
+            let _ = watcher.attend(Box::new(move || _ = domain.clear_name(&name)));
         }
     }
 

@@ -366,9 +366,6 @@ impl Inner {
                 Ok(Received::Message(Message::Declined { serial, text }, _)) => {
                     self.on_answer(serial, Err(Error::Refused { name: self.name.clone(), text }));
                 }
-                Ok(Received::Message(Message::Tell { body }, _)) => {
-                    self.visit().into_iter().for_each(|v| v.told(&body))
-                }
                 Ok(Received::Message(Message::Bye(_), _)) => self.is_graceful.store(true, SeqCst),
                 // Anything else, a refusal among them, is the end of what we have to say to each other.
                 Ok(Received::Message(..) | Received::End) | Err(_) => {

@@ -255,7 +255,7 @@ impl Server {
         let Ok(watcher) = Watcher::of_process() else { return };
         for name in self.gone.iter().cloned() {
             let domain = self.domain.clone();
-            let _ = watcher.attend(Box::new(move || domain.forget(&name)));
+            let _ = watcher.attend(Box::new(move || _ = domain.clear_name(&name)));
         }
     }
 
