@@ -332,7 +332,7 @@ fn close(
     waiting: Arc<Streams>,
 ) {
     let (mut signalled, mut waited, mut lane) = (None, None, Some(lane));
-    watcher.retire(move || {
+    watcher.retire_patiently(move || {
         if !passed(&mut signalled, &signalling) {
             return false;
         }
@@ -346,7 +346,7 @@ fn close(
 /// A guest's end. The visit goes on for as long as a stream of ours may wait: its watcher is who lets it go.
 fn leave(watcher: &Watcher, page: Arc<Page>, mut visitor: Option<Visitor>, waiting: Arc<Streams>) {
     let mut waited = None;
-    watcher.retire(move || {
+    watcher.retire_patiently(move || {
         if !passed(&mut waited, &waiting) {
             return false;
         }

@@ -176,7 +176,7 @@ impl House {
         state.slots[index as usize].phase = Phase::Ending;
         drop(state);
         let (house, mut proof) = (self.clone(), None);
-        self.watcher.retire(move || {
+        self.watcher.retire_patiently(move || {
             let is_over = passed(&mut proof, house.streams());
             if is_over {
                 house.rooms.lock().end(index);
@@ -202,7 +202,7 @@ impl Drop for House {
         drop(self.keeper.take());
         let mut state = std::mem::take(&mut *self.rooms.lock());
         let (streams, mut proof) = (self.rooms.streams.clone(), None);
-        self.watcher.retire(move || {
+        self.watcher.retire_patiently(move || {
             if !passed(&mut proof, &streams) {
                 return false;
             }

@@ -164,7 +164,7 @@ impl Lodging {
         let lane = lane.map(|lane| lane as u8);
         let Ok(close) = encode(&Ask::Close { index, serial, lane }) else { return };
         let (lodging, mut proof) = (self.clone(), None);
-        self.watcher.retire(move || {
+        self.watcher.retire_patiently(move || {
             if !passed(&mut proof, &lodging.streams) {
                 return false;
             }
@@ -217,7 +217,7 @@ impl Drop for Lodging {
         }
         // Every event of it has been closed, each behind its streams' work.
         drop(self.visitor.take());
-        self.watcher.retire(move || pages.iter().flatten().all(Words::is_last));
+        self.watcher.retire_patiently(move || pages.iter().flatten().all(Words::is_last));
     }
 }
 
