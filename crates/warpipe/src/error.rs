@@ -176,6 +176,29 @@ pub enum Error {
         /// What is there.
         found: String,
     },
+    /// A text that is no usable ticket.
+    #[error("not a usable ticket: {0}")]
+    Ticket(TicketFault),
+    /// The memory that a ticket names is not to be had under its name any more.
+    #[error("what this ticket names in {name:?} is not there any more: {expiry}; get a new ticket from its owner")]
+    TicketExpired {
+        /// The endpoint name.
+        name: String,
+        /// What has become of it.
+        expiry: Expiry,
+    },
+    /// A range that does not lie inside the memory.
+    #[error("bytes {offset}..{} lie outside of {name:?}, which has {available}; take a range inside", u128::from(*.offset) + u128::from(*.bytes))]
+    Range {
+        /// What the memory is called.
+        name: String,
+        /// Where the range begins.
+        offset: u64,
+        /// Its length.
+        bytes: u64,
+        /// What there is.
+        available: u64,
+    },
     /// The process that keeps this has gone, and what it alone could do is not done any more.
     #[error("the owner of {kind} {name:?} (process {pid}) {}; open it again when it is back", if *.graceful { "has closed it" } else { "has died" })]
     OwnerGone {
@@ -340,7 +363,7 @@ pub enum Error {
     },
     /// The publisher's memory limit leaves no room for a slot.
     #[error(
-        "{name:?} has no slot of {bytes} bytes: {used} of {limit} bytes are in use by samples not yet released; release them, or raise the memory limit"
+        "{name:?} has no room for {bytes} bytes: {used} of {limit} bytes are in use and not yet released; release some, or raise the memory limit"
     )]
     MemoryLimit {
         /// The endpoint name.
@@ -380,9 +403,86 @@ pub enum Error {
         /// The limit.
         limit: u32,
     },
+    /// A queue has as many jobs as it may have.
+    #[error(
+        "the queue {name:?} has its {limit} jobs, and none of them made room within {waited:?}; take results, add workers, or raise the limit"
+    )]
+    QueueFull {
+        /// The queue's name.
+        name: String,
+        /// The most jobs whose outcome was not taken.
+        limit: usize,
+        /// How long room was waited for.
+        waited: Duration,
+    },
+    /// Every attempt at a job failed.
+    #[error(
+        "job {job} of {name:?} was buried after {} attempts ({}); see to the cause and submit it again",
+        .reasons.len(), .reasons.join("; ")
+    )]
+    Buried {
+        /// The queue's name.
+        name: String,
+        /// The job's number.
+        job: u64,
+        /// Why each attempt failed, the first first.
+        reasons: Vec<String>,
+    },
+    /// The worker or server that had the job said that it is not to be done.
+    #[error("job {job} of {name:?} was rejected: {reason}; change it before it is submitted again")]
+    Rejected {
+        /// The queue's or service's name.
+        name: String,
+        /// The job's number.
+        job: u64,
+        /// What was said.
+        reason: String,
+    },
+    /// A deadline has passed.
+    #[error("the deadline of job {job} of {name:?} has passed; allow more time, or add servers")]
+    DeadlinePassed {
+        /// The queue's or service's name.
+        name: String,
+        /// The job's number.
+        job: u64,
+    },
+    /// The job is not in its queue any more: its outcome was taken, or it was called off.
+    #[error("the outcome of job {job} of {name:?} was taken, or the job was called off; wait for it in one place only")]
+    NoSuchJob {
+        /// The queue's name.
+        name: String,
+        /// The job's number.
+        job: u64,
+    },
+    /// This process has shut its queue.
+    #[error("the queue {name:?} is shut; make a new one to submit more jobs")]
+    QueueClosed {
+        /// The queue's name.
+        name: String,
+    },
+    /// A worker's queue has gone.
+    #[error(
+        "the queue {name:?} has gone ({reason}); what was leased from it has nobody to go to: attach to the next one"
+    )]
+    QueueGone {
+        /// The queue's name.
+        name: String,
+        /// How its end was seen.
+        reason: String,
+    },
     /// A tensor layout that cannot be, or does not fit.
     #[error("not a usable tensor layout: {reason}")]
     Layout {
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A profiler's library that was asked for cannot be used. Nothing else is affected.
+    #[error(
+        "no ranges for a profiler: {library} {reason}; correct NVTX_INJECTION64_PATH or WARPIPE_NVTX, or set WARPIPE_NVTX=0"
+    )]
+    Profiler {
+        /// The library's path or name.
+        library: String,
         /// What is wrong with it.
         reason: String,
     },
@@ -425,6 +525,52 @@ impl std::fmt::Display for Holder {
             None => f.write_str("a live process of another PID namespace"),
         }
     }
+}
+
+/// What was wrong with a ticket's text.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TicketFault {
+    /// It does not begin as a ticket does.
+    #[error("it does not begin with `warpipe-ticket:`; pass on the whole text of a ticket")]
+    NoTicket,
+    /// A ticket of another version of this library.
+    #[error("it is of version {theirs}, this library reads version {ours}; run one version of warpipe on both sides")]
+    Version {
+        /// The ticket's version.
+        theirs: u16,
+        /// Ours.
+        ours: u16,
+    },
+    /// It was cut short or changed on its way.
+    #[error("it was cut short or changed on its way; pass on the whole text")]
+    Damaged,
+    /// It is longer than any may be.
+    #[error("it is longer than {limit} bytes")]
+    Oversized {
+        /// The limit.
+        limit: usize,
+    },
+    /// It was written on another machine, or before this one was started anew.
+    #[error("it was written on another machine, or before the last reboot; memory is shared within one machine")]
+    ForeignHost,
+}
+
+/// What has become of a ticket's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Expiry {
+    /// Its owner has closed it, or has died; nobody holds the name.
+    #[error("its owner {}", if *.died { "has died" } else { "has closed it" })]
+    Gone {
+        /// Whether the owner has left its name behind, as only the dead do.
+        died: bool,
+    },
+    /// Somebody else, or a later run of the owner, holds the name now.
+    #[error("the name is held by a later owner")]
+    Replaced,
+    /// The owner is there and has taken this block back.
+    #[error("its owner has taken the block back")]
+    Returned,
 }
 
 /// What was wrong with a handshake.

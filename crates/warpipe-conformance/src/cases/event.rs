@@ -260,7 +260,7 @@ fn dropped_event(context: &Context) -> Result<()> {
     let handle = event.handle()?;
     drop(event);
     match Event::open(&handle, &context.device) {
-        Err(Error::NoOwner { .. } | Error::EventHandle { .. }) => {}
+        Err(Error::NoOwner { .. } | Error::OwnerGone { graceful: true, .. } | Error::EventHandle { .. }) => {}
         other => bail!("opening a dropped event gave {other:?}"),
     }
     peer.dismiss()

@@ -7,10 +7,15 @@ mod event;
 mod fault;
 mod fork;
 mod layout;
+mod legacy;
+mod members;
 mod memory;
 mod model;
 mod names;
 mod policy;
+mod queue;
+mod semaphore;
+mod service;
 mod stall;
 mod storm;
 mod timeline;
@@ -80,13 +85,18 @@ pub fn all() -> Vec<Case> {
         layout::CASES,
         channel::CASES,
         memory::CASES,
+        legacy::CASES,
         policy::CASES,
+        semaphore::CASES,
         names::CASES,
+        members::CASES,
         death::CASES,
         stall::CASES,
         fork::CASES,
         fault::CASES,
         model::CASES,
+        queue::CASES,
+        service::CASES,
         storm::CASES,
         timeline::CASES,
         event::CASES,

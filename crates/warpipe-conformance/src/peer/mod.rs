@@ -4,12 +4,15 @@
 //! error joins the case's own words. Every wait for it has a limit, and it is killed when its handle is dropped.
 
 mod actor;
+mod labour;
 mod order;
+mod semaphore;
 mod signals;
 
 pub use actor::act;
 pub(crate) use actor::{describe_layout, digest};
-pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, SubscriberPlan, kind_of};
+pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, Reply, SubscriberPlan, Task, kind_of};
+pub use semaphore::{Board, SemaphoreOrder};
 pub use signals::SignalOrder;
 
 use std::io::Write as _;
@@ -197,6 +200,25 @@ impl Peer {
         match self.ask(order)? {
             Answer::Number(number) => Ok(number),
             other => bail!("{other:?} instead of a number"),
+        }
+    }
+
+    /// Lets it work at a queue or a service.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn task(&mut self, task: Task) -> Result<Answer> {
+        self.ask(&Order::Task(task))
+    }
+
+    /// Lets it lease one job, or accept one request, and hold it. Returns its number and the attempt.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn lease(&mut self, task: Task) -> Result<(u64, u32)> {
+        match self.task(task)? {
+            Answer::Leased { job, attempt } => Ok((job, attempt)),
+            other => bail!("{other:?} instead of a lease"),
         }
     }
 

@@ -11,8 +11,9 @@
 //! * `Signal` makes all work enqueued before it on its stream visible to every device and process that
 //!   sees the word's new value (`cuStreamWriteValue64` with its default barrier). `Wait` lets the stream
 //!   go on once the word is at or above the value (`CU_STREAM_WAIT_VALUE_GEQ`).
-//! * Nothing here blocks without a timeout, except that `allocate`, `import`, `register` and the
-//!   creation of a device take as long as the driver does.
+//! * Nothing here blocks without a timeout, except that `allocate`, `import`, `register`, `open_legacy` and the
+//!   creation of a device take as long as the driver does, and that `free_plain` and `close_legacy` may wait for the
+//!   device's work besides: they are the reaper's, or the user's own.
 //!
 //! [`testing`] wraps any backend to delay, fail or count its calls.
 
@@ -207,6 +208,12 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// # Safety
     /// Both ranges stay mapped until the copy is done and do not overlap.
     unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()>;
+
+    /// `cuMemsetD8Async` with zeros: enqueues the clearing of device memory.
+    ///
+    /// # Safety
+    /// `dst` is writable for `bytes` bytes until it is done; nothing enqueued elsewhere touches it.
+    unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()>;
 
     /// `cuMemcpyHtoDAsync` from any host memory; `src` may be reused as soon as this returns.
     ///

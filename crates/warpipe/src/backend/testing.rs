@@ -193,6 +193,12 @@ impl<H: Hook> Backend for Wrapped<H> {
         unsafe { self.inner.copy(stream, dst, src, bytes) }
     }
 
+    unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
+        self.hook.before("zero")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.zero(stream, dst, bytes) }
+    }
+
     unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
         self.hook.before("upload")?;
         // SAFETY: the caller's promise, passed on.

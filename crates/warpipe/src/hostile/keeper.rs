@@ -27,11 +27,7 @@ impl Keep for Book {
         Ok(Answer { body: body.to_vec(), fds: vec![] })
     }
 
-    fn answer(&self, desk: &Desk, caller: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
-        if body == b"flood" {
-            // More than any socket holds: who does not read is put out, and we are not held up.
-            (0..2_000).for_each(|_| desk.tell(caller.id, &[0; 512]));
-        }
+    fn answer(&self, _: &Desk, _: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
         Ok(Answer { body: body.to_vec(), fds: vec![] })
     }
 
@@ -93,7 +89,7 @@ fn whoever_talks_nonsense_to_a_keeper_is_put_out_alone() {
             ("garbage", b"WARP\x01\0\0\0\xff\xff".to_vec()),
             ("no frame", vec![0; 3]),
             ("oversized", vec![b'W'; 4096]),
-            ("a keeper's word", packet(&Message::Tell { body: vec![] })),
+            ("a keeper's word", packet(&Message::Declined { serial: 1, text: String::new() })),
         ];
         for (what, bytes) in &first {
             let socket = scratch.connection();
@@ -154,7 +150,9 @@ fn a_visitor_that_does_not_read_is_put_out_and_holds_nobody_up() {
     let good = attach(&scratch).unwrap();
     let socket = scratch.connection();
     send_raw(&socket, &packet(&visit()), &[]).unwrap();
-    send_raw(&socket, &packet(&Message::Ask { serial: 1, body: b"flood".to_vec() }), &[]).unwrap();
+    // It asks and asks, and never reads an answer.
+    let question = packet(&Message::Ask { serial: 1, body: vec![0; 512] });
+    eventually("the keeper stops reading", || send_raw(&socket, &question, &[]).is_err());
     eventually("it is put out", || book.suspects.load(SeqCst) > 0);
     assert_eq!(book.suspects.load(SeqCst), 1);
     assert_answers(&good);

@@ -297,8 +297,15 @@ fn forged_driver_bytes_open_nothing_and_do_no_harm() {
             1 => raw[8 + 8 * random.below(6) as usize..][..8].copy_from_slice(&random.edge().to_le_bytes()),
             _ => raw.copy_from_slice(&random.bytes(64)),
         }
-        if raw != *exporter.handle.raw() {
-            assert!(open(&raw, BYTES).is_err(), "{raw:?}");
+        if raw == *exporter.handle.raw() {
+            continue;
+        }
+        if let Ok(base) = open(&raw, BYTES) {
+            // The number of another thread of the exporter names the same process, and so the same memory.
+            let but_pid = |raw: &IpcBytes| [&raw[..32], &raw[36..]].concat();
+            assert_eq!(but_pid(&raw), but_pid(exporter.handle.raw()));
+            // SAFETY: opened just now, and no stream used it.
+            unsafe { device.backend().close_legacy(base) }.unwrap();
         }
     }
     for bytes in [1 << 40, BYTES + 4096, u64::MAX] {
@@ -328,6 +335,58 @@ fn another_user_cannot_open_a_handle() {
     let output = stranger.env("WARPIPE_HOSTILE_HANDLE", exporter.handle.to_string()).output().unwrap();
     let outcome = hear(&mut output.stdout.as_slice(), "outcome: ");
     assert!(outcome.contains("Stale") && outcome.contains("denied"), "{outcome}");
+}
+
+/// What a forked child finds of its parent's; the number of the first thing that is not as it should be, or 0.
+fn in_a_forked_child(exporter: &Exporter, memory: LegacyMemory, own: u64, stream: &Stream) -> i32 {
+    let device = Device::host();
+    let is_forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked));
+    // SAFETY: the allocation is its parent's; that it is refused is what is tried.
+    let exported = unsafe { LegacyHandle::export(&device, own, 8) };
+    if !is_forked(memory.used_by(stream)) {
+        return 1;
+    }
+    if !is_forked(exported.map(drop)) {
+        return 2;
+    }
+    drop(memory);
+    let Ok(again) = exporter.handle.open(&device) else { return 3 };
+    // SAFETY: open, and so mapped for at least a byte; read by the CPU, as host memory is.
+    if unsafe { *(again.ptr() as *const u8) } != pattern()[OFFSET as usize] {
+        return 4;
+    }
+    if again.close(LONG).is_err() { 5 } else { 0 }
+}
+
+#[test]
+fn a_forked_child_opens_handles_of_its_own_and_harms_none_of_its_parents() {
+    let test = "a_forked_child_opens_handles_of_its_own_and_harms_none_of_its_parents";
+    if was_exporter() {
+        return;
+    }
+    alone(module_path!(), test, || {
+        let exporter = Exporter::start(test);
+        let (device, memory) = (Device::host(), exporter.handle.open(&Device::host()).unwrap());
+        let (kept, stream) = (exporter.handle.open(&device).unwrap(), device.stream().unwrap());
+        let own = device.backend().allocate_plain(4096).unwrap();
+        // SAFETY: the child does what is tried, and ends without running anybody's destructors.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let code = in_a_forked_child(&exporter, memory, own, &stream);
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(code) };
+        }
+        let mut status = 0;
+        eventually("the child ends", || {
+            // SAFETY: the status is a live local; the child is ours.
+            unsafe { libc::waitpid(child, &mut status, libc::WNOHANG) == child }
+        });
+        assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "status {status:#x}");
+        memory.close(LONG).unwrap();
+        assert_whole(&kept);
+        // SAFETY: allocated above, freed once.
+        unsafe { device.backend().free_plain(own) }.unwrap();
+    });
 }
 
 #[test]

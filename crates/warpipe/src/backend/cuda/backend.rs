@@ -262,6 +262,13 @@ impl Backend for CudaBackend {
         Ok(unsafe { self.driver.copy_async(dst, src, bytes, stream.0) }?)
     }
 
+    unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
+        let _current = self.enter()?;
+        let bytes = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.zero_async(dst, bytes, stream.0) }?)
+    }
+
     unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.upload_bytes(stream.0, dst, src) }

@@ -95,6 +95,9 @@ impl CudaBackend {
         if driver.pointer_is_pooled(ptr)? {
             return Ok(PointerKind::Pool);
         }
+        if lock(&self.ledger.opened).iter().any(|(&base, opened)| ptr >= base && ptr - base < opened.bytes) {
+            return Ok(PointerKind::Import);
+        }
         Ok(match driver.pointer_is_legacy_capable(ptr)? {
             Some(false) => PointerKind::Vmm,
             Some(true) | None => PointerKind::Device,
@@ -135,12 +138,13 @@ impl CudaBackend {
 
     /// That the allocation is as long as the handle says, where the driver knows how long it is.
     fn check_length(&self, base: CUdeviceptr, bytes: u64) -> Result<()> {
-        match self.driver.address_range(base) {
-            Ok((start, allocation)) if base - start.min(base) > allocation || allocation - (base - start) < bytes => {
-                Err(Error::legacy(LegacyFault::Range { offset: 0, bytes, allocation }))
-            }
-            _ => Ok(()),
+        let Ok((start, allocation)) = self.driver.address_range(base) else { return Ok(()) };
+        // Behind the base; a driver that puts the base outside of its own range leaves nothing.
+        let left = base.checked_sub(start).and_then(|offset| allocation.checked_sub(offset)).unwrap_or(0);
+        if left < bytes {
+            return Err(Error::legacy(LegacyFault::Range { offset: 0, bytes, allocation: left }));
         }
+        Ok(())
     }
 
     fn refusal(&self, fault: Fault, owner: DeviceId) -> Error {

@@ -380,6 +380,13 @@ impl Driver {
     }
 
     /// # Safety
+    /// `dst` is writable for the bytes until it is done; the stream is live.
+    pub unsafe fn zero_async(&self, dst: CUdeviceptr, bytes: usize, stream: CUstream) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuMemsetD8Async(dst, 0, bytes, stream)) }
+    }
+
+    /// # Safety
     /// `dst` is writable for the bytes until the copy is done, and so is `src` readable; the stream is live.
     pub unsafe fn upload_async(&self, dst: CUdeviceptr, src: *const u8, bytes: usize, stream: CUstream) -> Answer {
         // SAFETY: the caller's promise.

@@ -94,6 +94,7 @@ fn every_function_takes_what_the_driver_takes() {
         cuIpcGetEventHandle(_, _);
         cuIpcOpenEventHandle(_, _);
         cuMemcpyAsync(_, _, _, _);
+        cuMemsetD8Async(_, _, _, _);
         cuMemcpyHtoDAsync_v2(_, _, _, _);
         cuMemcpyDtoHAsync_v2(_, _, _, _);
         cuStreamCreate(_, _);

@@ -155,6 +155,11 @@ impl Backend for HostBackend {
         unsafe { stream(raw)? }.push(Op::Copy { dst, src, bytes })
     }
 
+    unsafe fn zero(&self, raw: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
+        // SAFETY: the caller promises a live stream.
+        unsafe { stream(raw)? }.push(Op::Zero { dst, bytes })
+    }
+
     unsafe fn upload(&self, raw: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
         // SAFETY: the caller promises a live stream, and that `dst` is writable for `src.len()` bytes.
         unsafe { stream(raw)?.upload(dst, src) }

@@ -31,6 +31,7 @@ const PARK_MAX: Duration = Duration::from_millis(100);
 pub(super) enum Op {
     Call(Box<dyn FnOnce() + Send>),
     Copy { dst: DevicePtr, src: DevicePtr, bytes: u64 },
+    Zero { dst: DevicePtr, bytes: u64 },
     Memory(StreamOp),
     Record(Arc<HostEvent>, u64),
     Await(Arc<HostEvent>, u64),
@@ -257,6 +258,8 @@ unsafe fn execute(op: Op) {
             // SAFETY: the caller's promise for both ranges.
             unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, bytes as usize) }
         }
+        // SAFETY: the caller's promise for the range.
+        Op::Zero { dst, bytes } => unsafe { std::ptr::write_bytes(dst as *mut u8, 0, bytes as usize) },
         Op::Memory(op) => {
             // SAFETY: the caller's promise for the word.
             while !unsafe { try_now(op) } {

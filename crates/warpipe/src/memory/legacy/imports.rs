@@ -142,7 +142,11 @@ impl Drop for LegacyMemory {
             return std::mem::forget(hold);
         }
         let mut proof = self.streams.mark();
-        hold.retire(move || proof.is_passed());
+        let is_quiet = proof.is_passed();
+        // Only what calls the driver, or has to wait, is left to other threads.
+        if let Some(hold) = if is_quiet { hold.share_out() } else { Some(hold) } {
+            hold.retire(move || proof.is_passed());
+        }
     }
 }
 
@@ -220,6 +224,18 @@ impl Hold {
         mapping.holds += 1;
         drop(mapping);
         Ok(Some((Hold { import: Some(import) }, base)))
+    }
+
+    /// Gives it up, unless it is the last one: that is handed back.
+    fn share_out(mut self) -> Option<Hold> {
+        let import = self.import.take()?;
+        let mut mapping = import.lock();
+        if mapping.holds > 1 {
+            mapping.holds -= 1;
+            return None;
+        }
+        drop(mapping);
+        Some(Hold { import: Some(import) })
     }
 
     /// Gives it up once `is_quiet`, on a thread that may be held up by the driver.
