@@ -149,11 +149,6 @@ struct GuideToMembers;
 #[doc = include_str!("../../../docs/guide/timeline.md")]
 #[doc = include_str!("../../../docs/guide/events.md")]
 #[doc = include_str!("../../../docs/guide/legacy-handles.md")]
-struct LegacyHandlesGuide;
-#[cfg(doctest)]
 #[doc = include_str!("../../../docs/guide/handles.md")]
-struct HandlesGuide;
-#[cfg(doctest)]
 #[doc = include_str!("../../../docs/guide/pool.md")]
-struct PoolGuide;
 struct Guide;

@@ -235,9 +235,9 @@ pub(super) fn open_to_others(context: &Context) -> Result<()> {
     if !rustix::process::geteuid().is_root() {
         return skip("only root can become another user");
     }
-    let folders = context.domain.path().ancestors().take(3);
+    let mut folders = context.domain.path().ancestors().take(3);
     let open = |folder: &Path| std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o755));
-    Ok(folders.map(open).collect::<std::io::Result<()>>()?)
+    folders.try_for_each(open).context("opening the domain to others")
 }
 
 fn other_users(context: &Context) -> Result<()> {
