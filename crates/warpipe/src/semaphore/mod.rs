@@ -33,6 +33,11 @@ use crate::memory::page::Page;
 use crate::rendezvous::{ANSWER_TIMEOUT, Address, Admission, Keeper, Kind, Visitor, decode, encode};
 use crate::stream::{Backoff, Stream};
 
+/// The guide's examples are tests, too.
+#[cfg(doctest)]
+#[doc = include_str!("../../../../docs/guide/semaphore.md")]
+struct Guide;
+
 /// How often a waiter looks before it sleeps.
 const SPINS: u32 = 2_000;
 
