@@ -44,7 +44,8 @@ const SPINS: u32 = 2_000;
 /// So many may hold a permit at once, in any number of processes on one machine.
 ///
 /// Whoever [creates](Semaphore::create) it keeps it under a name; others [open](Semaphore::open) it. It is closed when
-/// this handle, its clones and its permits are dropped. May be used from any number of threads.
+/// this handle, its clones and its permits are dropped, and the streams they were used on are past their work (at once,
+/// if they are idle). May be used from any number of threads.
 ///
 /// ```
 /// use std::time::Duration;
@@ -204,7 +205,7 @@ impl Semaphore {
         let permit = self.take(timeout, &mut clock)?;
         let (core, due) = (&self.core, self.core.room.due(permit.index));
         if !core.room.word(permit.index).reached(due) {
-            core.meet_signallers(permit.index)?;
+            core.meet_signallers(permit.index, timeout.saturating_sub(clock.elapsed()))?;
             core.await_word(permit.index, due, timeout, &mut clock)?;
         }
         Ok(permit)
@@ -258,7 +259,7 @@ impl Semaphore {
         let (core, index) = (&self.core, permit.index);
         let due = core.room.due(index);
         if !core.room.word(index).reached(due) {
-            core.meet_signallers(index)?;
+            core.meet_signallers(index, timeout.saturating_sub(clock.elapsed()))?;
             core.await_word(index, due.wrapping_sub(UNDER_WAY_MAX - 1), timeout, clock)?;
             core.enqueue(stream, &[core.wait_op(index, due)?])?;
         }
@@ -462,17 +463,18 @@ impl Core {
     }
 
     /// Makes sure that this process hears of the death of everybody who is to signal this permit.
-    fn meet_signallers(&self, permit: u32) -> Result<()> {
+    fn meet_signallers(&self, permit: u32, timeout: Duration) -> Result<()> {
         let Some(Side::Member { visitor, survivor }) = &self.side else { return Ok(()) };
         for (_, member) in self.room.under_way(permit) {
             if survivor.knows(member) {
                 continue;
             }
-            let mut gift = visitor.ask(&encode(&WhoIs { member })?, ANSWER_TIMEOUT)?;
+            let mut gift = visitor.ask(&encode(&WhoIs { member })?, timeout.min(ANSWER_TIMEOUT))?;
             let Here(is_here) = decode(&gift.body, &self.name)?;
-            // Without a descriptor it is gone, and the creator has stored what it owed.
-            if let (true, Some(pidfd)) = (is_here, gift.fds.pop()) {
-                survivor.learn(member, pidfd, &self.watcher, &self.name)?;
+            match (is_here, gift.fds.pop()) {
+                (true, Some(pidfd)) => survivor.learn(member, pidfd, &self.watcher, &self.name)?,
+                // What it owes behind the work of the living must come due even if the creator dies now.
+                _ => survivor.bury(member),
             }
         }
         Ok(())
@@ -514,10 +516,11 @@ impl Drop for Core {
         if !self.home.is_here() {
             return std::mem::forget((side, self.room.clone()));
         }
-        if let Some(Side::Creator(_)) = &side {
+        let (room, streams, mut proof) = (self.room.clone(), self.streams.clone(), None);
+        // A creator whose streams wait for members must still see them die; else the name is free at once.
+        if matches!(side, Some(Side::Creator(_))) && proof.insert(streams.mark()).is_passed() {
             drop(side.take());
         }
-        let (room, streams, mut proof) = (self.room.clone(), self.streams.clone(), None);
         self.watcher.retire(move || {
             let room = &room;
             if !proof.get_or_insert_with(|| streams.mark()).is_passed() {
