@@ -93,7 +93,7 @@ fn is_restored(semaphore: &Semaphore) -> Result<()> {
 }
 
 fn contention(context: &Context) -> Result<()> {
-    let rounds = u64::from(context.rounds(100, 20_000, 5_000));
+    let rounds = u64::from(context.rounds(100, 2_000, 1_000));
     let (path, board) = board(context)?;
     let mut crowd = (0..CROWD).map(|_| context.peer()).collect::<Result<Vec<_>>>()?;
     for permits in [1, 3] {

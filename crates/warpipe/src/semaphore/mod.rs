@@ -38,7 +38,7 @@ use crate::stream::{Backoff, Stream};
 #[doc = include_str!("../../../../docs/guide/semaphore.md")]
 struct Guide;
 
-/// How often a waiter looks before it sleeps.
+/// How often a waiter that is first in line looks before it sleeps.
 const SPINS: u32 = 2_000;
 
 /// So many may hold a permit at once, in any number of processes on one machine.
@@ -415,7 +415,8 @@ impl Core {
     }
 
     fn wait_at(&self, place: Place, timeout: Duration, clock: &mut Stopwatch) -> Result<(u32, u64)> {
-        let mut backoff = Backoff::spinning(SPINS);
+        // Behind others the turn is far off, and a CPU that spins is one that a holder may need.
+        let mut backoff = Backoff::spinning(if self.room.is_first_in_line() { SPINS } else { 0 });
         // A permit may have become free while nobody was to be seen.
         self.room.serve(self.member);
         loop {

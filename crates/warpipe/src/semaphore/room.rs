@@ -206,6 +206,11 @@ impl Room {
         (0..PLACES / 64).any(|group| self.bits(group).load(SeqCst) != 0)
     }
 
+    /// Whether at most one is in line.
+    pub(super) fn is_first_in_line(&self) -> bool {
+        (0..PLACES / 64).map(|group| self.bits(group).load(SeqCst).count_ones()).sum::<u32>() <= 1
+    }
+
     /// How many wait, for people.
     pub(super) fn waiting(&self) -> u32 {
         self.seen_places().filter(|&place| phase_of(self.place_state(place).load(Relaxed)) == WAITING).count() as u32
