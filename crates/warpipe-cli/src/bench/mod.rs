@@ -12,6 +12,7 @@ mod fanout_rings;
 mod figure;
 mod handoff;
 mod idle;
+mod legacy;
 mod partner;
 mod pin;
 mod pipeline;
@@ -89,6 +90,8 @@ pub enum What {
     Dma,
     /// A permit taken and given back, and handed from one process's GPU work to another's.
     Semaphore,
+    /// A legacy handle that is open already, opened again.
+    Legacy,
 }
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
@@ -104,6 +107,7 @@ const BENCHMARKS: [(What, Benchmark); 10] = [
     (What::Idle, idle::run),
     (What::Dma, dma::run),
     (What::Semaphore, semaphore::run),
+    (What::Legacy, legacy::run),
 ];
 
 /// What a child process of a benchmark does.
@@ -117,6 +121,7 @@ enum Role {
     Idle(setup::Place),
     Dma(dma::Terms),
     Semaphore(semaphore::Terms),
+    Legacy(legacy::Terms),
 }
 
 /// Measures, prints and writes. An error is a benchmark that could not be run.
@@ -151,5 +156,6 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::Idle(place) => idle::sleep(&place, &control),
         Role::Dma(terms) => dma::read(&terms, &control),
         Role::Semaphore(terms) => semaphore::answer(&terms, &control),
+        Role::Legacy(terms) => legacy::export(&terms, &control),
     }
 }

@@ -59,8 +59,6 @@ pub(crate) enum Message {
     Answer { serial: u64, body: Vec<u8>, fds: u8 },
     /// Keeper: no answer.
     Declined { serial: u64, text: String },
-    /// Keeper, unasked.
-    Tell { body: Vec<u8> },
 }
 
 /// Why an end closes.
@@ -89,7 +87,6 @@ impl Message {
             Message::Ask { .. } => "Ask",
             Message::Answer { .. } => "Answer",
             Message::Declined { .. } => "Declined",
-            Message::Tell { .. } => "Tell",
         }
     }
 

@@ -65,7 +65,6 @@ impl Keeper {
         Ok(Keeper { desk })
     }
 
-    /// For what a face says unasked.
     pub(crate) fn desk(&self) -> &Arc<Desk> {
         &self.desk
     }
@@ -142,28 +141,12 @@ impl Desk {
         &self.watcher
     }
 
-    /// Says something to a visitor, if it is here and reads. One that does not read what it is told is put out: what it
-    /// missed it would never learn.
-    pub(crate) fn tell(&self, id: u64, body: &[u8]) {
-        let Some(socket) = self.socket_of(id) else { return };
-        if message::send(socket.as_fd(), &Message::Tell { body: body.to_vec() }, &[]) == Err(Errno::AGAIN) {
-            let _ = rustix::net::shutdown(&*socket, rustix::net::Shutdown::Both);
-        }
-    }
-
     /// A descriptor that tells of a visitor's death, for others to watch.
     pub(crate) fn pidfd_of(&self, id: u64) -> Result<Option<PrivateFd>> {
         let guests = self.lock();
         let Some(guest) = guests.get(&id) else { return Ok(None) };
         let copy = rustix::io::fcntl_dupfd_cloexec(guest.peer.pidfd(), 0);
         copy.map(|fd| Some(PrivateFd::new(fd))).map_err(|e| Error::os("fcntl(F_DUPFD)", "a visitor's pidfd", e))
-    }
-
-    /// Says something to all who are here.
-    pub(crate) fn tell_all(&self, body: &[u8]) {
-        let here = |(id, guest): (&u64, &Guest)| matches!(guest.phase, Phase::Present(_)).then_some(*id);
-        let ids: Vec<u64> = self.lock().iter().filter_map(here).collect();
-        ids.into_iter().for_each(|id| self.tell(id, body));
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Guest>> {
@@ -320,8 +303,7 @@ impl Desk {
         let Some(guest) = guests.get_mut(&id) else { return Ok(None) };
         let watch = self.watcher.watch(guest.peer.pidfd(), &self.watched(), tag(id, PIDFD))?;
         guest.watches.push(watch);
-        let Peer { pid, uid, gid, .. } = guest.peer;
-        Ok(Some(Caller { id, pid, uid, gid, device }))
+        Ok(Some(Caller { id, uid: guest.peer.uid, device }))
     }
 
     /// A visitor's socket is at its end, or is put to it.
@@ -334,7 +316,8 @@ impl Desk {
                 drop(guests);
                 self.keep.gone(self, caller, Ending::Left);
             }
-            Phase::Present(ref caller) | Phase::Suspect(ref caller) => {
+            Phase::Suspect(_) => drop(guests.insert(id, guest)),
+            Phase::Present(ref caller) => {
                 let caller = caller.clone();
                 guest.phase = Phase::Suspect(caller.clone());
                 let _ = rustix::net::shutdown(&*guest.socket, rustix::net::Shutdown::Both);

@@ -22,7 +22,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use self::desk::{Desk, Keeper};
-pub(crate) use self::visitor::Visitor;
+pub(crate) use self::visitor::{Call, Visitor, drain};
 use crate::backend::DeviceId;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
@@ -97,9 +97,7 @@ impl Admission {
 pub(crate) struct Caller {
     /// Counted from 1 for each keeper, never used again.
     pub(crate) id: u64,
-    pub(crate) pid: i32,
     pub(crate) uid: u32,
-    pub(crate) gid: u32,
     /// Says the visitor.
     pub(crate) device: Option<DeviceId>,
 }
@@ -179,9 +177,6 @@ pub(crate) trait Keep: Send + Sync {
 /// What a visitor hears without asking. All calls come from the watcher's thread: nothing here may call the driver, or
 /// take a lock that is held across such a call.
 pub(crate) trait Visit: Send + Sync {
-    /// The keeper says something to this visitor.
-    fn told(&self, _body: &[u8]) {}
-
     /// The keeper's socket has closed: `graceful` after a goodbye. It does no more; its device may.
     fn ended(&self, _graceful: bool) {}
 

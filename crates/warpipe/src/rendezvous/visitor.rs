@@ -1,7 +1,7 @@
 //! The visitor's side: comes in, asks, and hears of its keeper's end.
 
 use std::collections::HashMap;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -69,6 +69,97 @@ struct Questions {
     is_over: bool,
 }
 
+/// Who stands at a keeper's door, and has not been let in yet.
+#[derive(Debug)]
+pub(crate) struct Call {
+    socket: PrivateFd,
+    peer: Peer,
+    name: String,
+    kind: Kind,
+    watcher: Arc<Watcher>,
+}
+
+/// A keeper's word that a call may come in.
+#[derive(Debug)]
+pub(crate) struct Granted {
+    generation: [u8; 16],
+    gift: Gift,
+}
+
+impl Call {
+    /// Connects and says what it comes for. Waits only while the keeper's backlog is full, at most `patience`.
+    pub(crate) fn begin(at: &Address<'_>, device: Option<DeviceId>, body: &[u8], patience: Duration) -> Result<Call> {
+        let (name, kind) = (at.name.to_string(), at.kind);
+        let watcher = Watcher::of_process()?;
+        let absent = |was_there| Error::NoOwner { kind, name: name.clone(), was_there };
+        let socket = PrivateFd::new(at.domain.connect_or(at.name, patience, absent)?);
+        let peer = Peer::of(socket.as_fd(), &name)?;
+        if peer.uid != at.domain.owner() {
+            let detail = format!("uid {} listens in a domain of uid {}", peer.uid, at.domain.owner());
+            return Err(Error::AccessDenied { name, detail });
+        }
+        let hello = Message::Visit { generation: new_generation(), device, kind, body: body.to_vec() };
+        say(&socket, &hello, &name)?;
+        Ok(Call { socket, peer, name, kind, watcher })
+    }
+
+    /// What the keeper has said by now; `None` when that is nothing.
+    pub(crate) fn hear(&self) -> Result<Option<Granted>> {
+        let name = &self.name;
+        match message::receive(self.socket.as_fd(), name)? {
+            Received::Message(Message::Granted { generation, body, .. }, fds) => {
+                Ok(Some(Granted { generation, gift: Gift { body, fds } }))
+            }
+            Received::Message(Message::OtherKind { found }, _) => {
+                Err(Error::OtherKind { name: name.clone(), wanted: self.kind, found: found.to_string() })
+            }
+            Received::Message(Message::Refused { denied: true, text }, _) => {
+                Err(Error::AccessDenied { name: name.clone(), detail: text })
+            }
+            Received::Message(Message::Refused { text, .. }, _) => Err(Error::Refused { name: name.clone(), text }),
+            Received::Message(Message::Bye(_), _) | Received::End => Err(self.fault(HandshakeFault::Closed)),
+            Received::Message(other, _) => Err(self.fault(other.unexpected("Granted"))),
+            Received::Nothing => Ok(None),
+        }
+    }
+
+    pub(crate) fn enter(self, granted: Granted) -> (Visitor, Gift) {
+        let inner = Arc::new(Inner {
+            watches: Mutex::default(),
+            home: Home::here(),
+            name: self.name,
+            kind: self.kind,
+            peer: self.peer,
+            generation: granted.generation,
+            socket: self.socket,
+            visit: Mutex::new(None),
+            is_graceful: AtomicBool::new(false),
+            is_dead: AtomicBool::new(false),
+            next_serial: AtomicU64::new(1),
+            desk: Mutex::default(),
+            answered: Condvar::new(),
+            watcher: self.watcher,
+        });
+        (Visitor { inner }, granted.gift)
+    }
+
+    /// Who listens: asked of the kernel.
+    pub(crate) fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    fn fault(&self, fault: HandshakeFault) -> Error {
+        Error::Handshake { name: self.name.clone(), fault }
+    }
+}
+
+impl AsFd for Call {
+    /// Readable once the keeper has said something.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
 impl Visitor {
     /// Comes in, and waits up to `wait` for the keeper to be there. Returns what the admission brought.
     ///
@@ -96,35 +187,18 @@ impl Visitor {
     }
 
     fn attach_now(at: &Address<'_>, device: Option<DeviceId>, body: &[u8]) -> Result<(Visitor, Gift)> {
-        let (name, kind) = (at.name.to_string(), at.kind);
-        let watcher = Watcher::of_process()?;
-        let absent = |was_there| Error::NoOwner { kind, name: name.clone(), was_there };
-        let socket = PrivateFd::new(at.domain.connect_or(at.name, ANSWER_TIMEOUT, absent)?);
-        let peer = Peer::of(socket.as_fd(), &name)?;
-        if peer.uid != at.domain.owner() {
-            let detail = format!("uid {} listens in a domain of uid {}", peer.uid, at.domain.owner());
-            return Err(Error::AccessDenied { name, detail });
+        let call = Call::begin(at, device, body, ANSWER_TIMEOUT)?;
+        let start = Instant::now();
+        loop {
+            if let Some(granted) = call.hear()? {
+                return Ok(call.enter(granted));
+            }
+            let left = ANSWER_TIMEOUT.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return Err(call.fault(HandshakeFault::Silent(ANSWER_TIMEOUT)));
+            }
+            message::wait_readable(call.as_fd(), left);
         }
-        let hello = Message::Visit { generation: new_generation(), device, kind, body: body.to_vec() };
-        say(&socket, &hello, &name)?;
-        let (generation, gift) = hear_admission(&socket, &name, kind)?;
-        let inner = Arc::new(Inner {
-            watches: Mutex::default(),
-            home: Home::here(),
-            name,
-            kind,
-            peer,
-            generation,
-            socket,
-            visit: Mutex::new(None),
-            is_graceful: AtomicBool::new(false),
-            is_dead: AtomicBool::new(false),
-            next_serial: AtomicU64::new(1),
-            desk: Mutex::default(),
-            answered: Condvar::new(),
-            watcher,
-        });
-        Ok((Visitor { inner }, gift))
     }
 
     /// Begins to hear what the keeper says, and of its end: `visit` is called at once if that has come already.
@@ -167,6 +241,18 @@ impl Visitor {
         inner.wait_for(serial, timeout)
     }
 
+    /// Tells the keeper something, as a question whose answer nobody waits for: for threads that must not wait.
+    ///
+    /// [`Error::OwnerGone`], [`Error::Timeout`] when it does not read what it is sent.
+    pub(crate) fn post(&self, body: &[u8]) -> Result<()> {
+        let inner = &self.inner;
+        inner.home.check()?;
+        if inner.lock().is_over {
+            return Err(inner.owner_gone());
+        }
+        inner.send(&Message::Ask { serial: inner.next_serial.fetch_add(1, SeqCst), body: body.to_vec() })
+    }
+
     pub(crate) fn name(&self) -> &str {
         &self.inner.name
     }
@@ -174,6 +260,11 @@ impl Visitor {
     /// The keeper's process.
     pub(crate) fn pid(&self) -> i32 {
         self.inner.peer.pid
+    }
+
+    /// Its user.
+    pub(crate) fn uid(&self) -> u32 {
+        self.inner.peer.uid
     }
 
     /// The keeper's incarnation.
@@ -275,9 +366,6 @@ impl Inner {
                 Ok(Received::Message(Message::Declined { serial, text }, _)) => {
                     self.on_answer(serial, Err(Error::Refused { name: self.name.clone(), text }));
                 }
-                Ok(Received::Message(Message::Tell { body }, _)) => {
-                    self.visit().into_iter().for_each(|v| v.told(&body))
-                }
                 Ok(Received::Message(Message::Bye(_), _)) => self.is_graceful.store(true, SeqCst),
                 // Anything else, a refusal among them, is the end of what we have to say to each other.
                 Ok(Received::Message(..) | Received::End) | Err(_) => {
@@ -329,38 +417,8 @@ fn say(socket: &PrivateFd, message: &Message, name: &str) -> Result<()> {
     })
 }
 
-fn hear_admission(socket: &PrivateFd, name: &str, kind: Kind) -> Result<([u8; 16], Gift)> {
-    let start = Instant::now();
-    let fault = |fault| Error::Handshake { name: name.to_string(), fault };
-    loop {
-        match message::receive(socket.as_fd(), name)? {
-            Received::Message(Message::Granted { generation, body, .. }, fds) => {
-                return Ok((generation, Gift { body, fds }));
-            }
-            Received::Message(Message::OtherKind { found }, _) => {
-                return Err(Error::OtherKind { name: name.to_string(), wanted: kind, found: found.to_string() });
-            }
-            Received::Message(Message::Refused { denied: true, text }, _) => {
-                return Err(Error::AccessDenied { name: name.to_string(), detail: text });
-            }
-            Received::Message(Message::Refused { text, .. }, _) => {
-                return Err(Error::Refused { name: name.to_string(), text });
-            }
-            Received::Message(Message::Bye(_), _) | Received::End => return Err(fault(HandshakeFault::Closed)),
-            Received::Message(other, _) => return Err(fault(other.unexpected("Granted"))),
-            Received::Nothing => {
-                let left = ANSWER_TIMEOUT.saturating_sub(start.elapsed());
-                if left.is_zero() {
-                    return Err(fault(HandshakeFault::Silent(ANSWER_TIMEOUT)));
-                }
-                message::wait_readable(socket.as_fd(), left);
-            }
-        }
-    }
-}
-
 /// Takes in what a domain told of arrivals, so that the next one wakes again.
-fn drain(arrivals: &PrivateFd) {
+pub(crate) fn drain(arrivals: &PrivateFd) {
     let mut events = [0u8; 4096];
     while matches!(rustix::io::read(arrivals, &mut events), Ok(1..)) {}
 }
