@@ -9,6 +9,8 @@
 //! at the head of `room.rs`; it cannot make another one panic, read elsewhere, or wait beyond its timeout.
 
 mod core;
+#[cfg(test)]
+mod hostile;
 mod room;
 mod survivor;
 #[cfg(test)]
