@@ -52,7 +52,10 @@ fn uncontended(setup: &Setup) -> anyhow::Result<Figure> {
     let (mut ours, mut floor) = (Vec::new(), Vec::new());
     for round in 0..=setup.rounds() {
         let bare = nanoseconds_each(pairs, || bare_pair(word))?;
-        let pair = nanoseconds_each(pairs, || Ok(member.acquire_host(PATIENCE)?.release_now()))?;
+        let pair = nanoseconds_each(pairs, || {
+            member.acquire_host(PATIENCE)?.release_now();
+            Ok(())
+        })?;
         if round > 0 {
             floor.push(bare);
             ours.push(pair);
