@@ -22,6 +22,7 @@ mod raw;
 mod report;
 mod ring;
 mod rings;
+mod semaphore;
 mod send;
 mod setup;
 mod size;
@@ -90,6 +91,8 @@ pub enum What {
     Dma,
     /// Opening another process's memory by a ticket.
     Attach,
+    /// A permit taken and given back, and handed from one process's GPU work to another's.
+    Semaphore,
     /// A legacy handle that is open already, opened again.
     Legacy,
 }
@@ -107,6 +110,7 @@ const BENCHMARKS: [(What, Benchmark); 11] = [
     (What::Idle, idle::run),
     (What::Dma, dma::run),
     (What::Attach, attach::run),
+    (What::Semaphore, semaphore::run),
     (What::Legacy, legacy::run),
 ];
 
@@ -121,6 +125,7 @@ enum Role {
     Idle(setup::Place),
     Dma(dma::Terms),
     Attach(attach::Terms),
+    Semaphore(semaphore::Terms),
     Legacy(legacy::Terms),
 }
 
@@ -156,6 +161,7 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::Idle(place) => idle::sleep(&place, &control),
         Role::Dma(terms) => dma::read(&terms, &control),
         Role::Attach(terms) => attach::offer(&terms, &control),
+        Role::Semaphore(terms) => semaphore::answer(&terms, &control),
         Role::Legacy(terms) => legacy::export(&terms, &control),
     }
 }
