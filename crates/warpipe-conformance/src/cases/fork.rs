@@ -3,15 +3,15 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use warpipe::{Error, Event, EventHandle, Layout, Publisher, Sample, SampleMut, Stream, Subscriber, Timeline};
-use warpipe::{Error, Layout, Publisher, Sample, SampleMut, Semaphore, Stream, Subscriber};
+use warpipe::{
+    Error, Event, EventHandle, Layout, Publisher, Sample, SampleMut, Semaphore, Stream, Subscriber, Timeline,
+};
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::Payload;
-use crate::peer::{Batch, Order, PublisherPlan, SemaphoreOrder};
-use crate::peer::{Batch, Order, PublisherPlan, SignalOrder};
+use crate::peer::{Batch, Order, PublisherPlan, SemaphoreOrder, SignalOrder};
 use crate::process::{pid, pidfd, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
