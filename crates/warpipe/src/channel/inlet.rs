@@ -288,9 +288,11 @@ impl Inlet {
     pub(super) fn keep(&self, position: u64) {
         let index = self.segment().index(position) as usize;
         self.held[index].store(position, SeqCst);
-        // As in `admit`: one of the two sees the other.
-        if self.dead.load(SeqCst) && !self.segment().entry(position).ready.reached(position) {
+        // As in `admit`: one of the two sees the other. What `rescue` did not see is let go here.
+        let entry = self.segment().entry(position);
+        if self.dead.load(SeqCst) && !entry.ready.reached(position) {
             self.lost[index].store(position, SeqCst);
+            entry.ready.store(position);
         }
     }
 

@@ -6,13 +6,14 @@ use std::time::Duration;
 
 use rustix::event::epoll;
 
+use super::answers_of;
 use super::ledger::{Ledger, Outcome};
 use super::owner::QueueBuilder;
 use super::recruit::Recruits;
 use super::seat::{Finding, Seat};
-use crate::channel::{Observer, Publisher};
+use crate::channel::{Departures, Observer, Publisher};
 use crate::clock::Stopwatch;
-use crate::domain::{Domain, EndpointName};
+use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::message::timespec;
@@ -194,12 +195,7 @@ impl Desk {
 
     /// Subscribers came or went.
     fn review(self: &Arc<Self>, ledger: &mut Ledger, findings: &mut Vec<Finding>) {
-        for (id, position) in self.publisher.take_untaken() {
-            if let Some(seat) = ledger.seat(id) {
-                seat.is_leaving = true;
-                seat.untake(position, findings);
-            }
-        }
+        self.bid_farewell(ledger, findings);
         let members = self.publisher.members();
         for seat in &mut ledger.seats {
             seat.is_leaving = !members.iter().any(|member| member.id == seat.id);
@@ -230,24 +226,31 @@ impl Desk {
                 self.publisher.expel(seat.id, why);
             }
         }
-        for (id, position) in self.publisher.take_untaken() {
-            ledger.seat(id).into_iter().for_each(|seat| seat.untake(position, findings));
-        }
+        self.bid_farewell(ledger, findings);
         for mut seat in ledger.seats.extract_if(.., |seat| seat.is_over()) {
             seat.leave(findings);
-            self.forget(&seat);
             let _ = epoll::delete(&self.readable, seat.subscriber.descriptor());
         }
     }
 
-    /// Removes the files that a dead worker left: its name was for once, and nobody will take it again.
-    fn forget(&self, seat: &Seat) {
-        let (domain, name) = (self.domain.clone(), seat.subscriber.name().to_string());
-        if seat.subscriber.is_publisher_dead()
-            && let (Ok(name), Ok(watcher)) = (EndpointName::new(&name), Watcher::of_process())
-        {
-            // Not here: it may take a moment, and others wait.
-            let _ = watcher.attend(Box::new(move || domain.forget(&name)));
+    /// Takes back what those who have gone had not taken, and removes the files that the dead left: their names were for
+    /// once, and nobody will take them again.
+    fn bid_farewell(&self, ledger: &mut Ledger, findings: &mut Vec<Finding>) {
+        let departures = self.publisher.take_departures(false);
+        for (id, position) in departures.untaken {
+            ledger.seat(id).into_iter().for_each(|seat| seat.untake(position, findings));
+        }
+        self.clear_away(departures);
+    }
+
+    fn clear_away(&self, departures: Departures) {
+        for generation in departures.generations {
+            let name = answers_of(self.publisher.name(), generation);
+            if let (Ok(name), Ok(watcher)) = (name, Watcher::of_process()) {
+                // Not here: it may take a moment, and others wait. A name that is held stays.
+                let domain = self.domain.clone();
+                let _ = watcher.attend(Box::new(move || domain.forget(&name)));
+            }
         }
     }
 
@@ -310,6 +313,8 @@ impl Desk {
         drop(old);
         self.changed.notify_all();
         self.publisher.withdraw();
+        // Those who died just now, before anybody has seen it, are among those who are still here.
+        self.clear_away(self.publisher.take_departures(true));
         self.observer.bell.ring();
     }
 }
