@@ -237,7 +237,7 @@ impl Desk {
     /// once, and nobody will take them again.
     fn bid_farewell(&self, ledger: &mut Ledger, findings: &mut Vec<Finding>) {
         let departures = self.publisher.take_departures(false);
-        for (id, position) in departures.untaken {
+        for &(id, position) in &departures.untaken {
             ledger.seat(id).into_iter().for_each(|seat| seat.untake(position, findings));
         }
         self.clear_away(departures);
