@@ -5,7 +5,8 @@ mod support;
 use serde_json::Value;
 use support::World;
 
-const BENCHMARKS: [&str; 9] = ["handoff", "pipeline", "send", "size", "fanout", "ring", "death", "idle", "dma"];
+const BENCHMARKS: [&str; 10] =
+    ["handoff", "pipeline", "send", "size", "fanout", "ring", "queue", "death", "idle", "dma"];
 
 #[test]
 fn every_benchmark_runs_on_the_host_and_reports_itself() {
