@@ -371,6 +371,13 @@ impl Inlet {
         Ok(())
     }
 
+    /// Waits on the CPU until the data may be complete, or will never be, or `limit` has passed.
+    pub(super) fn linger(&self, position: u64, limit: Duration) {
+        let word = &self.segment().entry(position).ready;
+        // Who asks looks again, whatever comes of this.
+        let _ = self.device.backend().wait_word(word, position, limit);
+    }
+
     /// The stream for copies to the host. Nothing but complete data is ever copied on it, so it is never stuck
     /// behind anything but other copies.
     pub(super) fn copies(&self) -> Result<&Stream> {

@@ -16,7 +16,7 @@ mod subscriber;
 pub(crate) use direct::{Departures, Member, Observer, Parcel};
 pub use publisher::{Announced, Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SubscriberInfo};
 pub use sample::{Discontinuity, Receipt, Sample};
-pub(crate) use subscriber::Arrival;
+pub(crate) use subscriber::{Arrival, Awaited};
 pub use subscriber::{Samples, Subscriber, SubscriberBuilder};
 
 use std::time::Duration;
