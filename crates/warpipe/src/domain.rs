@@ -206,9 +206,10 @@ impl Domain {
         Ok(stale.filter(|endpoint| self.lock(&endpoint.name).is_ok()).map(|endpoint| endpoint.name).collect())
     }
 
-    /// Removes what one dead endpoint left, if it is dead.
-    pub(crate) fn forget(&self, name: &EndpointName) {
-        let _ = self.lock(name);
+    /// Removes what one dead endpoint left. False while it is held: by the living, or for a moment by one who dies, whose
+    /// sockets may be seen to close before his lock is free.
+    pub(crate) fn forget(&self, name: &EndpointName) -> bool {
+        !matches!(self.lock(name), Err(Error::NameTaken { .. }))
     }
 
     /// The endpoints, living or not, whose name is `prefix` and one further part or piece of a part.

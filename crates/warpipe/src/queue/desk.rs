@@ -33,6 +33,9 @@ struct Pace {
     words: u32,
 }
 
+/// How often it is tried, every few milliseconds, to remove a name that one who died may still hold.
+const FORGET_TRIES: u32 = 50;
+
 /// A sleep in slices, so that nothing that goes wrong elsewhere makes a hang of it.
 const SLICE: Duration = Duration::from_millis(50);
 
@@ -319,9 +322,12 @@ impl Desk {
         for generation in departures.generations {
             let name = answers_of(self.publisher.name(), generation);
             if let (Ok(name), Ok(watcher)) = (name, Watcher::of_process()) {
-                // Not here: it may take a moment, and others wait. A name that is held stays.
-                let domain = self.domain.clone();
-                let _ = watcher.attend(Box::new(move || domain.forget(&name)));
+                // Not here: it may take a moment, and others wait. A name that stays held is a living one's.
+                let (domain, mut tries) = (self.domain.clone(), 0);
+                watcher.retire(move || {
+                    tries += 1;
+                    domain.forget(&name) || tries >= FORGET_TRIES
+                });
             }
         }
     }

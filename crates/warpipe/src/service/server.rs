@@ -255,7 +255,10 @@ impl Server {
         let Ok(watcher) = Watcher::of_process() else { return };
         for name in self.gone.iter().cloned() {
             let domain = self.domain.clone();
-            let _ = watcher.attend(Box::new(move || domain.forget(&name)));
+            // One that is still held is tried again with the next look.
+            let _ = watcher.attend(Box::new(move || {
+                domain.forget(&name);
+            }));
         }
     }
 
