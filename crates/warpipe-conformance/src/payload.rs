@@ -217,6 +217,11 @@ impl Tally {
         }
     }
 
+    /// The device address of the counters: registered host memory.
+    pub fn address(&self) -> DevicePtr {
+        self.address
+    }
+
     fn counter(&self, index: usize) -> &std::sync::atomic::AtomicU64 {
         // SAFETY: the index is below COUNTERS, the memory is zeroed, aligned and lives as long as self.
         unsafe { &*self.page.cast::<std::sync::atomic::AtomicU64>().add(index) }

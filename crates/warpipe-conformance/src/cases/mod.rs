@@ -3,17 +3,22 @@
 mod backend;
 mod channel;
 mod death;
+mod event;
 mod fault;
 mod fork;
 mod layout;
+mod legacy;
+mod members;
 mod memory;
 mod model;
 mod names;
 mod policy;
 mod queue;
+mod semaphore;
 mod service;
 mod stall;
 mod storm;
+mod timeline;
 
 use std::time::Duration;
 
@@ -80,8 +85,11 @@ pub fn all() -> Vec<Case> {
         layout::CASES,
         channel::CASES,
         memory::CASES,
+        legacy::CASES,
         policy::CASES,
+        semaphore::CASES,
         names::CASES,
+        members::CASES,
         death::CASES,
         stall::CASES,
         fork::CASES,
@@ -90,6 +98,8 @@ pub fn all() -> Vec<Case> {
         queue::CASES,
         service::CASES,
         storm::CASES,
+        timeline::CASES,
+        event::CASES,
     ]
     .concat()
 }

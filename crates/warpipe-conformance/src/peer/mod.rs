@@ -6,10 +6,14 @@
 mod actor;
 mod labour;
 mod order;
+mod semaphore;
+mod signals;
 
 pub use actor::act;
 pub(crate) use actor::{describe_layout, digest};
 pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, Reply, SubscriberPlan, Task, kind_of};
+pub use semaphore::{Board, SemaphoreOrder};
+pub use signals::SignalOrder;
 
 use std::io::Write as _;
 use std::os::fd::AsFd;
@@ -226,6 +230,25 @@ impl Peer {
         match self.ask(order)? {
             Answer::Text(text) => Ok(text),
             other => bail!("{other:?} instead of a word"),
+        }
+    }
+
+    /// An order about timelines or events that must succeed.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn signals(&mut self, order: SignalOrder) -> Result<Answer> {
+        self.ask(&Order::Signals(order))
+    }
+
+    /// One that must fail, with this kind of fault.
+    ///
+    /// # Errors
+    /// It succeeds, or fails otherwise.
+    pub fn refuses(&mut self, order: SignalOrder, kind: &str) -> Result<Fault> {
+        match self.try_ask(&Order::Signals(order.clone()))? {
+            Err(fault) if fault.kind == kind => Ok(fault),
+            other => bail!("{order:?} gave {other:?} where {kind} is due"),
         }
     }
 

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use warpipe::{Policy, PublisherBuilder, SubscriberBuilder};
+use warpipe::{LegacyHandle, Policy, PublisherBuilder, SubscriberBuilder};
+
+use super::semaphore::SemaphoreOrder;
 
 /// How a peer shall publish. The defaults are the builder's.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -242,6 +244,39 @@ pub enum Order {
         /// How many turns.
         rounds: u64,
     },
+    /// Allocate memory as another allocator does, with words of this pattern. Answers with a handle's text.
+    ExportLegacy {
+        /// How many words.
+        words: u64,
+        /// Their pattern.
+        seed: u64,
+    },
+    /// Free what was allocated last.
+    FreeLegacy,
+    /// Open memory by a handle, check its words, and keep it open.
+    OpenLegacy {
+        /// The handle.
+        handle: LegacyHandle,
+        /// What its words must be.
+        seed: u64,
+    },
+    /// Close what was opened last, with an error if that fails.
+    CloseLegacy,
+    /// Open another process's event by its 64 bytes, and destroy it.
+    OpenEvent(Vec<u8>),
+    /// Something with a semaphore.
+    Semaphore(SemaphoreOrder),
+    /// Join the domain.
+    Join {
+        /// As what.
+        name: String,
+        /// See [`warpipe::Member::join`].
+        role: String,
+    },
+    /// Leave it, as every member that this peer is.
+    Leave,
+    /// Something about timelines and events.
+    Signals(super::SignalOrder),
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
     /// Work at a queue or a service, or submit to one.

@@ -32,6 +32,7 @@ use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
 use crate::memory::board::Board;
+use crate::nvtx;
 use crate::stream::{Backoff, Stream};
 use crate::tensor::Layout;
 
@@ -251,6 +252,7 @@ impl Core {
         metadata: &Metadata,
         stream: &Stream,
     ) -> Result<u64, Unsent> {
+        let _range = nvtx::range(nvtx::SEND);
         let mut state = self.make_room(Recipients::All).map_err(Unsent::Untold)?;
         let sequence = self.deliver(&mut state, slot, layout, metadata, stream, Recipients::All)?;
         state.arena.let_go(slot);
@@ -299,6 +301,7 @@ impl Core {
 
     /// Tells every subscriber of what will lie in `slot`, before the work that fills it is enqueued.
     pub(super) fn announce(&self, slot: SlotId, layout: &Layout, metadata: &Metadata) -> Result<Pending, Unsent> {
+        let _range = nvtx::range(nvtx::SEND);
         let mut state = self.make_room(Recipients::All).map_err(Unsent::Untold)?;
         self.prepare(&mut state, slot, Recipients::All);
         let sequence = self.tell(&mut state, slot, layout, metadata);
@@ -310,6 +313,7 @@ impl Core {
 
     /// Completes what was announced, behind the work enqueued on `stream`.
     pub(super) fn complete(&self, slot: SlotId, pending: &Pending, stream: &Stream) -> Result<()> {
+        let _range = nvtx::range(nvtx::COMPLETE);
         self.home.check()?;
         self.note(stream);
         // SAFETY: as in `send`; `pending` holds the segments of links that have ended, until this stream is noted.

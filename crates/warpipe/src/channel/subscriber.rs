@@ -27,6 +27,7 @@ use crate::link::message::{timespec, wait_readable};
 use crate::link::ring::ReceiverRing;
 use crate::link::wake::Bell;
 use crate::memory::region::Region;
+use crate::nvtx;
 use crate::stream::Stream;
 
 /// How long a sample's region may take to arrive behind the sample itself.
@@ -220,6 +221,7 @@ impl Subscriber {
     /// # Errors
     /// As [`receive`](Self::receive).
     pub fn receive_timeout(&mut self, stream: &Stream, timeout: Duration) -> Result<Sample> {
+        let _range = nvtx::range(nvtx::RECEIVE);
         if let Some(sample) = self.poll(stream)? {
             return Ok(sample);
         }
@@ -249,6 +251,7 @@ impl Subscriber {
     /// # Errors
     /// As [`receive`](Self::receive), without the timeout.
     pub fn try_receive(&mut self, stream: &Stream) -> Result<Option<Sample>> {
+        let _range = nvtx::range(nvtx::RECEIVE);
         if let Some(sample) = self.poll(stream)? {
             return Ok(Some(sample));
         }

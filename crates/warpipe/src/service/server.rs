@@ -253,8 +253,8 @@ impl Server {
     /// stays.
     fn clear_away(&self) {
         let Ok(watcher) = Watcher::of_process() else { return };
-        for name in self.gone.iter().cloned() {
-            let domain = self.domain.clone();
+        for name in &self.gone {
+            let (domain, name) = (self.domain.clone(), name.clone());
             // One that is still held is tried again with the next look.
             let _ = watcher.attend(Box::new(move || {
                 domain.forget(&name);
