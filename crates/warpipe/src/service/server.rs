@@ -329,15 +329,6 @@ impl Server {
     }
 }
 
-impl Drop for Server {
-    fn drop(&mut self) {
-        if !self.home.is_here() {
-            // The list's lock may have been held by another thread at the fork.
-            std::mem::forget(self.door.clone());
-        }
-    }
-}
-
 /// A request, to be answered: [`reply`](Self::reply), [`reject`](Self::reject), or [`fail`](Self::fail) so that another
 /// server tries. What can be read of it is its [`Lease`]'s. Dropped, it counts as failed.
 #[derive(Debug)]
