@@ -1,6 +1,7 @@
 //! A queue against workers that say what they have no right to, and a worker against such a queue.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::wire::{Answer, Ticket, Verdict};
@@ -171,6 +172,67 @@ fn a_loan_of_another_queue_is_refused_and_given_back() {
     let refused = queue.submit(loan, &place.stream).unwrap_err();
     assert!(matches!(refused.error, Error::Argument { .. }));
     assert!(other.submit(*refused.loan.unwrap(), &place.stream).is_ok());
+}
+
+#[test]
+fn many_threads_submit_and_wait_at_once_and_each_gets_its_own() {
+    let place = Place::new("threads");
+    let queue = place.queue();
+    let working = |place: &Place| {
+        let (mut worker, stream) = (place.worker(), place.device.stream().unwrap());
+        let mut done = 0;
+        loop {
+            match worker.lease(&stream) {
+                Ok(lease) => {
+                    let mut output = lease.output(lease.layout()).unwrap();
+                    output.write(&stream, &lease.to_vec(SOON).unwrap()).unwrap();
+                    lease.complete_with(output, &stream).unwrap();
+                    done += 1;
+                }
+                Err(Error::QueueGone { .. }) => return done,
+                Err(other) => panic!("{other}"),
+            }
+        }
+    };
+    let queue = Arc::new(queue);
+    let submitting = |thread: u8, queue: Arc<Queue>, stream: Stream| {
+        for round in 0..100 {
+            let job = queue.submit_bytes(&[thread, round], &stream).unwrap();
+            assert_eq!(job.wait(&stream, SOON).unwrap().to_vec().unwrap(), [thread, round]);
+        }
+    };
+    let done: u32 = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..2).map(|_| scope.spawn(|| working(&place))).collect();
+        let submit = |thread| {
+            let (queue, stream) = (queue.clone(), place.device.stream().unwrap());
+            scope.spawn(move || submitting(thread, queue, stream))
+        };
+        let submitters: Vec<_> = (0..4).map(submit).collect();
+        submitters.into_iter().for_each(|submitter| submitter.join().unwrap());
+        drop(queue);
+        workers.into_iter().map(|worker| worker.join().unwrap()).sum()
+    });
+    assert_eq!(done, 400);
+}
+
+#[test]
+fn who_waits_for_a_job_is_told_when_its_queue_is_dropped() {
+    let place = Place::new("dropped");
+    let queue = place.queue();
+    let jobs: Vec<_> = (0..3).map(|_| queue.submit_bytes(b"never", &place.stream).unwrap()).collect();
+    std::thread::scope(|scope| {
+        let (told, waiting) = std::sync::mpsc::channel();
+        for job in &jobs {
+            let told = told.clone();
+            let stream = &place.stream;
+            scope.spawn(move || told.send(job.wait(stream, SOON)).unwrap());
+        }
+        drop(queue);
+        for _ in &jobs {
+            let end = waiting.recv().unwrap();
+            assert!(matches!(end, Err(Error::QueueClosed { .. })), "{end:?}");
+        }
+    });
 }
 
 #[test]
