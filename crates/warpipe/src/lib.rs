@@ -29,6 +29,8 @@
 //! | --- | --- |
 //! | [`Publisher`], [`Subscriber`] | the channel: loan, send, receive, release; one [`Policy`] for each subscriber |
 //! | [`SampleMut`], [`Announced`], [`Sample`], [`Receipt`] | a tensor on its way: lent, told of, received, given back |
+//! | [`Timeline`] | a named number that only grows, signalled by one process's streams and waited for by others' |
+//! | [`Event`], [`EventHandle`] | interprocess events that tell never recorded and lost from complete |
 //! | [`Layout`], [`DType`] ([`tensor`]) | what a slot holds: element type, shape, strides, offset, in DLPack's terms |
 //! | [`Device`], [`Stream`], [`Kernel`] ([`device`], [`kernel`]) | where memory lies, the order of its work, and what runs there |
 //! | [`LegacyHandle`], [`LegacyMemory`] | a second door, for memory that another allocator made |
@@ -138,17 +140,15 @@ pub use timeline::Timeline;
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
+/// So are those of the guide to members.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/guide/members.md")]
+struct GuideToMembers;
 /// So are those of the guide.
 #[cfg(doctest)]
+#[doc = include_str!("../../../docs/guide/timeline.md")]
+#[doc = include_str!("../../../docs/guide/events.md")]
 #[doc = include_str!("../../../docs/guide/legacy-handles.md")]
-struct LegacyHandlesGuide;
-
-/// And of the guides to queues and services.
-#[cfg(doctest)]
 #[doc = include_str!("../../../docs/guide/queue.md")]
-struct QueueGuide;
-
-/// See above.
-#[cfg(doctest)]
 #[doc = include_str!("../../../docs/guide/service.md")]
-struct ServiceGuide;
+struct Guide;

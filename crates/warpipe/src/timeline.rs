@@ -313,9 +313,10 @@ impl Drop for Timeline {
         let (page, lane) = (self.page.clone(), self.lane.clone());
         let (signalling, waiting) = (self.signalling.clone(), self.waiting.clone());
         match &mut self.role {
-            Role::Owner { keeper, board, .. } => {
+            Role::Owner { keeper, raiser, board } => {
                 drop(keeper.take());
-                close(&self.watcher, (page, lane, board.clone()), signalling, waiting);
+                let end = (lane, raiser.last());
+                close(&self.watcher, end, (page, board.clone()), signalling, waiting);
             }
             Role::Guest { visitor, .. } => leave(&self.watcher, page, visitor.take(), waiting),
         }
@@ -323,24 +324,29 @@ impl Drop for Timeline {
 }
 
 /// An owner's end: first what its streams have yet to signal, then the word of its end, then the memory.
-fn close(watcher: &Arc<Watcher>, kept: (Arc<Page>, Lane, Arc<Board>), signalling: Arc<Streams>, waiting: Arc<Streams>) {
-    let (mut signalled, mut waited, mut lane) = (None, None, Some(kept.1));
-    let (page, board) = (kept.0, kept.2);
-    watcher.retire(move || {
+fn close(
+    watcher: &Watcher,
+    (lane, last): (Lane, u64),
+    (page, board): (Arc<Page>, Arc<Board>),
+    signalling: Arc<Streams>,
+    waiting: Arc<Streams>,
+) {
+    let (mut signalled, mut waited, mut lane) = (None, None, Some(lane));
+    watcher.retire_patiently(move || {
         if !passed(&mut signalled, &signalling) {
             return false;
         }
         if let Some(lane) = lane.take() {
-            lane.end();
+            lane.end_at(last);
         }
         passed(&mut waited, &waiting) && Arc::strong_count(&page) == 1 && Arc::strong_count(&board) == 1
     });
 }
 
 /// A guest's end. The visit goes on for as long as a stream of ours may wait: its watcher is who lets it go.
-fn leave(watcher: &Arc<Watcher>, page: Arc<Page>, mut visitor: Option<Visitor>, waiting: Arc<Streams>) {
+fn leave(watcher: &Watcher, page: Arc<Page>, mut visitor: Option<Visitor>, waiting: Arc<Streams>) {
     let mut waited = None;
-    watcher.retire(move || {
+    watcher.retire_patiently(move || {
         if !passed(&mut waited, &waiting) {
             return false;
         }

@@ -26,6 +26,12 @@ pub(super) const CASES: &[Case] = &[
     .ends_clients(),
     Case::new("an event that a guest recorded and was killed in is lost, and its maker records again", killed_guest)
         .ends_clients(),
+    Case::new(
+        "an event's recorders killed at any moment leave it complete or lost, and nobody waiting",
+        killed_anywhere,
+    )
+    .ends_clients()
+    .long(600),
     Case::new("what was complete when an event's maker died stays complete", complete_before_death).ends_clients(),
     Case::new("an event that its maker drops is complete as far as it was recorded, and then over", dropped_event),
     Case::new("a process has 4096 events with 1024 descriptors, and the next one is a typed error", limit_of_events),
@@ -170,6 +176,59 @@ fn killed_guest(context: &Context) -> Result<()> {
     witness.dismiss()
 }
 
+fn killed_anywhere(context: &Context) -> Result<()> {
+    let mut chance = context.chance();
+    let (mut complete, mut lost_ones) = (0u64, 0u64);
+    for round in 0..context.rounds(10, 200, 100) {
+        let (mut peer, mut witness) = (context.peer()?, context.peer()?);
+        // Whose event it is decides who lets the others go: its maker, or everybody himself.
+        let own = if round % 2 == 0 { Some(Event::create(&context.domain, &context.device)?) } else { None };
+        let text = match &own {
+            Some(event) => event.handle()?.to_string(),
+            None => peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?,
+        };
+        let event = Event::open(&parse(&text)?, &context.device)?;
+        if own.is_some() {
+            peer.signals(SignalOrder::OpenEvent(text.clone()))?;
+        }
+        witness.signals(SignalOrder::OpenEvent(text))?;
+        let stream = context.stream()?;
+        let _memory = share(context, &mut [&mut peer])?;
+        peer.signals(SignalOrder::Record)?;
+        for seed in 0..30 {
+            peer.tell(&Order::Signals(SignalOrder::Write { seed, slow_us: 500 }))?;
+            peer.tell(&Order::Signals(SignalOrder::Record))?;
+        }
+        let mut recordings = vec![event.wait(&stream)?];
+        witness.signals(SignalOrder::WaitEvent)?;
+        std::thread::park_timeout(Duration::from_micros(chance.below(12_000)));
+        recordings.push(event.wait(&stream)?);
+        peer.strike()?;
+        for _ in 0..20 {
+            match event.wait(&stream) {
+                Ok(recording) => recordings.push(recording),
+                Err(Error::EventLost { .. }) => {}
+                Err(error) => bail!(error),
+            }
+        }
+        peer.ended()?;
+        stream.synchronize(PATIENCE).context("a waiting stream is let go")?;
+        witness.signals(SignalOrder::Synchronize).context("the other one's, too")?;
+        for recording in recordings {
+            match event.check(recording) {
+                Ok(true) => complete += 1,
+                Err(Error::EventLost { .. }) => lost_ones += 1,
+                other => bail!("after the recorder's death a recording is {other:?}"),
+            }
+        }
+        witness.dismiss()?;
+        context.domain.clean()?;
+    }
+    context.figure("complete", complete);
+    context.figure("lost", lost_ones);
+    Ok(())
+}
+
 fn complete_before_death(context: &Context) -> Result<()> {
     let (mut victim, event) = maker(context, &context.device)?;
     victim.signals(SignalOrder::Record)?;
@@ -201,7 +260,7 @@ fn dropped_event(context: &Context) -> Result<()> {
     let handle = event.handle()?;
     drop(event);
     match Event::open(&handle, &context.device) {
-        Err(Error::NoOwner { .. } | Error::EventHandle { .. }) => {}
+        Err(Error::NoOwner { .. } | Error::OwnerGone { graceful: true, .. } | Error::EventHandle { .. }) => {}
         other => bail!("opening a dropped event gave {other:?}"),
     }
     peer.dismiss()

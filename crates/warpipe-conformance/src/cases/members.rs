@@ -20,6 +20,8 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a killed member's death is told once, with its proof, and its endpoints are removed", killed)
         .ends_clients(),
     Case::new("everything that one killed process was is told dead once each", killed_as_many).ends_clients(),
+    Case::new("what a member left that died unwatched is removed by the next watch, without a word", unwatched)
+        .ends_clients(),
     Case::new("a clean-up runs on its member's death, and on nothing else", clean_ups).ends_clients(),
     Case::new("a living member's name is taken, and a dead one's is free at once", taken_and_free).ends_clients(),
     Case::new("a member that was stopped before anybody looked is listed as stalled", stopped_before),
@@ -172,6 +174,20 @@ fn killed_as_many(context: &Context) -> Result<()> {
     ensure!(members.list()?.len() == 1, "the witness is left: {:?}", members.list()?);
     drop(witness);
     expect_end(&members, "left", "witness")?;
+    nothing_more(&members, context)
+}
+
+fn unwatched(context: &Context) -> Result<()> {
+    let mut peer = member(context, "forgotten")?;
+    peer.publish(PublisherPlan::of("its/frames"))?;
+    peer.kill()?;
+    let files = || std::fs::read_dir(context.domain.path()).map_or(0, Iterator::count);
+    ensure!(files() == 4, "a socket and a lock of each name are left, not {} files", files());
+    let looking = Members::builder(&context.domain).clean(false).start()?;
+    ensure!(files() == 4 && looking.list()?.is_empty(), "who only looks removes nothing");
+    drop(looking);
+    let members = Members::watch(&context.domain)?;
+    ensure!(files() == 0, "{} files are left", files());
     nothing_more(&members, context)
 }
 

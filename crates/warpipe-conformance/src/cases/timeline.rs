@@ -20,6 +20,9 @@ pub(super) const CASES: &[Case] = &[
     Case::new("two timelines carry a game of ping-pong of two processes", ping_pong),
     Case::new("a timeline's owner killed in a kernel: all waiters are let go, told, and know the value", killed_owner)
         .ends_clients(),
+    Case::new("a timeline's owner killed at any moment leaves one last value, that all survivors see", killed_anywhere)
+        .ends_clients()
+        .long(600),
     Case::new("a wait for a timeline whose owner is dead is an error at once", wait_after_death).ends_clients(),
     Case::new("a timeline's owner that closes keeps its promises and lets the others go", closed_owner),
     Case::new("a timeline's waiter that is killed disturbs nobody", killed_waiter).ends_clients(),
@@ -154,6 +157,43 @@ fn killed_owner(context: &Context) -> Result<()> {
         drop(memory);
         context.domain.clean()?;
     }
+    Ok(())
+}
+
+fn killed_anywhere(context: &Context) -> Result<()> {
+    let mut chance = context.chance();
+    let mut last_values = Vec::new();
+    for _ in 0..context.rounds(10, 200, 100) {
+        let (mut victim, mut witness) = (owner(context)?, context.peer()?);
+        let (_memory, fd) = Shared::create(&context.device)?;
+        victim.signals(SignalOrder::Map(Shared::path(&fd)))?;
+        witness.signals(SignalOrder::OpenTimeline(NAME.into()))?;
+        let (timeline, streams) = (open(context, &context.device)?, [context.stream()?, context.stream()?]);
+        for value in 1..=40 {
+            victim.tell(&Order::Signals(SignalOrder::Write { seed: value, slow_us: 150 }))?;
+            victim.tell(&Order::Signals(SignalOrder::Signal(value)))?;
+            timeline.wait(&streams[value as usize % 2], value)?;
+        }
+        timeline.wait(&streams[0], Timeline::VALUE_MAX)?;
+        witness.signals(SignalOrder::Wait(Timeline::VALUE_MAX))?;
+        let pause = Duration::from_micros(chance.below(8000));
+        std::thread::park_timeout(pause);
+        victim.kill()?;
+        for stream in &streams {
+            stream.synchronize(PATIENCE).context("a waiting stream is let go")?;
+        }
+        witness.signals(SignalOrder::Synchronize)?;
+        let last = timeline.value();
+        let theirs = witness.number(&Order::Signals(SignalOrder::Value))?;
+        ensure!(last == theirs && last <= 40, "one survivor sees {last}, the other {theirs}");
+        ensure!(timeline.check(last)?, "{last} was reached");
+        gone(timeline.check(last + 1), victim.id(), false)?;
+        last_values.push(last);
+        witness.dismiss()?;
+        context.domain.clean()?;
+    }
+    context.figure("last_value_min", last_values.iter().min().copied());
+    context.figure("last_value_max", last_values.iter().max().copied());
     Ok(())
 }
 

@@ -62,9 +62,9 @@ pub fn received(sample: &Sample) -> Outcome<(u64, Mesh)> {
 fn vertices(phase: f32) -> (Vec<f32>, Vec<u8>) {
     let (mut positions, mut colours) = (Vec::new(), Vec::new());
     for along in (0..RING).map(|step| TAU * step as f32 / RING as f32) {
-        let radius = 0.34 + 0.08 * (3.0 * along + 2.0 * phase).sin();
+        let radius = 0.26 + 0.06 * (3.0 * along + 2.0 * phase).sin();
         for around in (0..TUBE).map(|step| TAU * step as f32 / TUBE as f32) {
-            let from_middle = 0.85 + radius * around.cos();
+            let from_middle = 0.64 + radius * around.cos();
             positions.extend([from_middle * along.cos(), from_middle * along.sin(), radius * around.sin()]);
             let stripe = 0.86 + 0.14 * (3.0 * (4.0 * around + 6.0 * along).sin()).clamp(-1.0, 1.0);
             let hue = |shift: f32| (stripe * (135.0 + 115.0 * (along + shift).cos())) as u8;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use serde::{Deserialize, Serialize};
 
 use super::Inner;
-use super::layout::{EVENTS, LANES, PAGES_MAX, Spot, Words};
+use super::layout::{EVENTS, FROM_MAX, LANES, PAGES_MAX, Spot, Words};
 use crate::backend::IPC_EVENTS_MAX;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::fork::{self, Home, PrivateFd};
 use crate::link::proof::{Proof, Streams};
 use crate::link::watcher::{Watcher, new_generation};
-use crate::memory::lane::Raiser;
+use crate::memory::lane::{Lane, Raiser};
 use crate::rendezvous::{Address, Admission, Answer, Caller, Desk, Ending, Keep, Keeper, Kind, Refusal, decode};
 
 /// What a guest asks.
@@ -176,7 +176,7 @@ impl House {
         state.slots[index as usize].phase = Phase::Ending;
         drop(state);
         let (house, mut proof) = (self.clone(), None);
-        self.watcher.retire(move || {
+        self.watcher.retire_patiently(move || {
             let is_over = passed(&mut proof, house.streams());
             if is_over {
                 house.rooms.lock().end(index);
@@ -202,7 +202,7 @@ impl Drop for House {
         drop(self.keeper.take());
         let mut state = std::mem::take(&mut *self.rooms.lock());
         let (streams, mut proof) = (self.rooms.streams.clone(), None);
-        self.watcher.retire(move || {
+        self.watcher.retire_patiently(move || {
             if !passed(&mut proof, &streams) {
                 return false;
             }
@@ -291,7 +291,8 @@ impl State {
     fn lane(&mut self, caller: u64, index: u32, serial: u64) -> LaneOf {
         let known = |slot: &&mut Slot| slot.is_there(serial) && slot.guests.contains_key(&caller);
         let Some(slot) = self.slots.get_mut(index as usize).filter(known) else { return LaneOf::Dropped };
-        let is_free = |lane: &usize| slot.lanes[*lane].is_none() && !slot.spot.lane(*lane).has_ended();
+        let is_sound = |lane: Lane| !lane.has_ended() && lane.value() <= FROM_MAX;
+        let is_free = |lane: &usize| slot.lanes[*lane].is_none() && is_sound(slot.spot.lane(*lane));
         match (1..LANES).find(is_free) {
             Some(lane) => {
                 slot.lanes[lane] = Some(caller);

@@ -21,8 +21,8 @@ pub(super) const LANES: usize = 8;
 /// Events in a page.
 pub(super) const EVENTS: usize = 256;
 
-/// Pages of one keeper.
-pub(super) const PAGES_MAX: usize = IPC_EVENTS_MAX as usize / EVENTS;
+/// Pages of one keeper: for all events that a process may have, and as many dropped ones that guests still have open.
+pub(super) const PAGES_MAX: usize = 2 * IPC_EVENTS_MAX as usize / EVENTS;
 
 /// A page's length.
 pub(super) const BYTES: usize = EVENTS * EVENT_BYTES;
@@ -35,6 +35,10 @@ const LANES_AT: usize = 64;
 
 /// How many bits of a recording count; the others name its lane.
 const COUNT_BITS: u32 = 56;
+
+/// The largest count from which somebody may go on: nobody records an event 2^55 times, so above it a lane was
+/// scribbled on.
+pub(super) const FROM_MAX: u64 = 1 << (COUNT_BITS - 1);
 
 /// What stands before an event's lanes.
 #[repr(C, align(64))]

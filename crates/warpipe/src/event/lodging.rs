@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 
 use super::handle::{Body, EventHandleFault, fault};
 use super::house::{Ask, LaneOf, PageOf, passed};
-use super::layout::{EVENTS, LANES, PAGES_MAX, Spot, Words};
+use super::layout::{EVENTS, FROM_MAX, LANES, PAGES_MAX, Spot, Words};
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
@@ -122,16 +122,16 @@ impl Lodging {
     /// A lane to record on.
     pub(super) fn lane(&self, index: u32, serial: u64) -> Result<(usize, Arc<Raiser>)> {
         match self.ask::<LaneOf>(&Ask::Lane { index, serial })? {
-            LaneOf::Granted { lane, from } if (1..LANES).contains(&usize::from(lane)) => {
+            LaneOf::Granted { lane, from } if (1..LANES).contains(&usize::from(lane)) && from <= FROM_MAX => {
                 let lane = usize::from(lane);
                 let raiser = self.page(index as usize / EVENTS)?.raiser(index, lane, from);
                 Ok((lane, Arc::new(raiser)))
             }
-            LaneOf::Granted { lane, .. } => Err(Error::Protocol {
+            LaneOf::Granted { lane, from } => Err(Error::Protocol {
                 name: self.name().to_string(),
                 field: "lane",
-                found: lane.to_string(),
-                allowed: format!("1 to {}", LANES - 1),
+                found: format!("{lane} at {from}"),
+                allowed: format!("1 to {}, at 0 to {FROM_MAX}", LANES - 1),
             }),
             LaneOf::Full => {
                 let text = format!(
@@ -164,7 +164,7 @@ impl Lodging {
         let lane = lane.map(|lane| lane as u8);
         let Ok(close) = encode(&Ask::Close { index, serial, lane }) else { return };
         let (lodging, mut proof) = (self.clone(), None);
-        self.watcher.retire(move || {
+        self.watcher.retire_patiently(move || {
             if !passed(&mut proof, &lodging.streams) {
                 return false;
             }
@@ -217,7 +217,7 @@ impl Drop for Lodging {
         }
         // Every event of it has been closed, each behind its streams' work.
         drop(self.visitor.take());
-        self.watcher.retire(move || pages.iter().flatten().all(Words::is_last));
+        self.watcher.retire_patiently(move || pages.iter().flatten().all(Words::is_last));
     }
 }
 
@@ -251,5 +251,29 @@ impl Watched for Guestbook {
         let book = self.lock();
         let lanes = book.iter().flat_map(|(_, spot)| (0..LANES).map(|lane| spot.lane(lane)));
         lanes.filter(|lane| lane.has_ended()).for_each(|lane| lane.end());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_third_process_that_signals_after_an_events_end_keeps_nobody_waiting() {
+        let device = Device::host();
+        let (words, _fd) = Words::create(&device).unwrap();
+        let (spot, streams) = (words.spot(7), Streams::default());
+        let (stream, late) = (device.stream().unwrap(), device.stream().unwrap());
+        let book = Guestbook::default();
+        book.lock().push((0, spot.clone()));
+        let third = words.raiser(7, 2, 0);
+        book.proven_dead();
+        // What it had enqueued before it heard of the maker's death: the word is set back, below what others wait for.
+        third.raise(&late, &streams, |last| Ok(last + 1)).unwrap();
+        late.synchronize(ANSWER_TIMEOUT).unwrap();
+        spot.lane(2).wait(&stream, 2, &streams).unwrap();
+        assert!(!stream.is_idle().unwrap());
+        book.on_tick(0);
+        stream.synchronize(ANSWER_TIMEOUT).unwrap();
     }
 }

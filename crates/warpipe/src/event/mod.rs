@@ -149,7 +149,8 @@ impl Event {
     /// from anywhere: it is checked, and opens nothing outside a domain of this user.
     ///
     /// # Errors
-    /// [`Error::EventHandle`]; [`Error::NoOwner`] when its maker is gone; [`Error::Domain`], [`Error::AccessDenied`],
+    /// [`Error::EventHandle`]; [`Error::NoOwner`] when its maker is gone, or [`Error::OwnerGone`] when it goes
+    /// meanwhile; [`Error::Timeout`] when it does not answer; [`Error::Domain`], [`Error::AccessDenied`],
     /// [`Error::Handshake`], [`Error::Protocol`], [`Error::LegacyHandle`], or what the device or the system says.
     pub fn open(handle: &EventHandle, device: &Device) -> Result<Event> {
         let domain = || handle.domain();

@@ -142,6 +142,12 @@ impl Members {
         self.shared.roster().register(name, Box::new(cleanup))
     }
 
+    /// Of everybody, also of who holds no lock in the domain.
+    #[cfg(test)]
+    pub(super) fn states(&self) -> Vec<crate::link::PeerState> {
+        self.shared.roster().list(now_ns()).into_iter().map(|(member, _)| member.state).collect()
+    }
+
     /// How many changes were left out because more than 4096 had not been heard: first [`Stalled`](Change::Stalled) and
     /// [`Recovered`](Change::Recovered), then members that have come and gone meanwhile. What [`list`](Self::list) says is
     /// right nevertheless, and clean-ups are done.

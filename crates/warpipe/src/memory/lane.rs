@@ -112,10 +112,14 @@ impl Lane {
     /// Ends the lane: writes down its last value, unless somebody has, and lets go whoever waits. To be called when
     /// nothing raises it any more; where something still may, again from time to time: a late value stands below.
     pub(crate) fn end(&self) {
+        self.end_at(self.words().word.load());
+    }
+
+    /// The same, for the raiser itself, who need not take anybody's word for the last value.
+    pub(crate) fn end_at(&self, value: u64) {
         let words = self.words();
-        let value = words.word.load();
         let _ = words.last.compare_exchange(0, value.min(VALUE_MAX) + 1, SeqCst, SeqCst);
-        if value != ENDED {
+        if words.word.load() != ENDED {
             words.word.store(ENDED);
         }
     }

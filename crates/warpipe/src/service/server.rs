@@ -256,9 +256,7 @@ impl Server {
         for name in &self.gone {
             let (domain, name) = (self.domain.clone(), name.clone());
             // One that is still held is tried again with the next look.
-            let _ = watcher.attend(Box::new(move || {
-                domain.forget(&name);
-            }));
+            let _ = watcher.attend(Box::new(move || _ = domain.clear_name(&name)));
         }
     }
 

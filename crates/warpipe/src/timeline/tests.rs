@@ -156,3 +156,32 @@ fn who_waits_for_a_timeline_finds_the_one_that_comes_later() {
         guest.join().unwrap().wait_host(7, WAIT).unwrap();
     });
 }
+
+#[test]
+fn handles_go_between_threads() {
+    fn is_free<T: Send + Sync>() {}
+    is_free::<Timeline>();
+    is_free::<crate::Event>();
+}
+
+#[test]
+fn a_guest_that_scribbles_holds_up_neither_the_owners_streams_nor_its_end() {
+    let stage = Stage::new("scribble");
+    let (owner, guest) = (stage.create(), stage.open());
+    let word = || guest.page.at::<crate::backend::TimelineWord>(LANE);
+    let streams = [stage.stream(), stage.stream()];
+    for value in 1..=20 {
+        owner.signal(&streams[value as usize % 2], value).unwrap();
+        word().store(if value % 3 == 0 { u64::MAX } else { 0 });
+    }
+    streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+    owner.signal_now(21).unwrap();
+    word().store(3);
+    let waiting = stage.stream();
+    guest.wait(&waiting, 21).unwrap();
+    assert!(!waiting.is_idle().unwrap(), "it can hold up itself and its kind");
+    drop(owner);
+    waiting.synchronize(WAIT).unwrap();
+    assert!(guest.check(21).unwrap(), "the owner's own word counts in the end");
+    assert!(matches!(guest.check(22), Err(Error::OwnerGone { .. })));
+}
