@@ -18,6 +18,7 @@ mod partner;
 mod pin;
 mod pipeline;
 mod plot;
+mod queue;
 mod raw;
 mod report;
 mod ring;
@@ -83,6 +84,8 @@ pub enum What {
     Fanout,
     /// 128 bytes of host memory, polling and blocking.
     Ring,
+    /// One job to a worker and back, and four workers beside one.
+    Queue,
     /// What a SIGKILL costs the survivors.
     Death,
     /// What a subscriber that waits takes of the CPU.
@@ -99,13 +102,14 @@ pub enum What {
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
 
-const BENCHMARKS: [(What, Benchmark); 12] = [
+const BENCHMARKS: [(What, Benchmark); 13] = [
     (What::Handoff, handoff::run),
     (What::Pipeline, pipeline::run),
     (What::Send, send::run),
     (What::Size, size::run),
     (What::Fanout, fanout::run),
     (What::Ring, ring::run),
+    (What::Queue, queue::run),
     (What::Death, death::run),
     (What::Idle, idle::run),
     (What::Dma, dma::run),
@@ -121,6 +125,7 @@ enum Role {
     Fanout(fanout::Terms),
     FanoutRings(fanout_rings::Terms),
     Ring(ring::Terms),
+    Queue(queue::Terms),
     Victim(death::Terms),
     Idle(setup::Place),
     Dma(dma::Terms),
@@ -156,6 +161,7 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::Handoff(terms) => handoff::answer(&terms, &control),
         Role::Fanout(terms) => fanout::consume(&terms, &control),
         Role::FanoutRings(terms) => fanout_rings::consume(&terms, &control),
+        Role::Queue(terms) => queue::play(&terms, &control),
         Role::Ring(terms) => ring::answer(&terms, &control),
         Role::Victim(terms) => death::live(&terms, &control),
         Role::Idle(place) => idle::sleep(&place, &control),
