@@ -73,9 +73,7 @@ fn number(answer: Answer) -> Result<u64> {
 }
 
 fn board(context: &Context) -> Result<(PathBuf, Board)> {
-    let path = context.domain.path().with_file_name("board");
-    Board::create(&path)?;
-    let board = Board::open(&context.device, &path)?;
+    let (board, path) = Board::create(&context.device)?;
     Ok((path, board))
 }
 
