@@ -12,7 +12,9 @@ mod publisher;
 mod sample;
 mod subscriber;
 
-pub use publisher::{Announced, Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SubscriberInfo};
+pub use publisher::{
+    Announced, Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SlotHold, SubscriberInfo,
+};
 pub use sample::{Discontinuity, Receipt, Sample};
 pub use subscriber::{Samples, Subscriber, SubscriberBuilder};
 
