@@ -75,7 +75,7 @@ impl Domain {
         format!("Domain({:?})", self.inner.path().display().to_string())
     }
 
-    fn __fspath__(&self) -> PathBuf {
-        self.inner.path().to_owned()
+    fn __fspath__(&self) -> std::ffi::OsString {
+        self.inner.path().as_os_str().to_owned()
     }
 }

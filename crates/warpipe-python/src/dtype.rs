@@ -58,16 +58,14 @@ pub fn from_typestr(typestr: &str, name: impl FnOnce() -> Option<String>) -> PyR
         'f' => 2,
         'c' => 5,
         'b' => 6,
-        'V' => {
-            let named = name().and_then(|name| DType::from_name(&name));
-            let fits = named.filter(|dtype| dtype.bytes() == u64::from(bytes));
-            return Ok(fits.ok_or_else(|| unknown("is a structure or unknown; send its fields, or a view of bytes"))?);
-        }
+        'V' => u8::MAX,
         _ => return Err(unknown("has no numbers that a device knows; convert it with `.astype`").into()),
     };
     let bits = u8::try_from(bytes.saturating_mul(8)).ok();
     let known = bits.and_then(|bits| DType::from_dlpack(code, bits));
-    Ok(known.ok_or_else(|| unknown("is not one that can be sent; convert it with `.astype`"))?)
+    // What NumPy has from elsewhere is a structure to the letters, or a float of one byte.
+    let named = || name().and_then(|name| DType::from_name(&name)).filter(|named| named.bytes() == u64::from(bytes));
+    Ok(known.or_else(named).ok_or_else(|| unknown("is not one that can be sent; convert it with `.astype`"))?)
 }
 
 /// The array interface's `typestr`; `None` for what it has no letter for.

@@ -61,9 +61,15 @@ impl From<Fault> for PyErr {
     fn from(fault: Fault) -> PyErr {
         Python::attach(|py| match fault {
             Fault::Own(class, message) => raise(py, class, &message, |_| Ok(())),
-            Fault::Library(error) => raise(py, class_of(&error), &error.to_string(), |dict| fill(dict, &error)),
+            Fault::Library(error) => raise(py, class_of(&error), &in_python(&error), |dict| fill(dict, &error)),
         })
     }
+}
+
+/// The error's message, its next step in Python's words.
+fn in_python(error: &Error) -> String {
+    let words = [("`wait_for_publisher`", "`wait=`"), ("Device::host()", "device=\"host\"")];
+    words.iter().fold(error.to_string(), |said, (rust, python)| said.replace(rust, python))
 }
 
 /// The exception's class, by the variant. Variants that this package does not know yet are plain `Error`s.

@@ -193,7 +193,10 @@ impl Publisher {
     #[new]
     #[pyo3(signature = (name, *, domain = None, device = None, depth = 16, policy = "block", timeout = Some(5.0),
         history = 0, memory_limit = 4 << 30, loan_timeout = Some(5.0), evict_after = None, subscribers_max = 256,
-        handshake_timeout = 5.0, allow_uids = Vec::new(), allow_gids = Vec::new()))]
+        handshake_timeout = 5.0, allow_uids = Vec::new(), allow_gids = Vec::new()),
+        text_signature = "(name, *, domain=None, device=None, depth=16, policy='block', timeout=5.0, history=0, \
+        memory_limit=4294967296, loan_timeout=5.0, evict_after=None, subscribers_max=256, handshake_timeout=5.0, \
+        allow_uids=(), allow_gids=())")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
     fn new(
         py: Python<'_>,
@@ -330,7 +333,7 @@ impl Publisher {
     /// Waits until ``count`` subscribers are attached, at most ``timeout`` seconds (None: as long as it takes).
     ///
     /// Raises ``TimeoutError``, ``ClosedError``.
-    #[pyo3(signature = (count = 1, timeout = Some(10.0)))]
+    #[pyo3(signature = (count = 1, timeout = Some(10.0)), text_signature = "($self, count=1, timeout=10.0)")]
     fn wait_for_subscribers(&self, py: Python<'_>, count: usize, timeout: Option<f64>) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
         let come = in_slices(py, timeout, |slice| none_if_late(self.inner()?.wait_for_subscribers(count, slice)))?;

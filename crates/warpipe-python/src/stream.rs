@@ -59,7 +59,7 @@ impl Stream {
     /// Waits on the CPU until all work enqueued so far is done, at most ``timeout`` seconds (None: as long as it takes).
     ///
     /// Raises ``TimeoutError``, ``DriverError``.
-    #[pyo3(signature = (timeout = Some(10.0)))]
+    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = timeout.map(|timeout| seconds(timeout, "timeout")).transpose()?;
         let done = in_slices(py, timeout, |slice| none_if_late(self.inner.synchronize(slice)))?;

@@ -69,7 +69,9 @@ impl Subscriber {
 impl Subscriber {
     #[new]
     #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0), reconnect = false, timeout = Some(10.0),
-        spin = 20e-6, handshake_timeout = 5.0, stream = None))]
+        spin = 20e-6, handshake_timeout = 5.0, stream = None),
+        text_signature = "(name, *, domain=None, device=None, wait=0.0, reconnect=False, timeout=10.0, spin=2e-05, \
+        handshake_timeout=5.0, stream=None)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
     fn new(
         py: Python<'_>,

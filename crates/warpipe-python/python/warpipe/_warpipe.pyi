@@ -1,11 +1,12 @@
 """The native half of warpipe. Units: seconds for times, bytes for sizes, elements for shapes and strides."""
 
 import os
+import pathlib
 from collections.abc import Sequence
 from types import EllipsisType, TracebackType
 from typing import Any, Final, Literal, Protocol, SupportsIndex, TypeAlias, final
 
-from typing_extensions import Self
+from typing_extensions import Self, disjoint_base
 
 __version__: Final[str]
 DTYPES: Final[list[str]]
@@ -46,7 +47,7 @@ class Device:
 class Domain:
     def __new__(cls, path: str | os.PathLike[str] | None = None, *, owner: int | None = None) -> Self: ...
     @property
-    def path(self) -> str: ...
+    def path(self) -> pathlib.Path: ...
     def endpoints(self) -> list[tuple[str, bool, int | None]]: ...
     def clean(self) -> list[str]: ...
     def __fspath__(self) -> str: ...
@@ -168,6 +169,7 @@ class Loan:
         /,
     ) -> None: ...
 
+@disjoint_base
 class _Subscriber:
     def __new__(
         cls,
