@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::Outcome;
+use crate::python;
 use crate::workspace::{Workspace, cargo};
 
 /// Packages whose test programs are worth running on a GPU machine.
@@ -42,7 +43,9 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     for (name, text, mode) in SCRIPTS {
         write(&folder.join(name), text, *mode)?;
     }
-    let bytes = size_of_files(&folder)? + size_of_files(&folder.join("tests"))?;
+    python::carry(workspace, &folder.join("python"))?;
+    let parts = ["", "tests", "python", "python/tests", "python/pytest"];
+    let bytes = parts.iter().map(|part| size_of_files(&folder.join(part))).sum::<Outcome<u64>>()?;
     println!("{}: {} programs, {:.1} MiB", folder.display(), programs.len() + tests.len(), mebibytes(bytes));
     if bytes > BYTES_MAX {
         return Err(format!("the bundle is larger than {} MiB; drop test programs", BYTES_MAX >> 20));

@@ -9,6 +9,7 @@ use crate::Outcome;
 use crate::counts::{Counts, Dialect};
 use crate::process::Task;
 use crate::ptx;
+use crate::python;
 use crate::workspace::{Workspace, cargo};
 
 const BUILD_LIMIT: Duration = Duration::from_secs(3600);
@@ -33,6 +34,7 @@ pub fn run(workspace: &Workspace, long: bool) -> bool {
     let mut suite = Suite { workspace, steps: Vec::new() };
     suite.static_checks();
     suite.tests();
+    suite.step("tests of the Python package", python::tests);
     suite.conformance(long);
     suite.report()
 }

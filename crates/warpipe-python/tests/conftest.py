@@ -18,6 +18,13 @@ def pytest_report_header(config):
     return f"warpipe {warpipe.__version__} on {device.name} ({device.uuid})"
 
 
+def pytest_unconfigure(config):
+    """The last line, as all test programs of this project write it."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    counts = {word: len(reporter.stats.get(word, [])) for word in ("passed", "failed", "error", "skipped")}
+    print(f"{counts['passed']} passed, {counts['failed'] + counts['error']} failed, {counts['skipped']} skipped")
+
+
 @pytest.fixture(scope="session")
 def device():
     return warpipe.Device(DEVICE)

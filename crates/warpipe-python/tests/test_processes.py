@@ -24,6 +24,9 @@ import warpipe
 
 FRAMES = 100_000
 
+# A kill ends every client of an MPS server: that is MPS, and no test of ours.
+kills = pytest.mark.skipif(bool(os.environ.get("WARPIPE_TEST_MPS")), reason="under MPS a kill ends all its clients")
+
 
 @pytest.fixture
 def place(domain, device):
@@ -38,6 +41,7 @@ def test_a_spawned_process_receives_what_is_sent_here(open_publisher, place):
         assert said(pipe) == [0, 1, 2]
 
 
+@kills
 def test_frames_of_a_killed_publisher_are_received_and_then_its_end(open_subscriber, place):
     with process(publish_some, *place, 3) as (child, pipe):
         assert said(pipe) == "ready"
@@ -52,6 +56,7 @@ def test_frames_of_a_killed_publisher_are_received_and_then_its_end(open_subscri
             next(subscriber)
 
 
+@kills
 def test_a_frame_whose_publisher_dies_before_its_data_is_whole_is_lost(open_subscriber, place):
     with process(publish_late, *place, 9.0) as (child, pipe):
         assert said(pipe) == "ready"
@@ -69,6 +74,7 @@ def test_a_frame_whose_publisher_dies_before_its_data_is_whole_is_lost(open_subs
         assert second is None
 
 
+@kills
 def test_what_a_killed_subscriber_held_is_used_again(open_publisher, place):
     publisher = open_publisher(depth=4, memory_limit=4 << 20, timeout=LIMIT_SECONDS, loan_timeout=LIMIT_SECONDS)
     with process(receive_and_hold, *place, 4) as (child, pipe):
