@@ -6,7 +6,7 @@
 //! | `publisher`, `loan`, `subscriber`, `frame` | the channel |
 //! | `memory` | what arrays are made of, and when it goes back |
 //! | `array`, `dlpack` | memory of ours as arrays of others |
-//! | `source`, `dtype`, `metadata` | tensors of others, to be sent |
+//! | `source`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |
 //! | `errors`, `wait`, `turn`, `process` | exceptions; waits that Ctrl-C ends; threads; forks |
 //! | `testing` | private switches of the tests |
 //!
@@ -19,6 +19,7 @@
 #![deny(missing_docs)]
 
 mod array;
+mod copies;
 mod device;
 mod dlpack;
 mod domain;

@@ -9,11 +9,13 @@ use pyo3::types::{PyDict, PyTuple};
 use warpipe::{Error, Layout, SampleMut, SendError};
 
 use crate::array::{self, Request};
+use crate::copies::Copies;
 use crate::device::{Device, is_cuda};
 use crate::dlpack;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{Hold, Lease, Memory};
 use crate::process::Home;
+use crate::source::Wanted;
 use crate::stream::{Consumer, imported};
 use crate::wait::{SLICE, in_slices};
 
@@ -61,6 +63,7 @@ pub struct Loan {
     device: warpipe::Device,
     /// The publisher's, for what no array was made of.
     stream: warpipe::Stream,
+    copies: Arc<Copies>,
     layout: Layout,
     block: Option<Duration>,
 }
@@ -81,13 +84,20 @@ struct Open {
 
 impl Loan {
     /// Takes a loan over.
-    pub fn new(sample: SampleMut, device: &warpipe::Device, stream: &warpipe::Stream, block: Option<Duration>) -> Loan {
+    pub fn new(
+        sample: SampleMut,
+        device: &warpipe::Device,
+        stream: &warpipe::Stream,
+        copies: &Arc<Copies>,
+        block: Option<Duration>,
+    ) -> Loan {
         let (layout, lease) = (*sample.layout(), Arc::new(Lease::new(sample.hold())));
         Loan {
             home: Home::here(),
             state: Mutex::new(State { open: Some(Open { sample, lease }), pinned: None }),
             device: device.clone(),
             stream: stream.clone(),
+            copies: copies.clone(),
             layout,
             block,
         }
@@ -159,11 +169,12 @@ impl Drop for Loan {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let Some(Open { sample, lease }) = state.open.take() else { return };
         if self.home.is_here() {
-            let _ = match lease.consumers.join(&self.stream) {
-                Ok(stream) => sample.discard(&stream),
+            match lease.consumers.join(&self.stream) {
+                // If it cannot be enqueued, the slot is back all the same.
+                Ok(stream) => drop(sample.discard(&stream)),
                 // The device does not say when it is done: the slot must not be used again.
-                Err(_) => Ok(std::mem::forget(sample)),
-            };
+                Err(_) => std::mem::forget(sample),
+            }
         }
     }
 }
@@ -263,8 +274,20 @@ impl Loan {
     /// Copies a tensor of the same shape and element type in, as ``Publisher.send`` would.
     ///
     /// Raises ``LayoutError``, ``DTypeError``, ``WrongDeviceError``, ``ReleasedError``.
-    fn copy_from(slf: &Bound<'_, Loan>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
-        Loan::array(slf)?.set_item(pyo3::types::PyEllipsis::get(slf.py()), tensor)
+    fn copy_from(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+        let source = Wanted { device: &self.device, stream: None, own: &self.stream, packed: true }.find(tensor)?;
+        if source.layout != self.layout {
+            let said = format!("{:?} does not fit {:?}", source.layout, self.layout);
+            return Err(Fault::layout(said).into());
+        }
+        // Taken out meanwhile: a lock is not held while the interpreter is let go.
+        let mut open = self.take()?;
+        let filled = self.copies.fill(py, &mut open.sample, source, &self.stream, self.block);
+        if let Ok(stream) = &filled {
+            open.lease.consumers.note(&Consumer::own(stream));
+        }
+        self.state()?.open = Some(open);
+        filled.map(drop)
     }
 
     fn __setitem__(slf: &Bound<'_, Loan>, key: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>) -> PyResult<()> {

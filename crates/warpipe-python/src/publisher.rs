@@ -1,7 +1,5 @@
 //! The publisher as Python holds it.
 
-use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -9,6 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use warpipe::{Error, Layout, PeerState, Policy, SampleMut};
 
+use crate::copies::Copies;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
@@ -16,12 +15,9 @@ use crate::errors::{Fault, Outcome};
 use crate::loan::{Loan, dispatch};
 use crate::metadata;
 use crate::process::Home;
-use crate::source::{Keep, Place, Source};
+use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::wait::{SLICE, in_slices, late, none_if_late, seconds};
-
-/// Foreign tensors whose copies may be on their way at once; who sends more waits for the first.
-const COPIES_MAX: usize = 256;
 
 /// Hands tensors in device memory to any number of subscribers.
 ///
@@ -50,14 +46,7 @@ pub struct Publisher {
     /// How long `send` waits for room.
     block: Option<Duration>,
     loan_timeout: Option<Duration>,
-    copies: Mutex<VecDeque<Copying>>,
-}
-
-/// A foreign tensor that a stream still copies.
-#[derive(Debug)]
-struct Copying {
-    is_done: Arc<AtomicBool>,
-    _keep: Keep,
+    copies: Arc<Copies>,
 }
 
 /// A subscriber, as ``Publisher.subscribers`` shows it.
@@ -138,54 +127,6 @@ impl Publisher {
         let late = || full.map_or_else(|| late("memory for a loan".into(), self.loan_timeout), Fault::from);
         Ok(taken.ok_or_else(late)?)
     }
-
-    /// Enqueues the copy of `source` into `sample`. Returns the stream that does it.
-    fn fill(&self, py: Python<'_>, sample: &mut SampleMut, source: Source) -> PyResult<warpipe::Stream> {
-        if let Some(bytes) = source.host_bytes() {
-            py.detach(|| sample.write(&self.stream, bytes)).map_err(Fault::from)?;
-            return Ok(self.stream.clone());
-        }
-        let Place::Device(address, reader, keep) = source.place else { unreachable!("what is not here is there") };
-        let target = Consumer::follow(&reader)?.clone();
-        if source.layout.bytes() > 0 {
-            copy(&target, sample, address)?;
-            self.keep(py, &target, keep)?;
-        }
-        reader.lead()?;
-        Ok(target)
-    }
-
-    /// Keeps a foreign tensor until `stream` has copied it, and lets go of those that are done.
-    fn keep(&self, py: Python<'_>, stream: &warpipe::Stream, keep: Keep) -> PyResult<()> {
-        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        let (done, open): (Vec<_>, _) = copies.drain(..).partition(|copy| copy.is_done.load(Ordering::Acquire));
-        *copies = open.into();
-        drop(copies);
-        // Without the lock: what is dropped here may be anybody's.
-        drop(done);
-        if matches!(keep, Keep::Nothing) {
-            return Ok(());
-        }
-        let is_done = Arc::new(AtomicBool::new(false));
-        let flag = is_done.clone();
-        stream.call(move || flag.store(true, Ordering::Release)).map_err(Fault::from)?;
-        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        copies.push_back(Copying { is_done, _keep: keep });
-        let crowded = copies.len() > COPIES_MAX;
-        drop(copies);
-        if crowded {
-            let done = in_slices(py, self.block, |slice| none_if_late(stream.synchronize(slice)))?;
-            done.ok_or_else(|| late("the end of a copy".into(), self.block))?;
-        }
-        Ok(())
-    }
-}
-
-/// Enqueues the copy of a whole slot. **Unsafe lives here**: the address was checked against the layout in `source`.
-fn copy(stream: &warpipe::Stream, sample: &SampleMut, from: u64) -> Outcome<()> {
-    // SAFETY: the slot is this loan's alone and as long as the layout; the source names as many bytes, and is kept until the
-    // stream has done the copy (`keep`), or its owner orders its reuse behind this stream.
-    Ok(unsafe { stream.copy(sample.slot_ptr(), from, sample.layout().bytes()) }?)
 }
 
 #[pymethods]
@@ -240,7 +181,7 @@ impl Publisher {
             stream,
             block,
             loan_timeout,
-            copies: Mutex::default(),
+            copies: Arc::default(),
         })
     }
 
@@ -285,10 +226,11 @@ impl Publisher {
         self.inner()?;
         let metadata = metadata::encode(metadata)?;
         let stream = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
-        let source = Source::of(tensor, &self.device, stream.as_ref(), &self.stream)?;
+        let source =
+            Wanted { device: &self.device, stream: stream.as_ref(), own: &self.stream, packed: false }.find(tensor)?;
         let mut sample = self.take(py, &source.layout)?;
         sample.set_metadata(&metadata).map_err(Fault::from)?;
-        let filled_on = self.fill(py, &mut sample, source)?;
+        let filled_on = self.copies.fill(py, &mut sample, source, &self.stream, self.block)?;
         dispatch(py, sample, &filled_on, self.block)
     }
 
@@ -310,7 +252,7 @@ impl Publisher {
         let metadata = metadata::encode(metadata)?;
         let mut sample = self.take(py, &layout)?;
         sample.set_metadata(&metadata).map_err(Fault::from)?;
-        Ok(Loan::new(sample, &self.device, &self.stream, self.block))
+        Ok(Loan::new(sample, &self.device, &self.stream, &self.copies, self.block))
     }
 
     /// Who is subscribed, and how each of them fares.
@@ -353,21 +295,7 @@ impl Publisher {
         self.home.check()?;
         let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
         py.detach(|| drop(inner));
-        let copies = std::mem::take(&mut *self.copies.lock().unwrap_or_else(PoisonError::into_inner));
-        if !copies.is_empty() {
-            let done = in_slices(py, self.block, |slice| {
-                let open = copies.iter().any(|copy| !copy.is_done.load(Ordering::Acquire));
-                if open {
-                    std::thread::park_timeout(slice.min(Duration::from_millis(1)));
-                }
-                Ok((!open).then_some(()))
-            })?;
-            if done.is_none() {
-                // Whoever owns them must not use them again while a stream reads them.
-                std::mem::forget(copies);
-            }
-        }
-        Ok(())
+        self.copies.settle(py, self.block)
     }
 
     fn __enter__(slf: Py<Publisher>) -> Py<Publisher> {

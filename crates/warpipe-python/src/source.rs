@@ -22,7 +22,7 @@ pub struct Source {
 #[derive(Debug)]
 pub enum Place {
     /// In memory of the host, from this address on.
-    Host(u64, #[expect(dead_code, reason = "held, not used")] Keep),
+    Host(u64, #[allow(dead_code, reason = "held, not used")] Keep),
     /// Gathered into a buffer of our own.
     Gathered(Vec<u8>),
     /// On the publisher's GPU from this address on, to be read on this stream.
@@ -33,11 +33,24 @@ pub enum Place {
 #[derive(Debug)]
 pub enum Keep {
     /// The right that came with a capsule.
-    Capsule(#[expect(dead_code, reason = "held, not used")] Box<Imported>),
+    Capsule(#[allow(dead_code, reason = "held, not used")] Box<Imported>),
     /// The object itself.
-    Object(#[expect(dead_code, reason = "held, not used")] Py<PyAny>),
+    Object(#[allow(dead_code, reason = "held, not used")] Py<PyAny>),
     /// Its owner orders our stream behind its own work and its reuse of the memory behind ours.
     Nothing,
+}
+
+/// For whom a tensor is looked for.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted<'a> {
+    /// Where the publisher's memory lies.
+    pub device: &'a warpipe::Device,
+    /// The stream to read it on, if that was said.
+    pub stream: Option<&'a Consumer>,
+    /// The publisher's.
+    pub own: &'a warpipe::Stream,
+    /// Row-major and without gaps, whatever it is where it lies.
+    pub packed: bool,
 }
 
 /// Shape, strides and address as an object states them.
@@ -55,76 +68,62 @@ struct Extent {
     below: u64,
     /// From the lowest byte to one past the highest.
     bytes: u64,
-    has_gaps: bool,
+    /// It has gaps, or it is not in the order that is wanted.
+    must_gather: bool,
 }
 
-impl Source {
-    /// Finds the tensor behind `found`, for a publisher on `device`. `stream` is the one to read it on, if that was said;
-    /// `own` is the publisher's.
-    pub fn of(
-        found: &Bound<'_, PyAny>,
-        device: &warpipe::Device,
-        stream: Option<&Consumer>,
-        own: &warpipe::Stream,
-    ) -> PyResult<Source> {
+impl Wanted<'_> {
+    /// Finds the tensor behind `found`.
+    pub fn find(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
         if let Ok(bytes) = found.cast::<PyBytes>() {
-            return Source::gathered(bytes.as_bytes().to_vec());
+            return Source::bytes(bytes.as_bytes().to_vec());
         }
         if let Ok(bytes) = found.cast::<PyByteArray>() {
-            return Source::gathered(bytes.to_vec());
+            return Source::bytes(bytes.to_vec());
         }
         if let Some(interface) = interface(found, "__array_interface__")? {
-            return Source::of_host(&Stated::of_interface(found, &interface)?, Keep::Object(found.clone().unbind()));
+            return self.of_host(&Stated::of_interface(found, &interface)?, Keep::Object(found.clone().unbind()));
         }
         if found.hasattr("__dlpack__")? && found.hasattr("__dlpack_device__")? {
-            return Source::of_dlpack(found, device, stream, own);
+            return self.of_dlpack(found);
         }
         if let Some(interface) = interface(found, "__cuda_array_interface__")? {
-            return Source::of_cuda_interface(found, &interface, device, stream, own);
+            return self.of_cuda_interface(found, &interface);
         }
         if found.hasattr("__array__")? {
-            return Source::of_numpy(found);
+            return self.of_numpy(found);
         }
         let said = format!("a {} is no tensor that can be sent", found.get_type().name()?);
         let next = "give something with __dlpack__ or an array interface, for example numpy.asarray(it), or bytes";
         Err(Fault::Own("NotATensorError", format!("{said}; {next}")).into())
     }
 
-    fn gathered(bytes: Vec<u8>) -> PyResult<Source> {
-        let layout = Layout::bytes_only(bytes.len() as u64).map_err(Fault::from)?;
-        Ok(Source { layout, place: Place::Gathered(bytes) })
-    }
-
     /// By way of NumPy, which knows element types that the protocols of some do not.
-    fn of_numpy(found: &Bound<'_, PyAny>) -> PyResult<Source> {
+    fn of_numpy(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
         let array = found.py().import("numpy")?.call_method1("asarray", (found,))?;
         match interface(&array, "__array_interface__")? {
             Some(interface) => {
-                Source::of_host(&Stated::of_interface(&array, &interface)?, Keep::Object(array.clone().unbind()))
+                self.of_host(&Stated::of_interface(&array, &interface)?, Keep::Object(array.clone().unbind()))
             }
             None => Err(Fault::layout("NumPy makes no array of it").into()),
         }
     }
 
-    fn of_dlpack(
-        found: &Bound<'_, PyAny>,
-        device: &warpipe::Device,
-        stream: Option<&Consumer>,
-        own: &warpipe::Stream,
-    ) -> PyResult<Source> {
+    fn of_dlpack(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
+        let Wanted { device, stream, own, .. } = self;
         let (kind, ordinal): (i32, i32) = found.call_method0("__dlpack_device__")?.extract()?;
         if matches!(kind, dlpack::CPU | dlpack::CUDA_HOST) {
             let tensor = match capsule(found, None).and_then(|capsule| dlpack::import(&capsule)) {
                 Ok(tensor) => tensor,
                 // JAX has element types that it does not export, and NumPy gets them all.
-                Err(_) if is_from(found, "jax")? => return Source::of_numpy(found),
+                Err(_) if is_from(found, "jax")? => return self.of_numpy(found),
                 Err(error) => return Err(error),
             };
             if !matches!(tensor.device.0, dlpack::CPU | dlpack::CUDA_HOST) {
                 return Err(elsewhere(tensor.device, device));
             }
             let stated = Stated::of_import(&tensor);
-            return Source::of_host(&stated, Keep::Capsule(Box::new(tensor)));
+            return self.of_host(&stated, Keep::Capsule(Box::new(tensor)));
         }
         if !matches!(kind, dlpack::CUDA | dlpack::CUDA_MANAGED) || (dlpack::CUDA, ordinal) != dlpack::device_of(device)
         {
@@ -136,9 +135,9 @@ impl Source {
             return Err(elsewhere(tensor.device, device));
         }
         let stated = Stated::of_import(&tensor);
-        let extent = stated.extent()?;
-        if extent.has_gaps {
-            return Source::of(&contiguous(found, &stated)?, device, stream, own);
+        let extent = stated.extent(self.packed)?;
+        if extent.must_gather {
+            return self.find(&contiguous(found, &stated)?);
         }
         let keep = if is_current && is_from(found, "torch")? { Keep::Nothing } else { Keep::Capsule(Box::new(tensor)) };
         Ok(Source {
@@ -147,20 +146,15 @@ impl Source {
         })
     }
 
-    fn of_cuda_interface(
-        found: &Bound<'_, PyAny>,
-        interface: &Bound<'_, PyDict>,
-        device: &warpipe::Device,
-        stream: Option<&Consumer>,
-        own: &warpipe::Stream,
-    ) -> PyResult<Source> {
+    fn of_cuda_interface(self, found: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>) -> PyResult<Source> {
+        let Wanted { device, stream, own, .. } = self;
         if !is_cuda(device) {
             return Err(elsewhere((dlpack::CUDA, 0), device));
         }
         let stated = Stated::of_interface(found, interface)?;
-        let extent = stated.extent()?;
-        if extent.has_gaps {
-            return Source::of(&contiguous(found, &stated)?, device, stream, own);
+        let extent = stated.extent(self.packed)?;
+        if extent.must_gather {
+            return self.find(&contiguous(found, &stated)?);
         }
         let (reader, _) = reader(found, device, stream, own)?;
         if let Some(written_on) = interface.get_item("stream")?.filter(|stream| !stream.is_none()) {
@@ -172,13 +166,20 @@ impl Source {
         Ok(Source { layout: stated.layout(&extent)?, place })
     }
 
-    fn of_host(stated: &Stated, keep: Keep) -> PyResult<Source> {
-        let extent = stated.extent()?;
-        if extent.has_gaps {
+    fn of_host(self, stated: &Stated, keep: Keep) -> PyResult<Source> {
+        let extent = stated.extent(self.packed)?;
+        if extent.must_gather {
             let layout = Layout::contiguous(stated.dtype, &stated.shape).map_err(Fault::from)?;
             return Ok(Source { layout, place: Place::Gathered(stated.gather(&layout)?) });
         }
         Ok(Source { layout: stated.layout(&extent)?, place: Place::Host(stated.address - extent.below, keep) })
+    }
+}
+
+impl Source {
+    fn bytes(bytes: Vec<u8>) -> PyResult<Source> {
+        let layout = Layout::bytes_only(bytes.len() as u64).map_err(Fault::from)?;
+        Ok(Source { layout, place: Place::Gathered(bytes) })
     }
 
     /// Its bytes, if they are on the host.
@@ -186,9 +187,10 @@ impl Source {
         match &self.place {
             Place::Gathered(bytes) => Some(bytes),
             Place::Host(..) if self.layout.bytes() == 0 => Some(&[]),
-            // SAFETY: the object says that its tensor lies there, the extent was worked out from the same shape and strides,
-            // and `Keep` holds it. That nobody writes it during the call is the caller's part, as with every array library.
             Place::Host(address, _) => {
+                // SAFETY: the object says that its tensor lies there, the extent was worked out from the same shape and
+                // strides, and `Keep` holds it. That nobody writes it during the call is the caller's part, as with every
+                // array library.
                 Some(unsafe { std::slice::from_raw_parts(*address as *const u8, self.layout.bytes() as usize) })
             }
             Place::Device(..) => None,
@@ -239,9 +241,9 @@ impl Stated {
         Ok(Stated { dtype, shape, strides, address })
     }
 
-    fn extent(&self) -> Outcome<Extent> {
+    fn extent(&self, packed: bool) -> Outcome<Extent> {
         if self.shape.contains(&0) {
-            return Ok(Extent { below: 0, bytes: 0, has_gaps: false });
+            return Ok(Extent { below: 0, bytes: 0, must_gather: false });
         }
         let too_far = || Fault::layout("it reaches further than an address can");
         let width = i128::from(self.dtype.bytes());
@@ -256,11 +258,12 @@ impl Stated {
             }
             elements = elements.checked_mul(i128::from(length)).filter(|&n| n < 1 << 62).ok_or_else(too_far)?;
         }
+        let is_turned = packed && self.strides != dlpack::row_major(&self.shape);
         let below = u64::try_from(-low).map_err(|_| too_far())?;
         let bytes = u64::try_from(high - low).ok().filter(|&bytes| bytes < 1 << 62).ok_or_else(too_far)?;
         let lowest = self.address.checked_sub(below).ok_or_else(too_far)?;
         lowest.checked_add(bytes).ok_or_else(too_far)?;
-        Ok(Extent { below, bytes, has_gaps: i128::from(bytes) > elements * width })
+        Ok(Extent { below, bytes, must_gather: i128::from(bytes) > elements * width || is_turned })
     }
 
     /// The layout of the tensor in a slot that begins with its lowest byte.

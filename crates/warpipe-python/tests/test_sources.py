@@ -187,3 +187,18 @@ def test_a_tensor_of_another_device_is_refused_with_both_places(link, device):
 
     with pytest.raises(warpipe.WrongDeviceError, match="cuda:63"):
         link[0].send(Elsewhere())
+
+
+def test_a_loan_takes_a_copy_of_what_fits_and_refuses_the_rest(link):
+    publisher, subscriber = link
+    data = np.arange(12, dtype=np.int16).reshape(3, 4)
+    for source in (data, np.asfortranarray(data), np.arange(24, dtype=np.int16)[::2].reshape(3, 4) // 2):
+        with publisher.loan((3, 4), "int16") as out:
+            out.copy_from(source)
+        np.testing.assert_array_equal(subscriber.receive().numpy(), data)
+    with publisher.loan((3, 4), "int16") as out:
+        for wrong in (data.T, data.astype(np.int32), data[:2], data.ravel()):
+            with pytest.raises(warpipe.LayoutError, match="does not fit"):
+                out.copy_from(wrong)
+        out.copy_from(data)
+    assert subscriber.receive().numpy().tolist() == data.tolist()

@@ -241,7 +241,11 @@ mod tests {
             })
             .unwrap();
         second.wait_for(&first).unwrap();
-        second.call(move || drop(also.send(2))).unwrap();
+        second
+            .call(move || {
+                let _ = also.send(2);
+            })
+            .unwrap();
         assert!(order.try_recv().is_err(), "the second stream ran before the first was done");
         drop(go);
         let limit = Duration::from_secs(10);
