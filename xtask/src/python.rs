@@ -12,8 +12,10 @@ use crate::workspace::Workspace;
 
 const CRATE: &str = "crates/warpipe-python";
 
-/// What builds the wheel. Zig's linker binds to the C library of `manylinux2014` (glibc 2.17), whatever this machine's.
-const BUILDERS: &[&str] = &["maturin==1.16.0", "ziglang==0.17.0"];
+/// What builds the package for this machine.
+const BUILDERS: &[&str] = &["maturin==1.16.0"];
+/// What builds the wheel for others: Zig binds to the C library of `manylinux2014` (glibc 2.17), whatever this machine's.
+const WHEEL_BUILDERS: &[&str] = &["maturin==1.16.0", "ziglang==0.17.0"];
 const PLATFORM: &str = "manylinux2014";
 
 /// What the tests use. PyTorch, CuPy and Numba are used if this machine has them already.
@@ -30,7 +32,8 @@ const TEST_LIMIT: Duration = Duration::from_secs(1800);
 pub fn wheel(workspace: &Workspace) -> Outcome<PathBuf> {
     let folder = workspace.target.join("wheels");
     let options = ["--release", "--strip", "--zig", "--compatibility", PLATFORM];
-    let wheel = build(workspace, &folder, &options)?;
+    let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[])?;
+    let wheel = build(workspace, &tools, &folder, &options)?;
     println!("{}", wheel.display());
     Ok(wheel)
 }
@@ -55,16 +58,10 @@ pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
 /// Puts the wheel, the tests, and what they need into `folder`.
 pub fn carry(workspace: &Workspace, folder: &Path) -> Outcome<()> {
     let wheel = wheel(workspace)?;
-    let tests = workspace.root.join(CRATE).join("tests");
-    make(&folder.join("tests"))?;
+    copy_scripts(&workspace.root.join(CRATE).join("tests"), &folder.join("tests"))?;
+    copy_scripts(&workspace.root.join("examples/python"), &folder.join("examples"))?;
     copy(&wheel, folder)?;
-    for entry in fs::read_dir(&tests).map_err(|error| format!("{} cannot be read: {error}", tests.display()))? {
-        let path = entry.map_err(|error| error.to_string())?.path();
-        if path.extension().is_some_and(|extension| extension == "py") {
-            copy(&path, &folder.join("tests"))?;
-        }
-    }
-    let tools = environment(workspace, "python-build", BUILDERS, &[])?;
+    let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[])?;
     let download = Task::new(tools.join("bin/python"))
         .args(["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest"])
         .args([folder.join("pytest")])
@@ -120,6 +117,19 @@ fn environment(workspace: &Workspace, name: &str, packages: &[&str], options: &[
 fn pip(environment: &Path) -> Task {
     let quiet = ["--quiet", "--disable-pip-version-check", "--no-input"];
     Task::new(environment.join("bin/python")).args(["-m", "pip", "install"]).args(quiet)
+}
+
+/// Copies every Python file of one folder to another.
+fn copy_scripts(from: &Path, to: &Path) -> Outcome<()> {
+    make(to)?;
+    let unreadable = |error: std::io::Error| format!("{} cannot be read: {error}", from.display());
+    for entry in fs::read_dir(from).map_err(unreadable)? {
+        let path = entry.map_err(unreadable)?.path();
+        if path.extension().is_some_and(|extension| extension == "py") {
+            copy(&path, to)?;
+        }
+    }
+    Ok(())
 }
 
 fn make(folder: &Path) -> Outcome<()> {
