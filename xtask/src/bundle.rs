@@ -44,7 +44,7 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
         write(&folder.join(name), text, *mode)?;
     }
     python::carry(workspace, &folder.join("python"))?;
-    let parts = ["", "tests", "python", "python/tests", "python/pytest"];
+    let parts = ["", "tests", "python", "python/tests", "python/examples", "python/pytest"];
     let bytes = parts.iter().map(|part| size_of_files(&folder.join(part))).sum::<Outcome<u64>>()?;
     println!("{}: {} programs, {:.1} MiB", folder.display(), programs.len() + tests.len(), mebibytes(bytes));
     if bytes > BYTES_MAX {

@@ -15,6 +15,7 @@ use workspace::Workspace;
 const USAGE: &str = "usage: cargo xtask COMMAND
   test [--long]   every check there is without a GPU; the last line sums them up
   ptx             compile every CUDA source under crates/ and rewrite the committed PTX
+  python          build the Python package and run its tests on the host
   wheel           build the Python package as a manylinux wheel in target/wheels
   gpu-bundle      assemble target/gpu-bundle, which tests a machine that has a GPU and no Rust";
 
@@ -28,6 +29,7 @@ fn main() -> ExitCode {
         ["test"] => Workspace::find().map(|workspace| suite::run(&workspace, false)),
         ["test", "--long"] => Workspace::find().map(|workspace| suite::run(&workspace, true)),
         ["ptx"] => Workspace::find().and_then(|workspace| ptx::rewrite(&workspace)).map(|()| true),
+        ["python"] => Workspace::find().map(|workspace| suite::run_python(&workspace)),
         ["wheel"] => Workspace::find().and_then(|workspace| python::wheel(&workspace)).map(|_| true),
         ["gpu-bundle"] => Workspace::find().and_then(|workspace| bundle::assemble(&workspace)).map(|()| true),
         _ => {

@@ -40,8 +40,8 @@ pub fn wheel(workspace: &Workspace) -> Outcome<PathBuf> {
 
 /// Builds the package as it stands, without optimisation, installs it in an environment and runs its tests there.
 pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
-    let wheel =
-        build(workspace, &workspace.target.join("python-dev"), &["--profile", "dev", "--compatibility", "linux"])?;
+    let (tools, folder) = (environment(workspace, "python-build", BUILDERS, &[])?, workspace.target.join("python-dev"));
+    let wheel = build(workspace, &tools, &folder, &["--profile", "dev", "--compatibility", "linux"])?;
     let environment = environment(workspace, "python-tests", TESTED_WITH, &["--system-site-packages"])?;
     let install = pip(&environment).args(["--force-reinstall", "--no-deps"]).args([&wheel]);
     if !install.run(&workspace.root, INSTALL_LIMIT)?.success {
@@ -72,9 +72,8 @@ pub fn carry(workspace: &Workspace, folder: &Path) -> Outcome<()> {
     Ok(())
 }
 
-/// Runs maturin with `options` and leaves one wheel in `folder`.
-fn build(workspace: &Workspace, folder: &Path, options: &[&str]) -> Outcome<PathBuf> {
-    let tools = environment(workspace, "python-build", BUILDERS, &[])?;
+/// Runs the maturin of `tools` with `options` and leaves one wheel in `folder`.
+fn build(workspace: &Workspace, tools: &Path, folder: &Path, options: &[&str]) -> Outcome<PathBuf> {
     let _ = fs::remove_dir_all(folder);
     let path = std::env::var("PATH").unwrap_or_default();
     let maturin = Task::new(tools.join("bin/maturin"))
@@ -82,7 +81,7 @@ fn build(workspace: &Workspace, folder: &Path, options: &[&str]) -> Outcome<Path
         .args(options.iter().copied())
         .args(["--out"])
         .args([folder])
-        .env("VIRTUAL_ENV", &tools)
+        .env("VIRTUAL_ENV", tools)
         // maturin finds Zig by the python of the search path.
         .env("PATH", format!("{}:{path}", tools.join("bin").display()));
     if !maturin.run(&workspace.root.join(CRATE), BUILD_LIMIT)?.success {

@@ -39,6 +39,13 @@ pub fn run(workspace: &Workspace, long: bool) -> bool {
     suite.report()
 }
 
+/// Runs the tests of the Python package alone. Says whether all of them passed.
+pub fn run_python(workspace: &Workspace) -> bool {
+    let mut suite = Suite { workspace, steps: Vec::new() };
+    suite.step("tests of the Python package", python::tests);
+    suite.report()
+}
+
 impl Suite<'_> {
     fn static_checks(&mut self) {
         self.cargo("fmt", &["fmt", "--all", "--check"], Dialect::ExitCode);
