@@ -2,6 +2,7 @@
 
 mod backend;
 mod channel;
+mod consumers;
 mod death;
 mod fault;
 mod fork;
@@ -77,6 +78,7 @@ pub fn all() -> Vec<Case> {
         backend::CASES,
         layout::CASES,
         channel::CASES,
+        consumers::CASES,
         memory::CASES,
         policy::CASES,
         names::CASES,
