@@ -16,7 +16,9 @@ CARGO_TEST = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) 
 LAST_LINE = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 TAIL_LINES = 20
 # All other parts are test programs: one that passes nothing, or does not say how much, has failed.
-WITHOUT_COUNTS = ("mps-daemon", "doctor", "python-install", "demo", "bench")
+WITHOUT_COUNTS = ("mps-daemon", "doctor", "python-install", "demo", "render", "bench")
+# An example's last line is its result.
+EXAMPLES = ("render",)
 
 
 def counts_of(output):
@@ -50,6 +52,10 @@ def read_parts(work):
         output, errors = read(work / "parts" / f"{name}.out"), read(work / "parts" / f"{name}.err")
         counts = counts_of(output)
         part = {"name": name, "status": status_of(name, code, counts), "seconds": int(seconds), "counts": counts}
+        if name in EXAMPLES:
+            part["said"] = (output.splitlines() or [""])[-1]
+            if part["status"] == "passed" and not part["said"].startswith("ok: "):
+                part["status"] = "failed"
         if part["status"] not in ("passed", "skipped"):
             part["exit_code"] = int(code)
             part["last_lines"] = (output.splitlines() + errors.splitlines())[-TAIL_LINES:]
@@ -97,7 +103,7 @@ def lines_of(run):
     yield f"{run['mode']}: {machine}, {len(run['devices'])} seen, {run['date']}"
     for part in run["parts"]:
         counts = part["counts"]
-        said = ", ".join(f"{number} {word}" for word, number in counts.items()) if counts else ""
+        said = ", ".join(f"{number} {word}" for word, number in counts.items()) if counts else part.get("said", "")
         yield f"  {part['name']:<28} {part['status']:<10} {part['seconds']:>5} s  {said}".rstrip()
         yield from (f"      | {line}" for line in part.get("last_lines", []))
     if run["demo"]:

@@ -13,6 +13,8 @@ use crate::workspace::{Workspace, cargo};
 const TESTED_PACKAGES: &[&str] = &["warpipe", "warpipe-kernels"];
 /// Programs that are run there, each with its package.
 const PROGRAMS: &[(&str, &str)] = &[("warpipe-cli", "warpipe"), ("warpipe-conformance", "conformance")];
+/// The package whose examples are carried along: its test program `examples` runs them, and finds them in `examples/`.
+const EXAMPLES_PACKAGE: &str = "warpipe";
 /// What is written beside them.
 const SCRIPTS: &[(&str, &str, u32)] =
     &[("run", include_str!("../bundle/run"), 0o755), ("report.py", include_str!("../bundle/report.py"), 0o644)];
@@ -21,7 +23,7 @@ const PROFILE: &str = "bundle";
 /// The folder has to travel; 64 MiB is what a machine lent for an hour may take.
 const BYTES_MAX: u64 = 48 << 20;
 
-/// A test program that cargo built.
+/// A test program, or an example, that cargo built.
 struct TestProgram {
     name: String,
     path: PathBuf,
@@ -31,22 +33,28 @@ struct TestProgram {
 pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     let programs = build_programs(workspace)?;
     let tests = build_tests(workspace)?;
+    let examples = build_examples(workspace)?;
     let folder = workspace.target.join("gpu-bundle");
     let _ = fs::remove_dir_all(&folder);
     make(&folder.join("tests"))?;
+    make(&folder.join("examples"))?;
     for (name, path) in &programs {
         place(path, &folder.join(name))?;
     }
     for TestProgram { name, path } in &tests {
         place(path, &folder.join("tests").join(name))?;
     }
+    for TestProgram { name, path } in &examples {
+        place(path, &folder.join("examples").join(name))?;
+    }
     for (name, text, mode) in SCRIPTS {
         write(&folder.join(name), text, *mode)?;
     }
     python::carry(workspace, &folder.join("python"))?;
-    let parts = ["", "tests", "python", "python/tests", "python/examples", "python/pytest"];
-    let bytes = parts.iter().map(|part| size_of_files(&folder.join(part))).sum::<Outcome<u64>>()?;
-    println!("{}: {} programs, {:.1} MiB", folder.display(), programs.len() + tests.len(), mebibytes(bytes));
+    let folders = ["", "tests", "examples", "python", "python/tests", "python/examples", "python/pytest"];
+    let bytes = folders.iter().map(|part| size_of_files(&folder.join(part))).sum::<Outcome<u64>>()?;
+    let count = programs.len() + tests.len() + examples.len();
+    println!("{}: {count} programs, {:.1} MiB", folder.display(), mebibytes(bytes));
     if bytes > BYTES_MAX {
         return Err(format!("the bundle is larger than {} MiB; drop test programs", BYTES_MAX >> 20));
     }
@@ -71,6 +79,15 @@ fn build_tests(workspace: &Workspace) -> Outcome<Vec<TestProgram>> {
         return Err("cargo built no test program; see TESTED_PACKAGES in xtask/src/bundle.rs".into());
     }
     Ok(tests)
+}
+
+fn build_examples(workspace: &Workspace) -> Outcome<Vec<TestProgram>> {
+    let messages = build(workspace, ["-p", EXAMPLES_PACKAGE, "--examples"].into_iter())?;
+    let examples: Vec<TestProgram> = messages.iter().filter_map(example).collect();
+    if examples.is_empty() {
+        return Err("cargo built no example; see EXAMPLES_PACKAGE in xtask/src/bundle.rs".into());
+    }
+    Ok(examples)
 }
 
 /// Runs `cargo build` and returns what it says of each artifact.
@@ -106,6 +123,12 @@ fn test_program(message: &serde_json::Value) -> Option<TestProgram> {
     let inside = message["target"]["kind"].as_array()?.iter().any(|kind| kind != "test");
     let name = if inside { format!("{name}-unit") } else { name.to_owned() };
     Some(TestProgram { name, path: executable(message)? })
+}
+
+fn example(message: &serde_json::Value) -> Option<TestProgram> {
+    let is_example = !is_test(message) && message["target"]["kind"] == serde_json::json!(["example"]);
+    let name = message["target"]["name"].as_str()?.to_owned();
+    is_example.then(|| Some(TestProgram { name, path: executable(message)? }))?
 }
 
 fn make(folder: &Path) -> Outcome<()> {
@@ -159,6 +182,13 @@ mod tests {
         let name = |kind| test_program(&artifact(kind, true, Some("/p"))).map(|program| program.name);
         assert_eq!(name("lib").as_deref(), Some("warpipe-unit"));
         assert_eq!(name("test").as_deref(), Some("warpipe"));
+    }
+
+    #[test]
+    fn an_example_is_one_of_that_kind_that_is_no_test() {
+        let name = |kind, test| example(&artifact(kind, test, Some("/p"))).map(|example| example.name);
+        assert_eq!(name("example", false).as_deref(), Some("warpipe"));
+        assert_eq!((name("bin", false), name("example", true)), (None, None));
     }
 
     #[test]

@@ -58,6 +58,8 @@ impl Suite<'_> {
     }
 
     fn tests(&mut self) {
+        // Their test runs them as programs.
+        self.cargo("build of the examples", &["build", "-p", "warpipe", "--examples"], Dialect::ExitCode);
         if has_nextest() {
             let arguments = ["nextest", "run", "--workspace", "--no-fail-fast", "--no-tests=pass"];
             self.cargo("tests (nextest)", &arguments, Dialect::Nextest);
@@ -74,7 +76,12 @@ impl Suite<'_> {
         self.cargo("build of the conformance suite", &packages, Dialect::ExitCode);
         self.run_conformance("conformance, host", "host", None, long);
         match place_double(&self.workspace.target) {
-            Ok(folder) => self.run_conformance("conformance, cuda over the double", "cuda", Some(&folder), long),
+            Ok(folder) => {
+                self.run_conformance("conformance, cuda over the double", "cuda", Some(&folder), long);
+                let examples = Task::new(cargo()).args(["test", "-p", "warpipe", "--test", "examples"]);
+                let examples = examples.env("LD_LIBRARY_PATH", &folder).env("WARPIPE_TEST_DEVICE", "cuda");
+                self.program("examples, cuda over the double", examples, TEST_LIMIT, Dialect::CargoTest);
+            }
             Err(message) => self.check("conformance, cuda over the double", |_| Err(message)),
         }
     }

@@ -31,6 +31,12 @@ pub fn physical(ordinal: c_int) -> Outcome<usize> {
     config::get().visible.get(ordinal).copied().ok_or(INVALID_DEVICE)
 }
 
+/// The ordinal of a device by its fixed number.
+pub fn ordinal(device: usize) -> Outcome<c_int> {
+    let place = config::get().visible.iter().position(|&visible| visible == device);
+    place.map(|ordinal| ordinal as c_int).ok_or(INVALID_DEVICE)
+}
+
 fn context_of(device: Option<usize>) -> *mut c_void {
     device.map_or(ptr::null_mut(), |device| ptr::from_ref(&RETAINED[device]).cast_mut().cast())
 }

@@ -13,7 +13,11 @@ use crate::work::Work;
 pub struct Event {
     turns: Mutex<Turns>,
     changed: Condvar,
+    is_interprocess: bool,
 }
+
+/// The driver's limit, for a process.
+const INTERPROCESS_MAX: usize = 4096;
 
 #[derive(Default)]
 struct Turns {
@@ -59,14 +63,35 @@ fn find(event: *mut c_void) -> Outcome<Arc<Event>> {
     with(|events| events.get(&event.addr()).cloned()).ok_or(INVALID_HANDLE)
 }
 
+/// A new event; one for other processes, too, unless there are as many as there may be.
+pub fn create(is_interprocess: bool) -> Outcome<*mut c_void> {
+    let event = Arc::new(Event { is_interprocess, ..Event::default() });
+    let handle = Arc::as_ptr(&event).addr();
+    with(|events| {
+        let is_full = || events.values().filter(|event| event.is_interprocess).count() >= INTERPROCESS_MAX;
+        if is_interprocess && is_full() {
+            return Err(OUT_OF_MEMORY);
+        }
+        events.insert(handle, event);
+        Ok(ptr::without_provenance_mut(handle))
+    })
+}
+
+pub fn is_interprocess(event: *mut c_void) -> Outcome<bool> {
+    Ok(find(event)?.is_interprocess)
+}
+
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuEventCreate(out: *mut *mut c_void, _flags: u32) -> c_int {
+unsafe extern "C" fn cuEventCreate(out: *mut *mut c_void, flags: u32) -> c_int {
     answer("cuEventCreate", Needs::Context, || {
-        let event = Arc::new(Event::default());
-        let handle = Arc::as_ptr(&event).cast_mut().cast::<c_void>();
-        with(|events| events.insert(handle.addr(), event));
+        const DISABLE_TIMING: u32 = 2;
+        const INTERPROCESS: u32 = 4;
+        let is_interprocess = flags & INTERPROCESS != 0;
+        if is_interprocess && flags & DISABLE_TIMING == 0 {
+            return Err(INVALID_VALUE);
+        }
         // SAFETY: the caller's out pointer.
-        unsafe { give(out, ptr::without_provenance_mut(handle.addr())) }
+        unsafe { give(out, create(is_interprocess)?) }
     })
 }
 

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::sync::{Mutex, PoisonError};
 
-use crate::memory;
+use crate::ipc::{self, Kind};
 use crate::status::*;
+use crate::{device, memory};
 
 static REGISTERED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
 
@@ -59,24 +60,53 @@ unsafe extern "C" fn cuMemHostGetDevicePointer_v2(address: *mut u64, pointer: *m
     })
 }
 
-/// Knows one attribute, the memory's type.
+/// What is told of a pointer, for each attribute.
+struct Attributes {
+    memory_type: u32,
+    is_managed: u32,
+    is_legacy_capable: u32,
+    pool: u64,
+    buffer: u64,
+    ordinal: c_int,
+}
+
+fn attributes(pointer: u64) -> Outcome<Attributes> {
+    const HOST: u32 = 1;
+    const DEVICE: u32 = 2;
+    let plain = Attributes { memory_type: DEVICE, is_managed: 0, is_legacy_capable: 0, pool: 0, buffer: 0, ordinal: 0 };
+    if is_registered(pointer, 1) {
+        return Ok(Attributes { memory_type: HOST, ..plain });
+    }
+    if let Some(facts) = ipc::facts(pointer) {
+        let is = |kind| u32::from(facts.kind == kind);
+        return Ok(Attributes {
+            is_managed: is(Kind::Managed),
+            is_legacy_capable: is(Kind::Plain),
+            pool: u64::from(is(Kind::Pool)),
+            buffer: facts.number,
+            ordinal: device::ordinal(facts.device)?,
+            ..plain
+        });
+    }
+    let owner = memory::device_at(pointer).ok_or(INVALID_VALUE)?;
+    Ok(Attributes { ordinal: device::ordinal(owner)?, ..plain })
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribute: u32, pointer: u64) -> c_int {
     answer("cuPointerGetAttribute", Needs::Context, || {
-        const MEMORY_TYPE: u32 = 2;
-        const HOST: u32 = 1;
-        const DEVICE: u32 = 2;
-        let kind = if is_registered(pointer, 1) {
-            HOST
-        } else if memory::is_device(pointer, 1, false) {
-            DEVICE
-        } else {
-            return Err(INVALID_VALUE);
-        };
-        if attribute != MEMORY_TYPE {
-            return Err(INVALID_VALUE);
+        let found = attributes(pointer)?;
+        // SAFETY: the caller's out pointer, of the attribute's type.
+        unsafe {
+            match attribute {
+                2 => give(data.cast(), found.memory_type),
+                7 => give(data.cast(), found.buffer),
+                8 => give(data.cast(), found.is_managed),
+                9 => give(data.cast(), found.ordinal),
+                10 => give(data.cast(), found.is_legacy_capable),
+                17 => give(data.cast(), found.pool),
+                _ => Err(INVALID_VALUE),
+            }
         }
-        // SAFETY: the caller's out pointer, an unsigned int for this attribute.
-        unsafe { give(data.cast(), kind) }
     })
 }

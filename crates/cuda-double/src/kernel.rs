@@ -160,7 +160,8 @@ fn twin(entry: &Entry) -> Outcome<Twin> {
     if entry.name == "warpipe_broadcast" && entry.parameters == [size_of::<Signals>()] {
         return Ok(Twin::Broadcast);
     }
-    let kernel = warpipe_kernels::ALL.iter().find(|kernel| kernel.name().to_bytes() == entry.name.as_bytes());
+    let mut kernels = warpipe_kernels::ALL.iter().chain(warpipe_kernels::render::ALL);
+    let kernel = kernels.find(|kernel| kernel.name().to_bytes() == entry.name.as_bytes());
     match kernel {
         Some(kernel) if entry.parameters.iter().all(|&bytes| bytes == 8) => Ok(Twin::Plain(kernel.twin())),
         _ => Err(NO_BINARY_FOR_GPU),
@@ -273,7 +274,7 @@ mod tests {
 
     #[test]
     fn every_kernel_of_the_kernels_crate_can_be_run() {
-        for kernel in warpipe_kernels::ALL {
+        for kernel in warpipe_kernels::ALL.iter().chain(warpipe_kernels::render::ALL) {
             let found = entries(kernel.ptx().to_str().unwrap()).unwrap();
             let entry = found.iter().find(|entry| entry.name.as_bytes() == kernel.name().to_bytes());
             assert!(twin(entry.expect("the module has the kernel")).is_ok(), "{kernel:?}");

@@ -23,6 +23,7 @@ mod config;
 mod device;
 mod event;
 mod host;
+mod ipc;
 mod kernel;
 mod memory;
 mod status;

@@ -13,6 +13,7 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
 use crate::config;
 use crate::device;
 use crate::host;
+use crate::ipc;
 use crate::status::*;
 
 /// Lengths are multiples of this, as on most GPUs.
@@ -20,7 +21,7 @@ const GRANULARITY: usize = 2 << 20;
 const NAME: &str = "warpipe-cuda-double-";
 
 /// Bytes created by this process and still held by a handle or a mapping.
-static USED: AtomicU64 = AtomicU64::new(0);
+pub static USED: AtomicU64 = AtomicU64::new(0);
 
 struct Allocation {
     fd: OwnedFd,
@@ -68,6 +69,9 @@ pub fn usable(address: u64, bytes: usize, write: bool) -> bool {
 
 /// Whether these bytes are mapped device memory with that access.
 pub fn is_device(address: u64, bytes: usize, write: bool) -> bool {
+    if ipc::is_block(address, bytes) {
+        return true;
+    }
     let address = address as usize;
     with(|memory| {
         memory.ranges.range(..=address).next_back().is_some_and(|(&start, range)| {
@@ -346,6 +350,15 @@ unsafe extern "C" fn cuMemSetAccess(address: u64, bytes: usize, access: *const c
             (range.readable, range.writable) = (readable, writable);
             Ok(())
         })
+    })
+}
+
+/// The device of mapped memory.
+pub fn device_at(address: u64) -> Option<usize> {
+    let address = address as usize;
+    with(|memory| {
+        let (&start, range) = memory.ranges.range(..=address).next_back()?;
+        range.mapped.as_ref().filter(|_| address - start < range.bytes).map(|allocation| allocation.device)
     })
 }
 

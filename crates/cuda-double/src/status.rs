@@ -37,6 +37,7 @@ codes! {
     INVALID_DEVICE = 101, "invalid device ordinal";
     INVALID_CONTEXT = 201, "invalid device context";
     NO_BINARY_FOR_GPU = 209, "no kernel image is available for execution on the device";
+    PEER_ACCESS_UNSUPPORTED = 217, "peer access is not supported between these two devices";
     INVALID_PTX = 218, "a PTX JIT compilation failed";
     OPERATING_SYSTEM = 304, "OS call failed or operation not supported on this OS";
     INVALID_HANDLE = 400, "invalid resource handle";

@@ -217,6 +217,16 @@ extern "C" fn cuMemcpyAsync(dst: u64, src: u64, bytes: usize, stream: *mut c_voi
     })
 }
 
+#[unsafe(no_mangle)]
+extern "C" fn cuMemsetD8Async(dst: u64, value: u8, bytes: usize, stream: *mut c_void) -> c_int {
+    answer("cuMemsetD8Async", Needs::Context, || {
+        if !memory::usable(dst, bytes, true) {
+            return Err(INVALID_VALUE);
+        }
+        find(stream)?.push(Work::Set { dst, value, bytes })
+    })
+}
+
 /// Pageable memory is read at the call, registered memory when the stream gets there.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyHtoDAsync_v2(dst: u64, src: *const c_void, bytes: usize, stream: *mut c_void) -> c_int {

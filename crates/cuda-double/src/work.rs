@@ -28,6 +28,11 @@ pub enum Work {
         src: u64,
         bytes: usize,
     },
+    Set {
+        dst: u64,
+        value: u8,
+        bytes: usize,
+    },
     /// A copy from pageable memory, whose bytes were taken at the call.
     Staged {
         dst: u64,
@@ -66,6 +71,8 @@ impl Work {
                 // SAFETY: the caller's promise; copies that overlap are the program's fault, as on a GPU.
                 unsafe { ptr::copy(place(src).cast_const(), place(dst), bytes) }
             }
+            // SAFETY: the caller's promise on `dst`.
+            Work::Set { dst, value, bytes } => unsafe { ptr::write_bytes(place(dst), value, bytes) },
             Work::Staged { dst, bytes } => {
                 // SAFETY: the caller's promise on `dst`.
                 unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), place(dst), bytes.len()) }

@@ -27,6 +27,7 @@ pub enum Command {
     Sub(SubArgs),
     Doctor(DoctorArgs),
     Ls(LsArgs),
+    Members(MembersArgs),
     /// Measure the hand-over beside what the bare driver takes for the same, in the same run.
     Bench(bench::BenchArgs),
     #[command(hide = true)]
@@ -183,6 +184,23 @@ pub struct DoctorArgs {
 #[command(after_help = exit::HELP)]
 pub struct LsArgs {
     /// One JSON object per name
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Lists the members of the domain: who they are, and whether they are alive
+///
+/// A member is a process that has joined the domain under a name, with a role. `stalled` is one whose heartbeat is older
+/// than 900 ms: stopped, hung, or starved of the CPU. `suspect` is one whose connection has closed without a goodbye and
+/// whose death is not proven yet. With --follow, changes are printed as they come, until interrupted: joined, stalled,
+/// recovered, left, died. Nothing is removed from the domain.
+#[derive(Debug, Args)]
+#[command(after_help = exit::HELP)]
+pub struct MembersArgs {
+    /// Go on after the list, and print each change
+    #[arg(long)]
+    pub follow: bool,
+    /// One JSON object per member, or per change
     #[arg(long)]
     pub json: bool,
 }

@@ -10,6 +10,7 @@ mod exit;
 mod image;
 mod interrupt;
 mod list;
+mod members;
 mod npy;
 mod output;
 mod process;
@@ -46,6 +47,7 @@ fn run(command: &Command) -> anyhow::Result<Exit> {
         Command::Sub(args) => subscribe::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Ls(args) => list::run(args),
+        Command::Members(args) => members::run(args),
         Command::Bench(args) => bench::run(args).map(|()| Exit::Done),
         Command::DemoPublisher(args) => demo::run_publisher(args),
         Command::DemoSubscriber(args) => demo::run_subscriber(args),

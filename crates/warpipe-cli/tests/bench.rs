@@ -5,7 +5,8 @@ mod support;
 use serde_json::Value;
 use support::World;
 
-const BENCHMARKS: [&str; 9] = ["handoff", "pipeline", "send", "size", "fanout", "ring", "death", "idle", "dma"];
+const BENCHMARKS: [&str; 10] =
+    ["handoff", "pipeline", "send", "size", "fanout", "ring", "death", "idle", "dma", "legacy"];
 
 #[test]
 fn every_benchmark_runs_on_the_host_and_reports_itself() {
@@ -53,6 +54,18 @@ fn a_send_allocates_opens_and_registers_nothing() {
     let calls = report["figures"].as_array().unwrap().iter().find(|figure| figure["unit"] == "calls").unwrap();
     assert_eq!(calls["ours"].as_f64(), Some(0.0), "{calls}");
     assert!(calls["note"].as_str().unwrap().contains("batch"), "the calls that a message makes were counted: {calls}");
+}
+
+#[test]
+fn a_cached_open_of_a_legacy_handle_calls_no_driver() {
+    let world = World::new();
+    let report = world.path("report.json");
+    let out = report.to_str().unwrap();
+    assert_eq!(world.run(&["bench", "legacy", "--quick", "--device", "host", "--out", out]).code, Some(0));
+    let report: Value = serde_json::from_slice(&std::fs::read(&report).unwrap()).unwrap();
+    let calls = report["figures"].as_array().unwrap().iter().find(|figure| figure["unit"] == "calls").unwrap();
+    assert_eq!(calls["ours"].as_f64(), Some(0.0), "{calls}");
+    assert!(calls["note"].as_str().unwrap().ends_with("1 before them"), "the first open was counted: {calls}");
 }
 
 #[test]

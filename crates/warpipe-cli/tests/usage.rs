@@ -17,6 +17,7 @@ fn every_command_explains_itself_and_its_exit_codes() {
         &["sub", "--help"],
         &["doctor", "--help"],
         &["ls", "--help"],
+        &["members", "--help"],
     ] {
         let ended = world.run(arguments);
         assert_eq!(ended.code, Some(0), "{arguments:?}");
@@ -30,7 +31,7 @@ fn every_command_explains_itself_and_its_exit_codes() {
         assert!(world.run(&[command, "--help"]).out.contains(detail), "{command} does not explain {detail:?}");
     }
     let help = world.run(&["--help"]).out;
-    for command in ["demo", "pub", "sub", "doctor", "ls", "WARPIPE_DOMAIN"] {
+    for command in ["demo", "pub", "sub", "doctor", "ls", "members", "WARPIPE_DOMAIN"] {
         assert!(help.contains(command), "{command}");
     }
     assert!(!help.contains("demo-publisher") && !help.contains("doctor-child"), "inner commands stay inside");
@@ -150,4 +151,16 @@ fn the_doctor_says_what_to_do_about_too_few_descriptors() {
     let check = ended.json().into_iter().find(|check| check["check"] == "file descriptors").unwrap();
     assert_eq!(check["verdict"], "failed", "{ended:?}");
     assert!(check["next"].as_str().unwrap().contains("ulimit -n"), "{check}");
+}
+
+#[test]
+fn the_doctor_says_why_a_profiler_gets_no_ranges() {
+    let world = World::new();
+    let mut command = world.warpipe(&["doctor", "--json"]);
+    command.env("NVTX_INJECTION64_PATH", "/nowhere/profiler.so");
+    let ended = Running::start(command).end();
+    let check = ended.json().into_iter().find(|line| line["check"] == "profiler ranges").expect("it is looked at");
+    assert_eq!(check["verdict"], "no", "{check}");
+    assert!(check["detail"].as_str().unwrap().contains("/nowhere/profiler.so cannot be loaded"), "{check}");
+    assert!(check["next"].as_str().unwrap().contains("NVTX_INJECTION64_PATH"), "{check}");
 }

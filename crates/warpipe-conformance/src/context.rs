@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use serde_json::Value;
-use warpipe::{Device, Domain, Publisher, PublisherBuilder, Stream, Subscriber, SubscriberBuilder};
+use warpipe::{
+    Client, ClientBuilder, Device, Domain, Publisher, PublisherBuilder, Queue, QueueBuilder, Server, ServerBuilder,
+    Stream, Subscriber, SubscriberBuilder, Worker, WorkerBuilder,
+};
 
 use crate::PATIENCE;
 use crate::chance::Chance;
@@ -113,6 +116,26 @@ impl Context {
     /// A subscriber of this case's domain and device.
     pub fn subscriber(&self, name: &str) -> SubscriberBuilder {
         Subscriber::builder(name).domain(&self.domain).device(&self.device).timeout(PATIENCE)
+    }
+
+    /// A queue of this case's domain and device.
+    pub fn queue(&self, name: &str) -> QueueBuilder {
+        Queue::builder(name).domain(&self.domain).device(&self.device).submit_timeout(PATIENCE)
+    }
+
+    /// A worker of this case's domain and device.
+    pub fn worker(&self, queue: &str) -> WorkerBuilder {
+        Worker::builder(queue).domain(&self.domain).device(&self.device).timeout(PATIENCE)
+    }
+
+    /// A client of this case's domain and device.
+    pub fn client(&self, service: &str) -> ClientBuilder {
+        Client::builder(service).domain(&self.domain).device(&self.device)
+    }
+
+    /// A server of this case's domain and device.
+    pub fn server(&self, service: &str) -> ServerBuilder {
+        Server::builder(service).domain(&self.domain).device(&self.device)
     }
 
     /// A new stream.

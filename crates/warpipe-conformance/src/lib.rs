@@ -5,7 +5,9 @@
 //!   promises when processes die.
 //! * [`context`] is what a case is given: a device, a domain of its own, peers, chance, a place for figures.
 //! * [`peer`] is a further real process of the same program, which publishes or subscribes as it is told.
-//! * [`payload`] fills and checks tensors by kernels; [`words`] are what lies below a channel; [`guard`] sees that nothing is left behind.
+//! * [`payload`] fills and checks tensors by kernels; [`words`] are what lies below a channel;
+//!   [`shared`] is memory that nothing orders but what a case tries; [`guard`] sees that nothing is left behind.
+//! * [`plain`] is memory of another allocator, with legacy handles to it.
 //! * [`runner`] gives each case a process of its own and a time limit; [`report`] says how it went.
 #![deny(missing_docs)]
 
@@ -15,9 +17,11 @@ pub mod context;
 pub mod guard;
 pub mod payload;
 pub mod peer;
+pub mod plain;
 pub mod process;
 pub mod report;
 pub mod runner;
+pub mod shared;
 pub mod words;
 
 pub use context::{Backend, Context};

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::backend::DevicePtr;
-use warpipe::{DType, Device, Layout, Publisher, Sample, SampleMut, SlotHold, Stream};
+use warpipe::{DType, Device, Layout, Lease, Loan, Publisher, Sample, SampleMut, SlotHold, Stream};
 use warpipe_kernels as kernels;
 
 use crate::PATIENCE;
@@ -108,6 +108,50 @@ impl Payload {
     }
 }
 
+/// The input of a job: `count` words of the pattern of `seed`, written after `slow` by a kernel.
+///
+/// # Errors
+/// Those of a loan or a launch.
+pub fn fill_input(mut loan: Loan, seed: u64, slow: Duration, stream: &Stream) -> warpipe::Result<Loan> {
+    let count = loan.layout().bytes() / 8;
+    loan.set_metadata(&seed.to_le_bytes())?;
+    // SAFETY: the slot is this loan's alone and that long; the engine keeps it until the stream has passed the kernel.
+    unsafe { fill_words(stream, loan.slot_ptr(), count, seed, slow)? };
+    Ok(loan)
+}
+
+/// The layout of a job's input of `count` words.
+///
+/// # Errors
+/// More words than there are addresses.
+pub fn input_layout(count: u64) -> warpipe::Result<Layout> {
+    Layout::contiguous(DType::U64, &[count])
+}
+
+/// What every job is: the checksum of its input's words, by a kernel that takes at least `slow`.
+///
+/// # Errors
+/// Those of a loan or a launch.
+pub fn work(lease: &Lease, slow: Duration) -> warpipe::Result<Loan> {
+    let stream = lease.stream();
+    let mut output = lease.output(&Layout::contiguous(DType::U64, &[1])?)?;
+    output.set_metadata(lease.metadata())?;
+    if !slow.is_zero() {
+        kernels::spin(stream, slow)?;
+    }
+    output.write(stream, &[0; 8])?;
+    // SAFETY: the input is that long and lent until it is released behind this kernel, as is the output, which is one
+    // word and this lease's alone.
+    unsafe { kernels::checksum(stream, lease.slot_ptr(), lease.layout().bytes() / 8, output.slot_ptr())? };
+    Ok(output)
+}
+
+/// What comes of [`work`] on [`fill_input`].
+pub fn result_of(count: u64, seed: u64) -> Vec<u8> {
+    let words: Vec<u64> = (0..count).map(|index| kernels::pattern(seed, index)).collect();
+    kernels::checksum_of(&words).to_le_bytes().to_vec()
+}
+
 /// Enqueues `fill`, or `slow_fill` where it shall be late.
 ///
 /// # Safety
@@ -171,6 +215,11 @@ impl Tally {
                 Err(error)
             }
         }
+    }
+
+    /// The device address of the counters: registered host memory.
+    pub fn address(&self) -> DevicePtr {
+        self.address
     }
 
     fn counter(&self, index: usize) -> &std::sync::atomic::AtomicU64 {

@@ -5,6 +5,7 @@
 //! * The functions of this module launch one kernel each, with a grid that suits its size. Sizes are in elements:
 //!   a *word* is a `u64`, aligned to 8 bytes; a *float* is an `f32`, aligned to 4.
 //! * [`ALL`] lists the kernels, for those who look one up by name.
+//! * [`render`] draws triangles, with kernels of a module of its own.
 //! * [`pattern`] and [`checksum_of`] say on the CPU what the kernels write and sum.
 //!
 //! Both sides of a kernel give the same bits, with one exception: the sign and payload of a NaN.
@@ -20,6 +21,7 @@
 #![deny(missing_docs)]
 
 mod pattern;
+pub mod render;
 mod twins;
 
 pub use pattern::{checksum_of, pattern};
@@ -58,7 +60,7 @@ pub static SLOW_FILL: Kernel = Kernel::new(c"slow_fill", MODULE, twins::slow_fil
 /// `touch(words, count)`; see [`touch()`].
 pub static TOUCH: Kernel = Kernel::new(c"touch", MODULE, twins::touch);
 
-/// Every kernel of this crate.
+/// Every kernel of this module; those that draw are in [`render::ALL`].
 pub static ALL: &[Kernel] = &[FILL, CHECK, CHECKSUM, SCALE, SQUARE_ROOT, SPIN, SLOW_FILL, TOUCH];
 
 /// Threads a block, a multiple of the warp's 32 as the kernels ask.

@@ -15,7 +15,7 @@ use crate::pattern::{base, term, word};
 
 /// The arguments, exactly as many as the kernel takes. Another number is a mistake of the launching code, which the
 /// twins' safety contract excludes; stopping is better than reading what is not there.
-fn arguments<const N: usize>(launch: &Launch<'_>) -> [u64; N] {
+pub(crate) fn arguments<const N: usize>(launch: &Launch<'_>) -> [u64; N] {
     match launch.args.try_into() {
         Ok(arguments) => arguments,
         Err(_) => panic!("a kernel of {N} arguments was launched with {}", launch.args.len()),

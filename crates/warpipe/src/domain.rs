@@ -39,6 +39,9 @@ const LOCK_MODE: u32 = 0o600;
 /// A socket under a free lock that still answers after this is somebody else's.
 const LIVE_AFTER: Duration = Duration::from_millis(200);
 
+/// A lock that is still held after this, under a dead process's number, is not held to clear up.
+const CLEARED_AFTER: Duration = Duration::from_millis(600);
+
 /// A checked endpoint name.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EndpointName(String);
@@ -191,9 +194,7 @@ impl Domain {
     /// # Errors
     /// [`Error::Os`] when the directory cannot be read.
     pub fn endpoints(&self) -> Result<Vec<Endpoint>> {
-        let mut names: Vec<_> = self.files()?.iter().filter_map(|file| EndpointName::from_file(file)).collect();
-        names.sort();
-        names.dedup();
+        let names = self.names()?;
         Ok(names.into_iter().map(|name| Endpoint { holder: self.holder(&name), name }).collect())
     }
 
@@ -203,7 +204,45 @@ impl Domain {
     /// [`Error::Os`] when the directory cannot be read.
     pub fn clean(&self) -> Result<Vec<EndpointName>> {
         let stale = self.endpoints()?.into_iter().filter(|endpoint| endpoint.holder.is_none());
-        Ok(stale.filter(|endpoint| self.lock(&endpoint.name).is_ok()).map(|endpoint| endpoint.name).collect())
+        Ok(stale.filter(|endpoint| self.clear_name(&endpoint.name)).map(|endpoint| endpoint.name).collect())
+    }
+
+    /// Removes what one dead process left; what it wrote into its lock files says what that is. A number that lies, or
+    /// is another process's by now, does no harm: as in [`clean`](Self::clean), nothing goes whose lock is held.
+    pub(crate) fn clean_after(&self, pid: i32) -> Result<Vec<EndpointName>> {
+        let mut cleared = self.left_by(pid)?;
+        cleared.retain(|name| self.clear_name(name));
+        Ok(cleared)
+    }
+
+    /// The endpoints that a process has written its number into, and does not hold any more.
+    fn left_by(&self, pid: i32) -> Result<Vec<EndpointName>> {
+        let is_left = |name: &EndpointName| match self.open_lock(name) {
+            Some(lock) => read_pid(&lock) == Some(pid) && !os::ofd_is_locked(lock.as_fd()).unwrap_or(true),
+            None => false,
+        };
+        Ok(self.names()?.into_iter().filter(is_left).collect())
+    }
+
+    /// Every name in the domain, sorted, whoever left or holds it.
+    pub(crate) fn names(&self) -> Result<Vec<EndpointName>> {
+        let mut names: Vec<_> = self.files()?.iter().filter_map(|file| EndpointName::from_file(file)).collect();
+        names.sort();
+        names.dedup();
+        Ok(names)
+    }
+
+    /// Removes what a dead owner of `name` left; false if it is held, or is not ours.
+    pub(crate) fn clear_name(&self, name: &EndpointName) -> bool {
+        self.lock(name, Taker::Cleaner).is_ok()
+    }
+
+    /// The endpoints, living or not, whose name is `prefix` and one further part or piece of a part.
+    pub(crate) fn names_after(&self, prefix: &str) -> Result<Vec<EndpointName>> {
+        let names = self.files()?.into_iter().filter(|file| file.ends_with(".sock"));
+        let names = names.filter_map(|file| EndpointName::from_file(&file));
+        let is_meant = |name: &EndpointName| name.as_str().strip_prefix(prefix).is_some_and(|rest| !rest.contains('/'));
+        Ok(names.filter(is_meant).collect())
     }
 
     fn files(&self) -> Result<Vec<String>> {
@@ -218,16 +257,25 @@ impl Domain {
     }
 
     /// Who holds a name, if anybody does.
-    fn holder(&self, name: &EndpointName) -> Option<Holder> {
-        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let lock = rustix::fs::openat(&self.inner.directory, name.file("", ".lock"), flags, Mode::empty()).ok()?;
+    pub(crate) fn holder(&self, name: &EndpointName) -> Option<Holder> {
+        let lock = self.open_lock(name)?;
         // Asked, not tried: a lock taken for a look could cost a publisher that starts meanwhile its name.
         os::ofd_is_locked(lock.as_fd()).unwrap_or(false).then(|| Holder { pid: read_pid(&lock) })
     }
 
+    fn open_lock(&self, name: &EndpointName) -> Option<OwnedFd> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        rustix::fs::openat(&self.inner.directory, name.file("", ".lock"), flags, Mode::empty()).ok()
+    }
+
+    /// The process that wrote itself last into the lock file of `name`, whether it lives or not.
+    pub(crate) fn last_holder(&self, name: &EndpointName) -> Option<i32> {
+        read_pid(&self.open_lock(name)?)
+    }
+
     /// Takes `name` for this process: its lock, and a listening socket under it.
     pub(crate) fn claim(&self, name: &EndpointName, open_to_others: bool) -> Result<Claim> {
-        let lock = self.lock(name)?;
+        let lock = self.lock(name, Taker::Owner)?;
         let listener = self.listen(name, if open_to_others { 0o666 } else { 0o600 })?;
         Ok(Claim {
             listener: PrivateFd::new(listener),
@@ -240,10 +288,25 @@ impl Domain {
     }
 
     /// Takes the lock of `name` and clears away what its dead owner left.
-    fn lock(&self, name: &EndpointName) -> Result<Locked> {
+    fn lock(&self, name: &EndpointName, taker: Taker) -> Result<Locked> {
         let file = name.file("", ".lock");
-        for _ in 0..CLAIM_TRIES {
-            let Some(lock) = self.try_lock(name, &file)? else { continue };
+        let start = Instant::now();
+        let mut backoff = crate::stream::Backoff::default();
+        let mut tries = 0..CLAIM_TRIES;
+        while tries.next().is_some() {
+            let lock = match self.try_lock(name, &file, taker) {
+                Ok(Some(lock)) => lock,
+                Ok(None) => continue,
+                // Locked, and by the word of the file its owner is dead: somebody clears up after it, and is soon done.
+                Err(Error::NameTaken { holder: Holder { pid: Some(pid) }, .. })
+                    if matches!(taker, Taker::Owner) && start.elapsed() < CLEARED_AFTER && is_gone(pid) =>
+                {
+                    tries = 0..CLAIM_TRIES;
+                    backoff.pause();
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
             let locked = Locked { fd: Some(lock), domain: self.clone(), file };
             self.clear(name)?;
             return Ok(locked);
@@ -252,7 +315,7 @@ impl Domain {
     }
 
     /// One try; `None` when the file was removed between opening and locking it.
-    fn try_lock(&self, name: &EndpointName, file: &str) -> Result<Option<OwnedFd>> {
+    fn try_lock(&self, name: &EndpointName, file: &str, taker: Taker) -> Result<Option<OwnedFd>> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let lock = match rustix::fs::openat(&self.inner.directory, file, flags, Mode::from_raw_mode(LOCK_MODE)) {
             Ok(fd) => fd,
@@ -281,7 +344,9 @@ impl Domain {
         if !is_our_lock(&lock, &stat) {
             return Err(self.foreign(file, "a file with somebody else's contents"));
         }
-        write_pid(&lock).map_err(|e| Error::os("pwrite", self.shown(file), e))?;
+        if let Taker::Owner = taker {
+            write_pid(&lock).map_err(|e| Error::os("pwrite", self.shown(file), e))?;
+        }
         Ok(Some(lock))
     }
 
@@ -338,15 +403,24 @@ impl Domain {
 
     /// Connects to the endpoint `name`; tries again while its backlog is full.
     pub(crate) fn connect(&self, name: &EndpointName, timeout: Duration) -> Result<OwnedFd> {
+        self.connect_or(name, timeout, |_| Error::NoPublisher { name: name.to_string() })
+    }
+
+    /// As [`connect`](Self::connect), with an error of the caller's for a name that nobody holds, told whether a dead
+    /// process has left it behind.
+    pub(crate) fn connect_or(
+        &self,
+        name: &EndpointName,
+        timeout: Duration,
+        absent: impl FnOnce(bool) -> Error,
+    ) -> Result<OwnedFd> {
         let file = name.file("", ".sock");
         let start = Instant::now();
         let mut backoff = crate::stream::Backoff::default();
         loop {
             match self.dial(&file) {
                 Ok(socket) => return Ok(socket),
-                Err(Errno::NOENT | Errno::CONNREFUSED) => {
-                    return Err(Error::NoPublisher { name: name.to_string() });
-                }
+                Err(error @ (Errno::NOENT | Errno::CONNREFUSED)) => return Err(absent(error == Errno::CONNREFUSED)),
                 Err(Errno::ACCESS | Errno::PERM) => {
                     let detail = "the socket's permissions".to_string();
                     return Err(Error::AccessDenied { name: name.to_string(), detail });
@@ -396,6 +470,25 @@ impl Domain {
 
     fn foreign(&self, file: &str, found: &'static str) -> Error {
         Error::ForeignFile { path: self.inner.path.join(file), found }
+    }
+}
+
+/// What a lock is taken for.
+#[derive(Debug, Clone, Copy)]
+enum Taker {
+    /// To have the name.
+    Owner,
+    /// To remove what is left of it. The file still says who left it.
+    Cleaner,
+}
+
+/// Whether a process is proven dead: there is none of that number, or it has ended and its parent has not looked yet.
+fn is_gone(pid: i32) -> bool {
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+    match Pid::from_raw(pid).map(|pid| pidfd_open(pid, PidfdFlags::empty())) {
+        Some(Ok(pidfd)) => crate::link::message::wait_readable(pidfd.as_fd(), Duration::ZERO),
+        Some(Err(error)) => error == Errno::SRCH,
+        None => false,
     }
 }
 

@@ -7,6 +7,8 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::backend::PointerKind;
+
 /// What every fallible call of this crate returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -154,6 +156,123 @@ pub enum Error {
         /// The endpoint name.
         name: String,
     },
+    /// Nobody keeps anything under this name.
+    #[error("no {kind} named {name:?}: {}; start its owner, or wait for it with a timeout", if *.was_there { "its owner has died and left the name behind" } else { "nobody has made it yet, or it is closed" })]
+    NoOwner {
+        /// What was looked for.
+        kind: crate::Kind,
+        /// The endpoint name.
+        name: String,
+        /// Whether a dead process has left the name behind.
+        was_there: bool,
+    },
+    /// Something else is kept under this name.
+    #[error("{name:?} is a {found}, not a {wanted}; take the right name, or open it as what it is")]
+    OtherKind {
+        /// The endpoint name.
+        name: String,
+        /// What was looked for.
+        wanted: crate::Kind,
+        /// What is there.
+        found: String,
+    },
+    /// A text that is no usable ticket.
+    #[error("not a usable ticket: {0}")]
+    Ticket(TicketFault),
+    /// The memory that a ticket names is not to be had under its name any more.
+    #[error("what this ticket names in {name:?} is not there any more: {expiry}; get a new ticket from its owner")]
+    TicketExpired {
+        /// The endpoint name.
+        name: String,
+        /// What has become of it.
+        expiry: Expiry,
+    },
+    /// A range that does not lie inside the memory.
+    #[error("bytes {offset}..{} lie outside of {name:?}, which has {available}; take a range inside", u128::from(*.offset) + u128::from(*.bytes))]
+    Range {
+        /// What the memory is called.
+        name: String,
+        /// Where the range begins.
+        offset: u64,
+        /// Its length.
+        bytes: u64,
+        /// What there is.
+        available: u64,
+    },
+    /// The process that keeps this has gone, and what it alone could do is not done any more.
+    #[error("the owner of {kind} {name:?} (process {pid}) {}; open it again when it is back", if *.graceful { "has closed it" } else { "has died" })]
+    OwnerGone {
+        /// What it kept.
+        kind: crate::Kind,
+        /// The endpoint name.
+        name: String,
+        /// Its process id, as this process sees it.
+        pid: i32,
+        /// Whether it said goodbye.
+        graceful: bool,
+    },
+    /// The other side does not do what it was asked.
+    #[error("{name:?} refused: {text}")]
+    Refused {
+        /// The endpoint name.
+        name: String,
+        /// Its reason and, from this library, the next step.
+        text: String,
+    },
+    /// Only who made a timeline signals it.
+    #[error("timeline {name:?} belongs to process {pid}, which alone may signal it; signal a timeline of your own")]
+    NotOwner {
+        /// The timeline's name.
+        name: String,
+        /// Its owner.
+        pid: i32,
+    },
+    /// A timeline's value only grows.
+    #[error("timeline {name:?} has been signalled to {last}, and cannot go to {value}; signal a larger value")]
+    Backwards {
+        /// The timeline's name.
+        name: String,
+        /// The value asked for.
+        value: u64,
+        /// The last value signalled.
+        last: u64,
+    },
+    /// A timeline was to be signalled by the CPU while a stream has yet to signal it.
+    #[error(
+        "timeline {name:?} stands at {reached}, and a stream has yet to signal {last}: {value} cannot come before it; signal it on a stream, or wait for {last}"
+    )]
+    SignalPending {
+        /// The timeline's name.
+        name: String,
+        /// The value asked for.
+        value: u64,
+        /// The last value given to a stream.
+        last: u64,
+        /// The value reached.
+        reached: u64,
+    },
+    /// An event that nobody has recorded: there is nothing to wait for.
+    #[error("event {event} has never been recorded; record it first, then tell others to wait for it")]
+    EventNotRecorded {
+        /// The event, as `endpoint#number`.
+        event: String,
+    },
+    /// An event whose recorder, or maker, was gone before the recorded work was done.
+    #[error(
+        "event {event} was lost: the work that process {pid} recorded did not complete before that process, or the event's maker, was gone; discard what depends on it"
+    )]
+    EventLost {
+        /// The event, as `endpoint#number`.
+        event: String,
+        /// Who recorded it, as it said itself.
+        pid: i32,
+    },
+    /// An event handle that cannot be used.
+    #[error("not a usable event handle: {fault}")]
+    EventHandle {
+        /// What is wrong with it.
+        fault: crate::EventHandleFault,
+    },
     /// The endpoint's owner does not let this user in.
     #[error("{name:?} does not admit this user ({detail}); ask its owner to allow the uid or gid")]
     AccessDenied {
@@ -244,7 +363,7 @@ pub enum Error {
     },
     /// The publisher's memory limit leaves no room for a slot.
     #[error(
-        "{name:?} has no slot of {bytes} bytes: {used} of {limit} bytes are in use by samples not yet released; release them, or raise the memory limit"
+        "{name:?} has no room for {bytes} bytes: {used} of {limit} bytes are in use and not yet released; release some, or raise the memory limit"
     )]
     MemoryLimit {
         /// The endpoint name.
@@ -256,9 +375,114 @@ pub enum Error {
         /// The stated limit.
         limit: u64,
     },
+    /// Memory that no legacy handle can name.
+    #[error("{ptr:#x} is {kind}, which no legacy handle can name; {}", .kind.next())]
+    NotExportable {
+        /// The address.
+        ptr: u64,
+        /// What it is.
+        kind: PointerKind,
+    },
+    /// The process that exported some memory is gone, and with it the memory.
+    #[error(
+        "process {pid}, which exported this memory, is gone, and the memory with it; a legacy handle dies with its exporter: export again, or use a channel, whose memory outlives its sender"
+    )]
+    ExporterGone {
+        /// Its process id.
+        pid: i32,
+    },
+    /// A legacy handle that cannot be used.
+    #[error("not a usable legacy handle: {fault}")]
+    LegacyHandle {
+        /// What is wrong with it.
+        fault: LegacyFault,
+    },
+    /// The process has all the interprocess events that it may have.
+    #[error("this process has {limit} interprocess events, and may have no more; drop some")]
+    EventLimit {
+        /// The limit.
+        limit: u32,
+    },
+    /// A queue has as many jobs as it may have.
+    #[error(
+        "the queue {name:?} has its {limit} jobs, and none of them made room within {waited:?}; take results, add workers, or raise the limit"
+    )]
+    QueueFull {
+        /// The queue's name.
+        name: String,
+        /// The most jobs whose outcome was not taken.
+        limit: usize,
+        /// How long room was waited for.
+        waited: Duration,
+    },
+    /// Every attempt at a job failed.
+    #[error(
+        "job {job} of {name:?} was buried after {} attempts ({}); see to the cause and submit it again",
+        .reasons.len(), .reasons.join("; ")
+    )]
+    Buried {
+        /// The queue's name.
+        name: String,
+        /// The job's number.
+        job: u64,
+        /// Why each attempt failed, the first first.
+        reasons: Vec<String>,
+    },
+    /// The worker or server that had the job said that it is not to be done.
+    #[error("job {job} of {name:?} was rejected: {reason}; change it before it is submitted again")]
+    Rejected {
+        /// The queue's or service's name.
+        name: String,
+        /// The job's number.
+        job: u64,
+        /// What was said.
+        reason: String,
+    },
+    /// A deadline has passed.
+    #[error("the deadline of job {job} of {name:?} has passed; allow more time, or add servers")]
+    DeadlinePassed {
+        /// The queue's or service's name.
+        name: String,
+        /// The job's number.
+        job: u64,
+    },
+    /// The job is not in its queue any more: its outcome was taken, or it was called off.
+    #[error("the outcome of job {job} of {name:?} was taken, or the job was called off; wait for it in one place only")]
+    NoSuchJob {
+        /// The queue's name.
+        name: String,
+        /// The job's number.
+        job: u64,
+    },
+    /// This process has shut its queue.
+    #[error("the queue {name:?} is shut; make a new one to submit more jobs")]
+    QueueClosed {
+        /// The queue's name.
+        name: String,
+    },
+    /// A worker's queue has gone.
+    #[error(
+        "the queue {name:?} has gone ({reason}); what was leased from it has nobody to go to: attach to the next one"
+    )]
+    QueueGone {
+        /// The queue's name.
+        name: String,
+        /// How its end was seen.
+        reason: String,
+    },
     /// A tensor layout that cannot be, or does not fit.
     #[error("not a usable tensor layout: {reason}")]
     Layout {
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A profiler's library that was asked for cannot be used. Nothing else is affected.
+    #[error(
+        "no ranges for a profiler: {library} {reason}; correct NVTX_INJECTION64_PATH or WARPIPE_NVTX, or set WARPIPE_NVTX=0"
+    )]
+    Profiler {
+        /// The library's path or name.
+        library: String,
         /// What is wrong with it.
         reason: String,
     },
@@ -301,6 +525,52 @@ impl std::fmt::Display for Holder {
             None => f.write_str("a live process of another PID namespace"),
         }
     }
+}
+
+/// What was wrong with a ticket's text.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TicketFault {
+    /// It does not begin as a ticket does.
+    #[error("it does not begin with `warpipe-ticket:`; pass on the whole text of a ticket")]
+    NoTicket,
+    /// A ticket of another version of this library.
+    #[error("it is of version {theirs}, this library reads version {ours}; run one version of warpipe on both sides")]
+    Version {
+        /// The ticket's version.
+        theirs: u16,
+        /// Ours.
+        ours: u16,
+    },
+    /// It was cut short or changed on its way.
+    #[error("it was cut short or changed on its way; pass on the whole text")]
+    Damaged,
+    /// It is longer than any may be.
+    #[error("it is longer than {limit} bytes")]
+    Oversized {
+        /// The limit.
+        limit: usize,
+    },
+    /// It was written on another machine, or before this one was started anew.
+    #[error("it was written on another machine, or before the last reboot; memory is shared within one machine")]
+    ForeignHost,
+}
+
+/// What has become of a ticket's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Expiry {
+    /// Its owner has closed it, or has died; nobody holds the name.
+    #[error("its owner {}", if *.died { "has died" } else { "has closed it" })]
+    Gone {
+        /// Whether the owner has left its name behind, as only the dead do.
+        died: bool,
+    },
+    /// Somebody else, or a later run of the owner, holds the name now.
+    #[error("the name is held by a later owner")]
+    Replaced,
+    /// The owner is there and has taken this block back.
+    #[error("its owner has taken the block back")]
+    Returned,
 }
 
 /// What was wrong with a handshake.
@@ -376,6 +646,75 @@ pub enum HandshakeFault {
     Unwatchable(String),
 }
 
+/// What is wrong with a legacy handle.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LegacyFault {
+    /// The text or the bytes are no handle at all, or were changed on their way.
+    #[error("it is garbled ({0}); pass it on as it was exported")]
+    Garbled(&'static str),
+    /// A handle cut short, or with something behind it.
+    #[error("it has {found} bytes where {wanted} are due; pass on all of it")]
+    Length {
+        /// Its length.
+        found: usize,
+        /// What is due.
+        wanted: usize,
+    },
+    /// Another version's handle.
+    #[error("it is of version {theirs}, this is {ours}; run one version of warpipe on both sides")]
+    Version {
+        /// The handle's version.
+        theirs: u16,
+        /// Ours.
+        ours: u16,
+    },
+    /// A range that does not lie in its allocation.
+    #[error(
+        "bytes {offset} to {offset}+{bytes} do not lie in an allocation of {allocation} bytes; export a range that does"
+    )]
+    Range {
+        /// Where the range begins.
+        offset: u64,
+        /// Its length.
+        bytes: u64,
+        /// The allocation's length.
+        allocation: u64,
+    },
+    /// It was exported on another machine, or before this one was started anew.
+    #[error(
+        "it comes from another machine, or from before a reboot; memory is shared within one machine: export it again"
+    )]
+    ForeignHost,
+    /// It names a device of another backend.
+    #[error("it names memory of {owner}, and {device} cannot open that; open it with the device that owns it")]
+    Device {
+        /// The device that owns the memory.
+        owner: String,
+        /// The device that was to open it.
+        device: String,
+    },
+    /// The device or its driver refuses it.
+    #[error("it cannot be opened ({0}); export it again")]
+    Refused(String),
+    /// The exporter lives, but the memory cannot be opened.
+    #[error(
+        "process {pid} lives, but its memory cannot be opened ({reason}): it has freed it, or runs as another user; export it again"
+    )]
+    Stale {
+        /// The exporter.
+        pid: i32,
+        /// What the device said.
+        reason: String,
+    },
+    /// An address that is not open (any more).
+    #[error("nothing is open at {ptr:#x}; close what was opened, once")]
+    NotOpen {
+        /// The address.
+        ptr: u64,
+    },
+}
+
 impl Error {
     /// An operating system error in its context; a full descriptor table gets a variant of its own.
     pub(crate) fn os(call: &'static str, context: impl Into<String>, source: impl Into<io::Error>) -> Self {
@@ -390,6 +729,10 @@ impl Error {
 
     pub(crate) fn argument(argument: &'static str, found: impl ToString, allowed: impl ToString) -> Self {
         Error::Argument { argument, found: found.to_string(), allowed: allowed.to_string() }
+    }
+
+    pub(crate) fn legacy(fault: LegacyFault) -> Self {
+        Error::LegacyHandle { fault }
     }
 
     pub(crate) fn layout(reason: impl Into<String>) -> Self {

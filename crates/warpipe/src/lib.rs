@@ -29,10 +29,21 @@
 //! | --- | --- |
 //! | [`Publisher`], [`Subscriber`] | the channel: loan, send, receive, release; one [`Policy`] for each subscriber |
 //! | [`SampleMut`], [`Announced`], [`Sample`], [`Receipt`] | a tensor on its way: lent, told of, received, given back |
+//! | [`Timeline`] | a named number that only grows, signalled by one process's streams and waited for by others' |
+//! | [`Event`], [`EventHandle`] | interprocess events that tell never recorded and lost from complete |
 //! | [`Layout`], [`DType`] ([`tensor`]) | what a slot holds: element type, shape, strides, offset, in DLPack's terms |
 //! | [`Device`], [`Stream`], [`Kernel`] ([`device`], [`kernel`]) | where memory lies, the order of its work, and what runs there |
+//! | [`LegacyHandle`], [`LegacyMemory`] | a second door, for memory that another allocator made |
+//! | [`Semaphore`], [`Permit`] | so many at once, on streams and on the CPU, between processes |
+//! | [`Memory`], [`Ticket`], [`SharedMemory`], [`Published`] | memory that others open by a descriptor or by a text |
+//! | [`Pool`], [`Buffer`], [`PoolClient`], [`LentBuffer`] | blocks handed out, lent, and back when their last user is done |
+//! | [`Timeline`], [`Event`], [`EventHandle`] | what a stream of one process tells streams of others |
+//! | [`Queue`], [`Worker`], [`Lease`], [`JobHandle`], [`JobResult`] | units of work, each done once whoever dies |
+//! | [`Client`], [`Server`], [`Request`], [`Pending`] | request and response |
 //! | [`Domain`], [`EndpointName`] | the directory in which names live, and who holds them |
+//! | [`Member`], [`Members`] ([`members`]) | who is in a domain, who stands still, who has died; what the dead left is cleared |
 //! | [`backend`] | the seam to a device: one trait, `cuda` and `host`, and wrappers for tests |
+//! | [`nvtx`] | whether a profiler sees the ranges of send and receive |
 //! | [`clock`] | the clock that all processes of one machine share |
 //! | [`Error`], [`HandshakeFault`] | everything that can go wrong, each with the next step |
 //!
@@ -78,6 +89,7 @@ pub mod clock;
 pub mod device;
 mod domain;
 mod error;
+mod event;
 mod fork;
 #[cfg(test)]
 mod hostile;
@@ -85,10 +97,19 @@ mod hostile;
 pub mod interop_cudarc;
 pub mod kernel;
 mod link;
+pub mod members;
 mod memory;
+pub mod nvtx;
+mod origin;
 mod os;
+mod pool;
+mod queue;
+mod rendezvous;
+mod semaphore;
+mod service;
 mod stream;
 pub mod tensor;
+mod timeline;
 
 pub use channel::{
     Announced, Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut, Samples,
@@ -96,13 +117,36 @@ pub use channel::{
 };
 pub use device::Device;
 pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
-pub use error::{Error, HandshakeFault, Holder, Result};
+pub use error::{Error, Expiry, HandshakeFault, Holder, LegacyFault, Result, TicketFault};
+pub use event::{Event, EventHandle, EventHandleFault, Recording};
 pub use kernel::Kernel;
 pub use link::PeerState;
+pub use members::{Change, Member, MemberInfo, Members, MembersBuilder};
+pub use memory::legacy::{LegacyHandle, LegacyMemory};
+pub use memory::{Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket};
+pub use pool::{Buffer, LentBuffer, Pool, PoolBuilder, PoolClient, PoolStats};
+pub use queue::{
+    JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState, SubmitError, Worker, WorkerBuilder,
+};
+pub use rendezvous::Kind;
+pub use semaphore::{Permit, Semaphore};
+pub use service::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
+pub use timeline::Timeline;
 
 /// The examples of the README are tests, too.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
+
+/// So are those of the guide to members.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/guide/members.md")]
+struct GuideToMembers;
+/// So are those of the guide.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/guide/timeline.md")]
+#[doc = include_str!("../../../docs/guide/events.md")]
+#[doc = include_str!("../../../docs/guide/legacy-handles.md")]
+struct Guide;

@@ -9,10 +9,12 @@ use rustix::mm::{MapFlags, ProtFlags};
 use warpipe::backend::{Access, Backend, DeviceId, RawRegion, RawStream, StreamOp, TimelineWord};
 use warpipe::{Device, Error, Stream};
 
-const MIB: u64 = 1 << 20;
+use super::legacy::*;
+
+pub const MIB: u64 = 1 << 20;
 const REGION_BYTES: u64 = 2 * MIB;
 /// Long enough for a machine that is busy with other things; nothing here takes a thousandth of it.
-const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_secs(20);
 
 macro_rules! cases {
     ($($name:ident = $function:ident;)*) => {
@@ -21,6 +23,7 @@ macro_rules! cases {
         pub fn run(name: &str) {
             match name {
                 $(stringify!($function) => $function(),)*
+                "exporter" => exporter(),
                 _ => panic!("no case {name}"),
             }
         }
@@ -50,9 +53,20 @@ cases! {
     PEERS_APART = peers_apart;
     PEERS = peers;
     IDENTITY = identity;
+    LEGACY = legacy;
+    LEGACY_FREED = legacy_freed;
+    LEGACY_RAW = legacy_raw;
+    LEGACY_OWN = legacy_own;
+    LEGACY_KINDS = legacy_kinds;
+    LEGACY_PEERS = legacy_peers;
+    LEGACY_PEERS_APART = legacy_peers_apart;
+    LEGACY_HIDDEN = legacy_hidden;
+    LEGACY_OTHER_DEVICE = legacy_other_device;
+    IPC_EVENTS = ipc_events;
+    IPC_EVENTS_OF_OTHERS = ipc_events_of_others;
 }
 
-fn gpu() -> Device {
+pub fn gpu() -> Device {
     Device::cuda(0).unwrap()
 }
 
@@ -61,7 +75,7 @@ fn export(backend: &Arc<dyn Backend>, region: &RawRegion) -> OwnedFd {
     unsafe { backend.export(region) }.unwrap()
 }
 
-fn release(backend: &Arc<dyn Backend>, region: RawRegion) {
+pub fn release(backend: &Arc<dyn Backend>, region: RawRegion) {
     // SAFETY: every region here is released once, with its streams idle.
     unsafe { backend.release(region) }.unwrap();
 }
@@ -70,7 +84,7 @@ fn import(backend: &Arc<dyn Backend>, fd: BorrowedFd<'_>, bytes: u64) -> Result<
     backend.import(fd, bytes, Access::ReadWrite, backend.info().id)
 }
 
-fn download(device: &Device, stream: &Stream, src: u64, bytes: usize) -> Vec<u8> {
+pub fn download(device: &Device, stream: &Stream, src: u64, bytes: usize) -> Vec<u8> {
     let mut out = vec![0; bytes];
     // SAFETY: the regions read here are as long as what is asked for.
     unsafe { device.backend().download(stream.raw(), &mut out, src) }.unwrap();
@@ -78,7 +92,7 @@ fn download(device: &Device, stream: &Stream, src: u64, bytes: usize) -> Vec<u8>
 }
 
 /// A page of words, registered; lives until the process ends.
-fn words(device: &Device) -> (&'static [TimelineWord], u64) {
+pub fn words(device: &Device) -> (&'static [TimelineWord], u64) {
     let flags = MapFlags::SHARED;
     // SAFETY: a new mapping, placed by the kernel and never unmapped.
     let page =
@@ -113,7 +127,7 @@ fn census() -> [u64; 4] {
 }
 
 /// The double that the backend loaded: the same name gives the same library.
-fn driver_library() -> libloading::Library {
+pub fn driver_library() -> libloading::Library {
     // SAFETY: loaded before, so nothing is initialised again.
     unsafe { libloading::Library::new("libcuda.so.1") }.unwrap()
 }

@@ -2,6 +2,7 @@
 //! and the contexts belong to a process.
 
 mod cases;
+mod legacy;
 mod process;
 
 use process::Double;
@@ -129,6 +130,63 @@ fn memory_of_a_peer_gpu_is_imported() {
 #[test]
 fn a_gpu_keeps_its_identity_whatever_its_ordinal() {
     Double::new().env("CUDA_DOUBLE_DEVICES", "2").env("CUDA_VISIBLE_DEVICES", "1,0").run(cases::IDENTITY);
+}
+
+#[test]
+fn a_legacy_handle_opens_once_stays_with_a_dead_exporter_and_opens_no_more() {
+    Double::new().run(cases::LEGACY);
+}
+
+#[test]
+fn a_legacy_handle_of_freed_memory_is_stale() {
+    Double::new().run(cases::LEGACY_FREED);
+}
+
+#[test]
+fn bytes_that_are_no_handle_a_length_that_lies_and_a_second_close_are_refused() {
+    Double::new().run(cases::LEGACY_RAW);
+}
+
+#[test]
+fn a_legacy_handle_opens_in_the_process_that_made_it() {
+    Double::new().run(cases::LEGACY_OWN);
+}
+
+#[test]
+fn memory_that_no_legacy_handle_can_name_is_refused_by_its_kind() {
+    Double::new().run(cases::LEGACY_KINDS);
+}
+
+#[test]
+fn a_legacy_handle_of_a_peer_gpu_opens() {
+    Double::new().env("CUDA_DOUBLE_DEVICES", "2").run(cases::LEGACY_PEERS);
+}
+
+#[test]
+fn a_legacy_handle_of_a_gpu_out_of_reach_is_refused_by_name() {
+    let double = Double::new().env("CUDA_DOUBLE_DEVICES", "2").env("CUDA_DOUBLE_NO_PEER", "1");
+    double.run(cases::LEGACY_PEERS_APART);
+}
+
+#[test]
+fn a_legacy_handle_of_a_hidden_gpu_says_that_it_is_hidden() {
+    Double::new().env("CUDA_DOUBLE_DEVICES", "2").env("CUDA_VISIBLE_DEVICES", "1").run(cases::LEGACY_HIDDEN);
+}
+
+#[test]
+fn memory_is_exported_by_the_device_that_owns_it() {
+    Double::new().env("CUDA_DOUBLE_DEVICES", "2").run(cases::LEGACY_OTHER_DEVICE);
+}
+
+#[test]
+fn the_interprocess_events_of_a_process_are_limited_by_a_typed_error() {
+    Double::new().run(cases::IPC_EVENTS);
+}
+
+#[test]
+fn a_driver_without_an_interprocess_event_left_says_so_whoever_has_them() {
+    let fail = "cuEventCreate:1:2,cuEventCreate:2:205";
+    Double::new().env("CUDA_DOUBLE_FAIL", fail).run(cases::IPC_EVENTS_OF_OTHERS);
 }
 
 /// Runs one case; started by the tests above in a process with the double in place.

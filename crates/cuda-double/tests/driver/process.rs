@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Names the case to the child.
 pub const CASE: &str = "CUDA_DOUBLE_CASE";
+/// What makes a test program a child.
+pub const CHILD: [&str; 4] = ["--exact", "child", "--ignored", "--nocapture"];
 const LIBRARY: &str = "libcuda.so.1";
 
 /// A folder with the double under the driver's name, and the environment of a child.
@@ -71,7 +73,7 @@ impl Double {
 
     fn start(&self, case: &str) -> Output {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "child", "--ignored", "--nocapture"]);
+        command.args(CHILD);
         command.env_remove("CUDA_VISIBLE_DEVICES").env("LD_LIBRARY_PATH", &self.folder).env(CASE, case);
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.output().unwrap()

@@ -12,6 +12,7 @@ mod fanout_rings;
 mod figure;
 mod handoff;
 mod idle;
+mod legacy;
 mod partner;
 mod pin;
 mod pipeline;
@@ -86,11 +87,13 @@ pub enum What {
     Idle,
     /// Bandwidth through an imported mapping.
     Dma,
+    /// A legacy handle that is open already, opened again.
+    Legacy,
 }
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
 
-const BENCHMARKS: [(What, Benchmark); 9] = [
+const BENCHMARKS: [(What, Benchmark); 10] = [
     (What::Handoff, handoff::run),
     (What::Pipeline, pipeline::run),
     (What::Send, send::run),
@@ -100,6 +103,7 @@ const BENCHMARKS: [(What, Benchmark); 9] = [
     (What::Death, death::run),
     (What::Idle, idle::run),
     (What::Dma, dma::run),
+    (What::Legacy, legacy::run),
 ];
 
 /// What a child process of a benchmark does.
@@ -112,6 +116,7 @@ enum Role {
     Victim(death::Terms),
     Idle(setup::Place),
     Dma(dma::Terms),
+    Legacy(legacy::Terms),
 }
 
 /// Measures, prints and writes. An error is a benchmark that could not be run.
@@ -145,5 +150,6 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::Victim(terms) => death::live(&terms, &control),
         Role::Idle(place) => idle::sleep(&place, &control),
         Role::Dma(terms) => dma::read(&terms, &control),
+        Role::Legacy(terms) => legacy::export(&terms, &control),
     }
 }

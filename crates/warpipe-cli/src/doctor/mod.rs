@@ -22,6 +22,7 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<Exit> {
     report.section("system")?;
     report.add(system::descriptors())?;
     report.add(system::death())?;
+    report.add(system::profiler())?;
     let domain = report.add_with(system::domain())?;
     report.section("host backend")?;
     examine(&mut report, "host", &Device::host(), domain.as_ref())?;

@@ -10,9 +10,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::process::{Resource, getrlimit};
 use warpipe::Domain;
+use warpipe::nvtx::{self, State};
 
 use super::child::{Task, command};
 use super::report::Check;
+use crate::exit::split_next;
 use crate::output;
 use crate::process;
 
@@ -77,6 +79,20 @@ pub fn domain() -> (Check, Option<Domain>) {
             let next = "set WARPIPE_DOMAIN to a directory of your own";
             (Check::from_result("domain directory", Err(error.into()), next), None)
         }
+    }
+}
+
+/// Loads what the environment names for a profiler.
+pub fn profiler() -> Check {
+    let name = "profiler ranges";
+    match nvtx::state() {
+        State::Off => Check::ok(name, "off: neither NVTX_INJECTION64_PATH nor WARPIPE_NVTX=1 asks for them"),
+        State::On { library } => Check::ok(name, format!("send and receive are told to {library}")),
+        State::Failed(error) => {
+            let (what, next) = split_next(&error.to_string());
+            Check::no(name, what, next.unwrap_or_default())
+        }
+        _ => Check::ok(name, "of a kind that this program does not know"),
     }
 }
 

@@ -3,17 +3,18 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use warpipe::{Error, Layout, Publisher, Sample, SampleMut, Stream, Subscriber};
+use warpipe::{Error, Event, EventHandle, Layout, Publisher, Sample, SampleMut, Stream, Subscriber, Timeline};
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::Payload;
-use crate::peer::{Batch, Order, PublisherPlan};
+use crate::peer::{Batch, Order, PublisherPlan, SignalOrder};
 use crate::process::{pid, pidfd, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
     Case::new("a forked child's handles refuse everything, and dropping them harms nothing", handles_refuse),
+    Case::new("a forked child's timelines and events refuse everything, and the parent's go on", signals_refuse),
     Case::new("a killed publisher is seen dead although its forked child lives", death_is_seen_despite_a_child)
         .ends_clients(),
     Case::new("a killed subscriber's slots come back although its forked child lives", slots_despite_a_child)
@@ -23,7 +24,7 @@ pub(super) const CASES: &[Case] = &[
 const WORDS: u64 = 256;
 
 /// Forks, lets the child work, and returns the number that it ends with.
-fn in_a_child(work: impl FnOnce() -> u8) -> Result<u8> {
+pub(super) fn in_a_child(work: impl FnOnce() -> u8) -> Result<u8> {
     // SAFETY: glibc keeps its allocator usable in the child of a process with threads; the child uses it, and
     // handles that only look at the fork's count, and ends by `_exit`.
     match unsafe { libc::fork() } {
@@ -113,6 +114,45 @@ fn first_accepted(
     let _shown = (publisher.subscribers(), publisher.memory_in_use(), subscriber.publisher_state());
     drop((sample, samples, subscriber, publisher));
     refusals.iter().position(|refused| !refused).map_or(0, |index| index as u8 + 1)
+}
+
+fn signals_refuse(context: &Context) -> Result<()> {
+    let (domain, device, stream) = (&context.domain, &context.device, context.stream()?);
+    let mut peer = context.peer()?;
+    peer.signals(SignalOrder::CreateTimeline("theirs".into()))?;
+    let text = peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
+    let mut timelines =
+        vec![Timeline::create(domain, "ours", device)?, Timeline::open_timeout(domain, "theirs", device, PATIENCE)?];
+    let mut events = vec![Event::create(domain, device)?, Event::open(&text.parse::<EventHandle>()?, device)?];
+    let code = in_a_child(|| {
+        let (timelines, events) = (std::mem::take(&mut timelines), std::mem::take(&mut events));
+        let is_forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked));
+        let of_timeline = |timeline: &Timeline| {
+            is_forked(timeline.signal(&stream, 1))
+                && is_forked(timeline.signal_now(1))
+                && is_forked(timeline.wait(&stream, 1))
+                && is_forked(timeline.check(1).map(drop))
+                && is_forked(timeline.wait_host(1, PATIENCE))
+        };
+        let of_event = |event: &Event| {
+            is_forked(event.record(&stream).map(drop))
+                && is_forked(event.wait(&stream).map(drop))
+                && is_forked(event.query().map(drop))
+                && is_forked(event.handle().map(drop))
+        };
+        let all = timelines.iter().all(of_timeline) && events.iter().all(of_event);
+        drop((timelines, events));
+        u8::from(!all)
+    })?;
+    ensure!(code == 0, "a forked child was not refused ({code})");
+    timelines[0].signal(&stream, 1)?;
+    peer.signals(SignalOrder::SignalNow(1))?;
+    peer.signals(SignalOrder::Record)?;
+    timelines.iter().try_for_each(|timeline| timeline.wait_host(1, PATIENCE))?;
+    events[0].record(&stream)?;
+    events.iter().try_for_each(|event| event.synchronize(PATIENCE))?;
+    stream.synchronize(PATIENCE)?;
+    peer.dismiss()
 }
 
 /// Kills, and sees that the child which was forked before still lives. It is killed at the end.

@@ -4,15 +4,22 @@ mod backend;
 mod channel;
 mod consumers;
 mod death;
+mod event;
 mod fault;
 mod fork;
 mod layout;
+mod legacy;
+mod members;
 mod memory;
 mod model;
 mod names;
 mod policy;
+mod queue;
+mod semaphore;
+mod service;
 mod stall;
 mod storm;
+mod timeline;
 
 use std::time::Duration;
 
@@ -80,14 +87,21 @@ pub fn all() -> Vec<Case> {
         channel::CASES,
         consumers::CASES,
         memory::CASES,
+        legacy::CASES,
         policy::CASES,
+        semaphore::CASES,
         names::CASES,
+        members::CASES,
         death::CASES,
         stall::CASES,
         fork::CASES,
         fault::CASES,
         model::CASES,
+        queue::CASES,
+        service::CASES,
         storm::CASES,
+        timeline::CASES,
+        event::CASES,
     ]
     .concat()
 }

@@ -5,13 +5,17 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Publisher, Sample, SampleMut, Stream, Subscriber};
+use warpipe::{Error, LegacyMemory, Member, Publisher, Sample, SampleMut, Stream, Subscriber};
 
+use super::labour::Labour;
 use super::order::{Answer, Batch, Fault, Item, Order};
+use super::semaphore::Contender;
+use super::signals::Signals;
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
 use crate::guard::Guard;
 use crate::payload::{Check, Payload, Tally};
+use crate::plain::{self, Plain};
 use crate::words::Words;
 
 /// Carries out the orders on standard input.
@@ -29,7 +33,7 @@ pub fn act(settings: Settings, folder: &Path, ordinal: u32) -> Result<()> {
 }
 
 /// Writes a line in one piece. A case that is gone reads nothing any more; its peer is about to be killed.
-fn say(line: &str) {
+pub(super) fn say(line: &str) {
     let _ = std::io::stdout().lock().write_all(format!("{line}\n").as_bytes());
 }
 
@@ -37,9 +41,15 @@ fn say(line: &str) {
 struct Actor {
     held: Vec<(Sample, Option<Check>, Item)>,
     loans: Vec<SampleMut>,
+    opened: Vec<LegacyMemory>,
+    plain: Vec<Plain>,
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,
+    labour: Labour,
     sockets: Vec<std::os::fd::OwnedFd>,
+    semaphore: Contender,
+    members: Vec<Member>,
+    signals: Option<Signals>,
     streams: Option<Streams>,
     guard: Option<Guard>,
     context: Context,
@@ -56,9 +66,15 @@ impl Actor {
         Ok(Actor {
             held: Vec::new(),
             loans: Vec::new(),
+            opened: Vec::new(),
+            plain: Vec::new(),
             subscribers: Vec::new(),
             publisher: None,
+            labour: Labour::default(),
             sockets: Vec::new(),
+            semaphore: Contender::default(),
+            members: Vec::new(),
+            signals: None,
             streams: None,
             guard: None,
             context,
@@ -96,7 +112,32 @@ impl Actor {
             }
             Order::ConnectOnly(name) => self.connect_only(&name)?,
             Order::PlayWords { path, rounds } => self.play_words(&path, rounds)?,
+            Order::ExportLegacy { words, seed } => {
+                let plain = Plain::new(&self.context.device, words, seed)?;
+                let handle = plain.export()?;
+                self.plain.push(plain);
+                return Ok(Answer::Text(handle.to_string()));
+            }
+            Order::FreeLegacy => drop(self.plain.pop().context("memory to free")?),
+            Order::OpenLegacy { handle, seed } => {
+                let memory = handle.open(&self.context.device)?;
+                plain::check(&memory, seed, &mut self.streams()?.tally)?;
+                self.opened.push(memory);
+            }
+            Order::CloseLegacy => self.opened.pop().context("memory to close")?.close(PATIENCE)?,
+            Order::OpenEvent(handle) => plain::open_event(&self.context.device, &handle)?,
+            Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
+            Order::Join { name, role } => self.members.push(Member::join(&self.context.domain, &name, &role)?),
+            Order::Leave => self.members.clear(),
+            Order::Signals(order) => {
+                let signals = match &mut self.signals {
+                    Some(signals) => signals,
+                    none => none.insert(Signals::new(&self.context)?),
+                };
+                return signals.carry_out(&self.context, order);
+            }
             Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
+            Order::Task(task) => return self.labour.carry_out(task, &self.context),
             Order::Guard => {
                 self.context.warm_up()?;
                 self.guard = Some(self.context.guard());
@@ -235,9 +276,15 @@ impl Actor {
     fn settle(&mut self) -> Result<()> {
         self.held.clear();
         self.loans.clear();
+        self.opened.clear();
+        self.plain.clear();
         self.subscribers.clear();
         self.publisher = None;
+        self.labour.end()?;
         self.sockets.clear();
+        self.semaphore = Contender::default();
+        self.members.clear();
+        self.signals.take().map_or(Ok(()), Signals::end)?;
         if let Some(streams) = self.streams.take() {
             streams.sending.synchronize(PATIENCE)?;
             streams.receiving.synchronize(PATIENCE)?;

@@ -4,11 +4,16 @@
 //! error joins the case's own words. Every wait for it has a limit, and it is killed when its handle is dropped.
 
 mod actor;
+mod labour;
 mod order;
+mod semaphore;
+mod signals;
 
 pub use actor::act;
 pub(crate) use actor::{describe_layout, digest};
-pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, SubscriberPlan, kind_of};
+pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, Reply, SubscriberPlan, Task, kind_of};
+pub use semaphore::{Board, SemaphoreOrder};
+pub use signals::SignalOrder;
 
 use std::io::Write as _;
 use std::os::fd::AsFd;
@@ -198,6 +203,25 @@ impl Peer {
         }
     }
 
+    /// Lets it work at a queue or a service.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn task(&mut self, task: Task) -> Result<Answer> {
+        self.ask(&Order::Task(task))
+    }
+
+    /// Lets it lease one job, or accept one request, and hold it. Returns its number and the attempt.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn lease(&mut self, task: Task) -> Result<(u64, u32)> {
+        match self.task(task)? {
+            Answer::Leased { job, attempt } => Ok((job, attempt)),
+            other => bail!("{other:?} instead of a lease"),
+        }
+    }
+
     /// An order that is answered with a word.
     ///
     /// # Errors
@@ -206,6 +230,25 @@ impl Peer {
         match self.ask(order)? {
             Answer::Text(text) => Ok(text),
             other => bail!("{other:?} instead of a word"),
+        }
+    }
+
+    /// An order about timelines or events that must succeed.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn signals(&mut self, order: SignalOrder) -> Result<Answer> {
+        self.ask(&Order::Signals(order))
+    }
+
+    /// One that must fail, with this kind of fault.
+    ///
+    /// # Errors
+    /// It succeeds, or fails otherwise.
+    pub fn refuses(&mut self, order: SignalOrder, kind: &str) -> Result<Fault> {
+        match self.try_ask(&Order::Signals(order.clone()))? {
+            Err(fault) if fault.kind == kind => Ok(fault),
+            other => bail!("{order:?} gave {other:?} where {kind} is due"),
         }
     }
 

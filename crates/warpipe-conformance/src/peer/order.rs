@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use warpipe::{Policy, PublisherBuilder, SubscriberBuilder};
+use warpipe::{LegacyHandle, Policy, PublisherBuilder, SubscriberBuilder};
+
+use super::semaphore::SemaphoreOrder;
 
 /// How a peer shall publish. The defaults are the builder's.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -115,6 +117,69 @@ impl Batch {
     }
 }
 
+/// What a peer is told to do at a queue or a service. The result of every job is the checksum of its input's words.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum Task {
+    /// Attach to a queue as a worker.
+    Attach(String),
+    /// Lease one job and hold it. Answers [`Answer::Leased`].
+    Lease,
+    /// Serve a service.
+    Serve(String),
+    /// Accept one request and hold it. Answers [`Answer::Leased`].
+    Accept,
+    /// Answer what has been held longest.
+    Answer(Reply),
+    /// Wait until everything enqueued is done.
+    Synchronize,
+    /// Lease and complete until the queue ends. Writes a line `leased JOB ATTEMPT` for each; answers with how many.
+    Work {
+        /// How long each one's kernel takes.
+        slow_us: u64,
+    },
+    /// Accept and reply until none has come for a while. Answers with how many.
+    ServeOn {
+        /// How long each one's kernel takes.
+        slow_us: u64,
+        /// How long none comes in the end.
+        idle_ms: u64,
+    },
+    /// Take no more jobs and requests.
+    Leave,
+    /// Own a queue and submit jobs to it. Answers when they are submitted.
+    Submit {
+        /// The queue's name.
+        queue: String,
+        /// The jobs.
+        batch: Batch,
+    },
+    /// Be a client, make calls one after the other, and check the replies. Answers with how many were right.
+    Call {
+        /// The service's name.
+        service: String,
+        /// The requests.
+        batch: Batch,
+    },
+}
+
+/// How a lease is answered.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum Reply {
+    /// With the result, by a kernel that takes so many microseconds.
+    Complete {
+        /// How long.
+        slow_us: u64,
+    },
+    /// As failed.
+    Fail(String),
+    /// As returned.
+    GiveBack,
+    /// As rejected.
+    Reject(String),
+    /// Not at all: it is dropped.
+    Drop,
+}
+
 /// What a peer is told.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Order {
@@ -179,8 +244,43 @@ pub enum Order {
         /// How many turns.
         rounds: u64,
     },
+    /// Allocate memory as another allocator does, with words of this pattern. Answers with a handle's text.
+    ExportLegacy {
+        /// How many words.
+        words: u64,
+        /// Their pattern.
+        seed: u64,
+    },
+    /// Free what was allocated last.
+    FreeLegacy,
+    /// Open memory by a handle, check its words, and keep it open.
+    OpenLegacy {
+        /// The handle.
+        handle: LegacyHandle,
+        /// What its words must be.
+        seed: u64,
+    },
+    /// Close what was opened last, with an error if that fails.
+    CloseLegacy,
+    /// Open another process's event by its 64 bytes, and destroy it.
+    OpenEvent(Vec<u8>),
+    /// Something with a semaphore.
+    Semaphore(SemaphoreOrder),
+    /// Join the domain.
+    Join {
+        /// As what.
+        name: String,
+        /// See [`warpipe::Member::join`].
+        role: String,
+    },
+    /// Leave it, as every member that this peer is.
+    Leave,
+    /// Something about timelines and events.
+    Signals(super::SignalOrder),
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
+    /// Work at a queue or a service, or submit to one.
+    Task(Task),
     /// Warm up and count what is there.
     Guard,
     /// Drop everything, and see that it counts as before.
@@ -198,6 +298,13 @@ pub enum Answer {
     Text(String),
     /// Samples.
     Items(Vec<Item>),
+    /// A job was leased.
+    Leased {
+        /// Its number.
+        job: u64,
+        /// Which attempt.
+        attempt: u32,
+    },
     /// It failed.
     Fault(Fault),
 }

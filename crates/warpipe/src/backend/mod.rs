@@ -11,17 +11,20 @@
 //! * `Signal` makes all work enqueued before it on its stream visible to every device and process that
 //!   sees the word's new value (`cuStreamWriteValue64` with its default barrier). `Wait` lets the stream
 //!   go on once the word is at or above the value (`CU_STREAM_WAIT_VALUE_GEQ`).
-//! * Nothing here blocks without a timeout, except that `allocate`, `import`, `register` and the
-//!   creation of a device take as long as the driver does.
+//! * Nothing here blocks without a timeout, except that `allocate`, `import`, `register`, `open_legacy` and the
+//!   creation of a device take as long as the driver does, and that `free_plain` and `close_legacy` may wait for the
+//!   device's work besides: they are the reaper's, or the user's own.
 //!
 //! [`testing`] wraps any backend to delay, fail or count its calls.
 
+pub(crate) mod pointer;
 mod word;
 
 pub mod cuda;
 pub mod host;
 pub mod testing;
 
+pub use pointer::{IPC_EVENTS_MAX, IpcBytes, PointerInfo, PointerKind};
 pub use word::TimelineWord;
 
 use std::ffi::c_void;
@@ -206,6 +209,12 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Both ranges stay mapped until the copy is done and do not overlap.
     unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()>;
 
+    /// `cuMemsetD8Async` with zeros: enqueues the clearing of device memory.
+    ///
+    /// # Safety
+    /// `dst` is writable for `bytes` bytes until it is done; nothing enqueued elsewhere touches it.
+    unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()>;
+
     /// `cuMemcpyHtoDAsync` from any host memory; `src` may be reused as soon as this returns.
     ///
     /// # Safety
@@ -267,6 +276,51 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// # Safety
     /// `event` is live.
     unsafe fn query_event(&self, event: RawEvent) -> Result<bool>;
+
+    /// `cuEventCreate` (`CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING`): an event that other processes may open.
+    /// [`Error::EventLimit`](crate::Error::EventLimit) when the process has [`IPC_EVENTS_MAX`] of them.
+    fn create_ipc_event(&self) -> Result<RawEvent>;
+
+    /// `cuIpcGetEventHandle`: the bytes by which another process of the same user opens the event.
+    ///
+    /// # Safety
+    /// `event` came from `create_ipc_event` of this backend and is live.
+    unsafe fn export_event(&self, event: RawEvent) -> Result<IpcBytes>;
+
+    /// `cuIpcOpenEventHandle`: another process's event, to be destroyed like one's own. The bytes are not trusted. On
+    /// the host backend it is an event of this process alone, which nobody has recorded: the order of two processes'
+    /// work is a timeline word's business.
+    fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent>;
+
+    /// `cuMemAlloc`: memory as another allocator makes it. No descriptor names it; a legacy handle can.
+    fn allocate_plain(&self, bytes: u64) -> Result<DevicePtr>;
+
+    /// `cuMemFree`, which may wait for all work of the device.
+    ///
+    /// # Safety
+    /// `ptr` came from `allocate_plain` of this backend, is freed once, and no enqueued work uses it.
+    unsafe fn free_plain(&self, ptr: DevicePtr) -> Result<()>;
+
+    /// `cuPointerGetAttribute` + `cuMemGetAddressRange`: the allocation in which an address lies, whatever it is.
+    fn locate(&self, ptr: DevicePtr) -> Result<PointerInfo>;
+
+    /// `cuIpcGetMemHandle`: the bytes by which another process of the same user opens the allocation that begins at
+    /// `base`.
+    ///
+    /// # Safety
+    /// `base` is the base of a live allocation of [`PointerKind::Device`], as [`locate`](Backend::locate) says.
+    unsafe fn export_legacy(&self, base: DevicePtr) -> Result<IpcBytes>;
+
+    /// `cuIpcOpenMemHandle` (`CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`): maps another process's allocation of `bytes`
+    /// bytes, owned by device `owner`, and returns its base. Counted: opened twice, it has to be closed twice. The
+    /// bytes are not trusted: what cannot be opened is [`Error::LegacyHandle`](crate::Error::LegacyHandle).
+    fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<DevicePtr>;
+
+    /// `cuIpcCloseMemHandle`. [`Error::LegacyHandle`](crate::Error::LegacyHandle) for what is not open (any more).
+    ///
+    /// # Safety
+    /// No enqueued work uses the memory, unless it was opened once more.
+    unsafe fn close_legacy(&self, base: DevicePtr) -> Result<()>;
 
     /// Blocks the CPU until `word` is at or above `value`; false when `timeout` ran out first.
     fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool>;

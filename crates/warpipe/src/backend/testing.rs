@@ -8,7 +8,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::{Access, Backend, DeviceId, DeviceInfo, DevicePtr, RawEvent, RawRegion, RawStream, StreamOp, TimelineWord};
+use super::{
+    Access, Backend, DeviceId, DeviceInfo, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion, RawStream, StreamOp,
+    TimelineWord,
+};
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
 
@@ -190,6 +193,12 @@ impl<H: Hook> Backend for Wrapped<H> {
         unsafe { self.inner.copy(stream, dst, src, bytes) }
     }
 
+    unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
+        self.hook.before("zero")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.zero(stream, dst, bytes) }
+    }
+
     unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
         self.hook.before("upload")?;
         // SAFETY: the caller's promise, passed on.
@@ -252,6 +261,55 @@ impl<H: Hook> Backend for Wrapped<H> {
         self.hook.before("query_event")?;
         // SAFETY: the caller's promise, passed on.
         unsafe { self.inner.query_event(event) }
+    }
+
+    fn create_ipc_event(&self) -> Result<RawEvent> {
+        self.hook.before("create_ipc_event")?;
+        self.inner.create_ipc_event()
+    }
+
+    unsafe fn export_event(&self, event: RawEvent) -> Result<IpcBytes> {
+        self.hook.before("export_event")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.export_event(event) }
+    }
+
+    fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
+        self.hook.before("open_event")?;
+        self.inner.open_event(handle)
+    }
+
+    fn allocate_plain(&self, bytes: u64) -> Result<DevicePtr> {
+        self.hook.before("allocate_plain")?;
+        self.inner.allocate_plain(bytes)
+    }
+
+    unsafe fn free_plain(&self, ptr: DevicePtr) -> Result<()> {
+        self.hook.before("free_plain")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.free_plain(ptr) }
+    }
+
+    fn locate(&self, ptr: DevicePtr) -> Result<PointerInfo> {
+        self.hook.before("locate")?;
+        self.inner.locate(ptr)
+    }
+
+    unsafe fn export_legacy(&self, base: DevicePtr) -> Result<IpcBytes> {
+        self.hook.before("export_legacy")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.export_legacy(base) }
+    }
+
+    fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<DevicePtr> {
+        self.hook.before("open_legacy")?;
+        self.inner.open_legacy(handle, bytes, owner)
+    }
+
+    unsafe fn close_legacy(&self, base: DevicePtr) -> Result<()> {
+        self.hook.before("close_legacy")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.close_legacy(base) }
     }
 
     fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {

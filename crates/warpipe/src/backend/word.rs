@@ -49,6 +49,15 @@ impl TimelineWord {
         }
     }
 
+    /// Stores `value` with the CPU if the word is exactly at `from`, so that of several who store what a dead process
+    /// owes none takes the word back behind what has come since.
+    pub(crate) fn advance(&self, from: u64, value: u64) {
+        let is_done = self.value.compare_exchange(from, value, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        if is_done && self.parked.load(Ordering::SeqCst) != 0 {
+            self.wake();
+        }
+    }
+
     #[cold]
     fn wake(&self) {
         let _ = futex::wake(self.low_half(), futex::Flags::empty(), u32::MAX >> 1);

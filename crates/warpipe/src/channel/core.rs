@@ -1,6 +1,10 @@
 //! What all handles of one publisher share: its state, how a sample goes out, and what the watcher does for it.
 
+mod direct;
 mod reception;
+
+pub(super) use direct::Recipients;
+pub(crate) use direct::{Member, Observer, Parcel};
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;
@@ -28,6 +32,7 @@ use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
 use crate::memory::board::Board;
+use crate::nvtx;
 use crate::stream::{Backoff, Stream};
 use crate::tensor::Layout;
 
@@ -91,6 +96,8 @@ pub(super) struct State {
     closed: bool,
     ops: Vec<StreamOp>,
     places: Vec<(usize, u64)>,
+    /// What those who have gone had been given and not taken: their number, the position. Only with an observer.
+    untaken: Vec<(u64, u64)>,
 }
 
 /// A sample that was announced and is not complete yet.
@@ -138,7 +145,8 @@ impl Core {
         let watcher = Watcher::of_process()?;
         let board = Board::new(&device, SLOTS_MAX)?;
         let bell = Bell::new()?;
-        let history_stream = if options.history > 0 { Some(device.stream()?) } else { None };
+        let forwards = options.history > 0 || options.observer.is_some();
+        let history_stream = if forwards { Some(device.stream()?) } else { None };
         let streams = Streams::default();
         history_stream.iter().for_each(|stream| streams.note(stream));
         let core = Arc::new_cyclic(|me: &Weak<Core>| Core {
@@ -156,6 +164,7 @@ impl Core {
                 closed: false,
                 ops: Vec::new(),
                 places: Vec::new(),
+                untaken: Vec::new(),
             }),
             streams: Arc::new(streams),
             greetings: Mutex::default(),
@@ -250,24 +259,40 @@ impl Core {
         metadata: &Metadata,
         stream: &Stream,
     ) -> Result<u64, Unsent> {
-        let mut state = self.make_room().map_err(Unsent::Untold)?;
+        let _range = nvtx::range(nvtx::SEND);
+        let mut state = self.make_room(Recipients::All).map_err(Unsent::Untold)?;
+        let sequence = self.deliver(&mut state, slot, layout, metadata, stream, Recipients::All)?;
+        state.arena.let_go(slot);
+        Ok(sequence)
+    }
+
+    /// Tells the recipients of what lies in `slot`, and enqueues on `stream` what completes it. The caller's hold on the
+    /// slot stays, unless subscribers had been told when it failed.
+    fn deliver(
+        &self,
+        state: &mut State,
+        slot: SlotId,
+        layout: &Layout,
+        metadata: &Metadata,
+        stream: &Stream,
+        to: Recipients,
+    ) -> Result<u64, Unsent> {
         self.note(stream);
-        self.prepare(&mut state, slot);
+        self.prepare(state, slot, to);
         // SAFETY: the words lie in link segments and the board, which are let go only when this stream, noted above,
         // is proven to be past them (`close`, `drop_outlet`).
         let enqueue = |state: &State| unsafe { stream.batch(&state.ops) };
         // It is `ready` that orders the devices, so the entries may be out before the driver is asked: a subscriber on
         // another core enqueues its wait and its kernels meanwhile.
-        let early = self.signals_first(&state).then(|| enqueue(&state));
-        let sequence = self.tell(&mut state, slot, layout, metadata);
-        let enqueued = early.unwrap_or_else(|| enqueue(&state));
+        let early = self.signals_first(state).then(|| enqueue(state));
+        let sequence = self.tell(state, slot, layout, metadata);
+        let enqueued = early.unwrap_or_else(|| enqueue(state));
         // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
         state.wake_sleepers();
         if let Err(error) = enqueued {
-            self.abort(&mut state, slot, &[]);
+            self.abort(state, slot, &[]);
             return Err(Unsent::Told(error));
         }
-        state.arena.let_go(slot);
         Ok(sequence)
     }
 
@@ -283,8 +308,9 @@ impl Core {
 
     /// Tells every subscriber of what will lie in `slot`, before the work that fills it is enqueued.
     pub(super) fn announce(&self, slot: SlotId, layout: &Layout, metadata: &Metadata) -> Result<Pending, Unsent> {
-        let mut state = self.make_room().map_err(Unsent::Untold)?;
-        self.prepare(&mut state, slot);
+        let _range = nvtx::range(nvtx::SEND);
+        let mut state = self.make_room(Recipients::All).map_err(Unsent::Untold)?;
+        self.prepare(&mut state, slot, Recipients::All);
         let sequence = self.tell(&mut state, slot, layout, metadata);
         state.wake_sleepers();
         let words =
@@ -294,6 +320,7 @@ impl Core {
 
     /// Completes what was announced, behind the work enqueued on `stream`.
     pub(super) fn complete(&self, slot: SlotId, pending: &Pending, stream: &Stream) -> Result<()> {
+        let _range = nvtx::range(nvtx::COMPLETE);
         self.home.check()?;
         self.note(stream);
         // SAFETY: as in `send`; `pending` holds the segments of links that have ended, until this stream is noted.
@@ -309,13 +336,13 @@ impl Core {
 
     /// Finds the places of one sample, and leaves the signals that complete it in `state.ops`. To be followed by
     /// [`tell`](Self::tell), whatever comes of the signals: a word that is reached must not meet another sample.
-    fn prepare(&self, state: &mut State, slot: SlotId) {
-        state.place_all();
+    fn prepare(&self, state: &mut State, slot: SlotId, to: Recipients) {
+        state.place(to);
         let State { outlets, places, ops, .. } = &mut *state;
         ops.clear();
         ops.extend(places.iter().map(|&(index, position)| outlets[index].ready_op(position)));
         // Without a reader's word that says when the slot is done, its own word on the board does.
-        if self.options.history > 0 || state.places.is_empty() {
+        if self.history_stream.is_some() || state.places.is_empty() {
             let value = state.next_fence();
             state.arena.fence(slot, value);
             state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
@@ -360,8 +387,8 @@ impl Core {
         arena.let_go(slot);
     }
 
-    /// Waits until every subscriber that may not miss a sample has room for one.
-    fn make_room(&self) -> Result<MutexGuard<'_, State>> {
+    /// Waits until every recipient that may not miss a sample has room for one.
+    fn make_room(&self, to: Recipients) -> Result<MutexGuard<'_, State>> {
         self.home.check()?;
         let mut clock = Stopwatch::default();
         let mut backoff = Backoff::spinning(LOOKS);
@@ -371,7 +398,8 @@ impl Core {
                 return Err(Error::PublisherGone { name: self.name.clone(), pid: own_pid(), graceful: true });
             }
             self.reclaim(&mut state, false);
-            let Some(full) = state.first_full() else { return Ok(state) };
+            to.check(&self.name, &mut state)?;
+            let Some(full) = state.first_full(to) else { return Ok(state) };
             let subscriber = format!("process {}", full.peer.pid);
             let Policy::Block { timeout } = full.policy else {
                 return Err(Error::Full { name: self.name.clone(), subscriber, depth: self.options.depth });
@@ -381,7 +409,7 @@ impl Core {
                 let what = format!("room at subscriber {subscriber} of {:?}", self.name);
                 return Err(Error::Timeout { what, waited: timeout });
             }
-            state = self.wait_for_release(state, left, &mut backoff, Outlet::must_be_awaited);
+            state = self.wait_for_release(state, left, &mut backoff, |outlet| to.await_it(outlet));
         }
     }
 
@@ -491,7 +519,7 @@ impl Core {
             outlet.watches.clear();
         }
         drop(state);
-        self.bell.ring();
+        self.ring();
         // Never here, even if all is quiet: to unregister memory, a driver may wait for a stream that waits for a peer.
         let (core, mut proof) = (self.clone(), None);
         self.watcher.retire(move || {
@@ -513,18 +541,19 @@ impl State {
         self.fences
     }
 
-    /// Finds a place at every live subscriber; who has none misses this sample.
-    fn place_all(&mut self) {
+    /// Finds a place at every live recipient; who has none misses this sample.
+    fn place(&mut self, to: Recipients) {
         let State { arena, outlets, places, .. } = self;
         places.clear();
-        for (index, outlet) in outlets.iter_mut().enumerate().filter(|(_, outlet)| outlet.is_live()) {
+        let is_meant = |outlet: &Outlet| outlet.is_live() && to.include(outlet);
+        for (index, outlet) in outlets.iter_mut().enumerate().filter(|(_, outlet)| is_meant(outlet)) {
             places.extend(outlet.place(|slot| arena.let_go(slot)).map(|position| (index, position)));
         }
     }
 
-    /// The first subscriber that must not miss a sample and has no room for one.
-    fn first_full(&self) -> Option<&Outlet> {
-        self.outlets.iter().find(|outlet| outlet.must_be_awaited())
+    /// The first recipient that must not miss a sample and has no room for one.
+    fn first_full(&self, to: Recipients) -> Option<&Outlet> {
+        self.outlets.iter().find(|outlet| to.await_it(outlet))
     }
 
     /// Tells every subscriber of a new region. Who does not read its socket loses its link.

@@ -136,6 +136,7 @@ impl Inlet {
         device: &Device,
         bell: &Arc<Bell>,
         timeout: Duration,
+        generation: [u8; 16],
     ) -> Result<Arc<Inlet>> {
         let watcher = Watcher::of_process()?;
         let socket = PrivateFd::new(domain.connect(name, timeout)?);
@@ -145,7 +146,6 @@ impl Inlet {
             return Err(Error::AccessDenied { name: name.to_string(), detail });
         }
         let greeter = Greeter { socket: &socket, name: name.as_str(), start: Instant::now(), timeout };
-        let generation = crate::link::watcher::new_generation();
         greeter.say(&Message::Hello { generation, device: device.info().id })?;
         let welcome = greeter.welcome(device)?;
         match greeter.settle(device, &welcome) {
@@ -281,6 +281,22 @@ impl Inlet {
         // to be past it (see `Drop`).
         unsafe { stream.batch(&[wait])? };
         Ok(true)
+    }
+
+    /// Takes note that the sample at `position` is out of the ring and not admitted to any stream: should its sender
+    /// die first, [`completion`](Self::completion) says so.
+    pub(super) fn keep(&self, position: u64) {
+        let index = self.segment().index(position) as usize;
+        self.held[index].store(position, SeqCst);
+        // As in `admit`: one of the two sees the other.
+        if self.dead.load(SeqCst) && !self.segment().entry(position).ready.reached(position) {
+            self.lost[index].store(position, SeqCst);
+        }
+    }
+
+    /// Whether the publisher is proven dead, and what waited for it has been let go.
+    pub(super) fn is_dead(&self) -> bool {
+        self.dead.load(SeqCst)
     }
 
     fn note(&self, stream: &Stream) {

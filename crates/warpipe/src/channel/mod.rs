@@ -6,16 +6,19 @@
 //! slot back behind the stream's work. Nothing is copied, and no CPU waits for a device.
 
 mod core;
+mod direct;
 mod inlet;
 mod outlet;
 mod publisher;
 mod sample;
 mod subscriber;
 
+pub(crate) use direct::{Member, Observer, Parcel};
 pub use publisher::{
     Announced, Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SlotHold, SubscriberInfo,
 };
 pub use sample::{Discontinuity, Receipt, Sample};
+pub(crate) use subscriber::Arrival;
 pub use subscriber::{Samples, Subscriber, SubscriberBuilder};
 
 use std::time::Duration;

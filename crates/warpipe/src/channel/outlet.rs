@@ -55,6 +55,10 @@ pub(super) struct Outlet {
     /// Releases seen completed; the subscriber counts those it has enqueued.
     releases_seen: u64,
     dropped: u64,
+    /// What it said in its greeting that it is.
+    pub(super) generation: [u8; 16],
+    /// The positions that were taken back when it left.
+    pub(super) untaken: Vec<u64>,
     /// The subscriber is to be woken.
     sleeps: bool,
     socket: PrivateFd,
@@ -114,6 +118,8 @@ impl Parts {
             in_flight: VecDeque::new(),
             releases_seen: 0,
             dropped: 0,
+            generation: [0; 16],
+            untaken: Vec::new(),
             sleeps: false,
             wake: Arc::new(self.wake),
             socket: self.socket,
@@ -150,7 +156,7 @@ impl Outlet {
             let _ = message::send(self.socket(), &Message::Bye(farewell), &[]);
         }
         self.phase = Phase::Leaving;
-        self.ring.revoke_all();
+        self.untaken.extend(self.ring.revoke_all());
     }
 
     /// The word that says that this subscriber's sample at `position` is ready.

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::core::{Core, Pending, Unsent};
+use super::core::{Core, Observer, Pending, Unsent};
 use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
@@ -74,6 +74,8 @@ pub struct PublisherBuilder {
     pub(super) evict_after: Option<Duration>,
     pub(super) subscribers_max: u32,
     pub(super) handshake_timeout: Duration,
+    /// Told who comes and goes; what is sent is kept so that it can be forwarded.
+    pub(super) observer: Option<Arc<Observer>>,
 }
 
 impl PublisherBuilder {
@@ -93,6 +95,7 @@ impl PublisherBuilder {
             evict_after: None,
             subscribers_max: 256,
             handshake_timeout: super::HANDSHAKE_TIMEOUT,
+            observer: None,
         }
     }
 
@@ -161,6 +164,12 @@ impl PublisherBuilder {
     /// How long a subscriber may take to attach before its connection is closed: 5 s by default.
     pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
         self.handshake_timeout = timeout;
+        self
+    }
+
+    /// For a face that chooses who gets what: `observer` is told who comes and goes.
+    pub(crate) fn observed_by(mut self, observer: &Arc<Observer>) -> Self {
+        self.observer = Some(observer.clone());
         self
     }
 
@@ -259,7 +268,7 @@ pub struct SubscriberInfo {
 /// ```
 #[derive(Debug)]
 pub struct Publisher {
-    core: Arc<Core>,
+    pub(super) core: Arc<Core>,
 }
 
 impl Publisher {
@@ -378,12 +387,12 @@ impl Drop for Publisher {
 /// it on their stream instead.
 #[must_use = "a loan that is not sent goes back"]
 pub struct SampleMut {
-    core: Arc<Core>,
+    pub(super) core: Arc<Core>,
     /// `None` once it is sent or discarded.
-    slot: Option<SlotId>,
+    pub(super) slot: Option<SlotId>,
     address: DevicePtr,
-    layout: Layout,
-    metadata: Metadata,
+    pub(super) layout: Layout,
+    pub(super) metadata: Metadata,
 }
 
 impl SampleMut {
@@ -467,7 +476,7 @@ impl SampleMut {
         }
     }
 
-    fn unsent(mut self, slot: SlotId, unsent: Unsent) -> SendError {
+    pub(super) fn unsent(mut self, slot: SlotId, unsent: Unsent) -> SendError {
         match unsent {
             Unsent::Untold(error) => {
                 self.slot = Some(slot);

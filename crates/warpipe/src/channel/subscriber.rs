@@ -1,6 +1,7 @@
 //! The subscriber as users hold it.
 
 use std::mem::MaybeUninit;
+mod arrival;
 mod builder;
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -10,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
+pub(crate) use arrival::Arrival;
 pub use builder::SubscriberBuilder;
 
 use super::inlet::{Inlet, Standing};
@@ -25,6 +27,7 @@ use crate::link::message::{timespec, wait_readable};
 use crate::link::ring::ReceiverRing;
 use crate::link::wake::Bell;
 use crate::memory::region::Region;
+use crate::nvtx;
 use crate::stream::Stream;
 
 /// How long a sample's region may take to arrive behind the sample itself.
@@ -118,6 +121,7 @@ impl Subscriber {
             timeout: Duration::from_secs(10),
             spin: Duration::from_micros(20),
             handshake_timeout: super::HANDSHAKE_TIMEOUT,
+            generation: None,
         }
     }
 
@@ -170,7 +174,9 @@ impl Subscriber {
     }
 
     fn attach(&mut self) -> Result<()> {
-        let inlet = Inlet::connect(&self.domain, &self.name, &self.device, &self.bell, self.options.handshake_timeout)?;
+        let generation = self.options.generation.unwrap_or_else(crate::link::watcher::new_generation);
+        let timeout = self.options.handshake_timeout;
+        let inlet = Inlet::connect(&self.domain, &self.name, &self.device, &self.bell, timeout, generation)?;
         listen_to(&self.readable, inlet.wake.as_fd(), WAKE)?;
         let ring = ReceiverRing::new(inlet.segment().clone());
         let regions = inlet.regions().clone();
@@ -215,6 +221,7 @@ impl Subscriber {
     /// # Errors
     /// As [`receive`](Self::receive).
     pub fn receive_timeout(&mut self, stream: &Stream, timeout: Duration) -> Result<Sample> {
+        let _range = nvtx::range(nvtx::RECEIVE);
         if let Some(sample) = self.poll(stream)? {
             return Ok(sample);
         }
@@ -244,6 +251,7 @@ impl Subscriber {
     /// # Errors
     /// As [`receive`](Self::receive), without the timeout.
     pub fn try_receive(&mut self, stream: &Stream) -> Result<Option<Sample>> {
+        let _range = nvtx::range(nvtx::RECEIVE);
         if let Some(sample) = self.poll(stream)? {
             return Ok(Some(sample));
         }

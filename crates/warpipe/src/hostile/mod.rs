@@ -4,6 +4,8 @@
 
 mod files;
 mod fuzz;
+mod keeper;
+mod legacy;
 mod limits;
 mod names;
 mod publisher_handshake;

@@ -18,11 +18,12 @@ use serde::{Deserialize, Serialize};
 use super::segment::VERSION;
 use crate::backend::{Access, DeviceId};
 use crate::error::{Error, HandshakeFault, Result};
+use crate::rendezvous::Kind;
 
 /// The longest packet, frame included.
 pub(crate) const PACKET_BYTES_MAX: usize = 1024;
 
-/// The most descriptors that are looked at in one packet; no message carries more than two.
+/// The most descriptors that are looked at in one packet; no message carries more than four.
 const DESCRIPTORS_MAX: usize = 8;
 
 /// The longest text in a message.
@@ -44,8 +45,20 @@ pub(crate) enum Message {
     Attached,
     /// Either: I close. The publisher's last word, or the subscriber's wish for no more samples.
     Bye(Farewell),
-    /// Publisher, instead of `Welcome`.
+    /// Publisher, instead of `Welcome`. Keeper, instead of `Granted`, or before it ends a visit.
     Refused { denied: bool, text: String },
+    /// Visitor, first: what I come for.
+    Visit { generation: [u8; 16], device: Option<DeviceId>, kind: Kind, body: Vec<u8> },
+    /// Keeper: come in. Descriptors: as many as it says.
+    Granted { generation: [u8; 16], body: Vec<u8>, fds: u8 },
+    /// Keeper, instead of `Granted`: what is here is something else.
+    OtherKind { found: Kind },
+    /// Visitor: a question.
+    Ask { serial: u64, body: Vec<u8> },
+    /// Keeper: its answer. Descriptors: as many as it says.
+    Answer { serial: u64, body: Vec<u8>, fds: u8 },
+    /// Keeper: no answer.
+    Declined { serial: u64, text: String },
 }
 
 /// Why an end closes.
@@ -68,6 +81,12 @@ impl Message {
             Message::Attached => "Attached",
             Message::Bye(_) => "Bye",
             Message::Refused { .. } => "Refused",
+            Message::Visit { .. } => "Visit",
+            Message::Granted { .. } => "Granted",
+            Message::OtherKind { .. } => "OtherKind",
+            Message::Ask { .. } => "Ask",
+            Message::Answer { .. } => "Answer",
+            Message::Declined { .. } => "Declined",
         }
     }
 
@@ -76,6 +95,7 @@ impl Message {
         match self {
             Message::Welcome { .. } => 2,
             Message::Region { .. } => 1,
+            Message::Granted { fds, .. } | Message::Answer { fds, .. } => usize::from(*fds),
             _ => 0,
         }
     }

@@ -9,8 +9,10 @@ use std::ptr;
 use std::sync::atomic::AtomicPtr;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use crate::backend::RawEvent;
+use crate::error::{Error, Result};
 use crate::stream::Stream;
 
 /// More streams than this are looked through for such as nobody can use any more.
@@ -50,6 +52,13 @@ impl Streams {
             list.push(stream.clone());
         }
         self.last.store(stream.identity().cast_mut(), Release);
+    }
+
+    /// Makes `stream` wait, on the device, for everything that the others have been given so far.
+    pub(crate) fn join(&self, stream: &Stream) -> Result<()> {
+        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let busy = |other: &&Stream| !other.is_same(stream) && !other.is_idle().unwrap_or(false);
+        list.iter().filter(busy).try_for_each(|other| Mark::behind(other).hold(stream))
     }
 
     /// Records an event behind everything that the streams have been given so far.
@@ -99,6 +108,16 @@ impl Mark {
         Mark { stream: stream.clone(), event }
     }
 
+    /// Lets `stream` go on only behind the mark.
+    fn hold(&self, stream: &Stream) -> Result<()> {
+        let Some(event) = self.event else {
+            let what = "an event behind a stream's work".to_string();
+            return Err(Error::Timeout { what, waited: Duration::ZERO });
+        };
+        // SAFETY: both handles are live. The event may be destroyed while it is waited for: the driver keeps it.
+        unsafe { stream.backend().wait_event(stream.raw(), event) }
+    }
+
     fn is_passed(&self) -> bool {
         match self.event {
             // SAFETY: the event is live until drop.
@@ -140,6 +159,21 @@ mod tests {
         drop(go);
         busy.synchronize(Duration::from_secs(5)).unwrap();
         assert!(proof.is_passed());
+    }
+
+    #[test]
+    fn a_stream_that_joins_the_others_is_behind_their_work() {
+        let device = Device::host();
+        let (busy, joining) = (device.stream().unwrap(), device.stream().unwrap());
+        let (go, wait) = mpsc::channel::<()>();
+        let streams = Streams::default();
+        streams.note(&busy);
+        busy.call(move || assert!(wait.recv().is_err())).unwrap();
+        streams.join(&joining).unwrap();
+        assert!(joining.synchronize(Duration::from_millis(20)).is_err(), "it waits");
+        drop(go);
+        joining.synchronize(Duration::from_secs(5)).unwrap();
+        assert!(busy.is_idle().unwrap());
     }
 
     #[test]

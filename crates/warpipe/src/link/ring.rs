@@ -163,11 +163,9 @@ impl SenderRing {
         sent.revoked
     }
 
-    /// Takes back everything that the receiver has not taken.
-    pub(crate) fn revoke_all(&mut self) {
-        for position in self.lap() {
-            let _taken_back = self.revoke(position);
-        }
+    /// Takes back everything that the receiver has not taken. Returns the positions.
+    pub(crate) fn revoke_all(&mut self) -> Vec<u64> {
+        self.lap().filter(|&position| self.revoke(position)).collect()
     }
 }
 

@@ -71,11 +71,14 @@ struct Tables {
     watches: HashMap<u64, Entry>,
     ticked: Vec<Weak<dyn Watched>>,
     retired: Vec<Retired>,
+    /// Those that have waited for long, and may: looked at with every tick.
+    patient: Vec<Retired>,
 }
 
 struct Retired {
     is_quiet: Box<dyn FnMut() -> bool + Send>,
     since: Instant,
+    is_patient: bool,
 }
 
 /// What the attendant does, in order.
@@ -198,7 +201,16 @@ impl Watcher {
     /// may still touch is let go only when this process has its own proof that it will not (see
     /// [`proof`](super::proof)).
     pub(crate) fn retire(&self, is_quiet: impl FnMut() -> bool + Send + 'static) {
-        self.lock().retired.push(Retired { is_quiet: Box::new(is_quiet), since: Instant::now() });
+        self.retire_as(Box::new(is_quiet), false);
+    }
+
+    /// The same without an end: for what others wait for, and who may have to wait for a kernel of minutes.
+    pub(crate) fn retire_patiently(&self, is_quiet: impl FnMut() -> bool + Send + 'static) {
+        self.retire_as(Box::new(is_quiet), true);
+    }
+
+    fn retire_as(&self, is_quiet: Box<dyn FnMut() -> bool + Send>, is_patient: bool) {
+        self.lock().retired.push(Retired { is_quiet, since: Instant::now(), is_patient });
         self.bell.ring();
     }
 
@@ -231,7 +243,8 @@ impl Watcher {
         if !tables.retired.is_empty() {
             return Some(RETIRE_TICK.saturating_sub(last_reap.elapsed()));
         }
-        (!tables.ticked.is_empty()).then(|| TICK.saturating_sub(last_tick.elapsed()))
+        let ticks = !(tables.ticked.is_empty() && tables.patient.is_empty());
+        ticks.then(|| TICK.saturating_sub(last_tick.elapsed()))
     }
 
     fn dispatch(self: &Arc<Self>, id: u64) {
@@ -301,6 +314,9 @@ impl Watcher {
             let retired = &mut waiting[index];
             if survive(|| (retired.is_quiet)()).unwrap_or(false) {
                 self.bury(Box::new(waiting.swap_remove(index)));
+            } else if retired.since.elapsed() > RETIRE_MAX && retired.is_patient {
+                let patient = waiting.swap_remove(index);
+                self.lock().patient.push(patient);
             } else if retired.since.elapsed() > RETIRE_MAX {
                 // Unmapping under a device that may yet write is worse than keeping the memory.
                 std::mem::forget(waiting.swap_remove(index));
@@ -317,6 +333,8 @@ impl Watcher {
     fn tick_all(self: &Arc<Self>) {
         let targets = {
             let mut tables = self.lock();
+            let patient = std::mem::take(&mut tables.patient);
+            tables.retired.extend(patient);
             tables.ticked.retain(|target| target.strong_count() > 0);
             tables.ticked.clone()
         };

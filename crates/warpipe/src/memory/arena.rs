@@ -209,6 +209,11 @@ impl Arena {
         self.changes
     }
 
+    /// Bytes that nobody holds and that wait for a fence.
+    pub(crate) fn waiting_bytes(&self) -> u64 {
+        self.waiting.iter().map(|&id| self.slots[id as usize].bytes).sum()
+    }
+
     /// Whether no slot waits for a fence.
     pub(crate) fn is_quiet(&self) -> bool {
         self.waiting.is_empty()

@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 use super::broadcast::Broadcast;
 use super::fault;
 use super::kernels::Kernels;
+use super::legacy::{EVENTS, Ledger};
 use super::memory::allocation;
 use super::sys::{self, CUcontext, CUdevice, CUresult, Driver};
 use crate::backend::{
-    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawRegion, RawStream, StreamOp,
-    TimelineWord,
+    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
+    RawStream, StreamOp, TimelineWord,
 };
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
@@ -29,8 +30,9 @@ pub struct CudaBackend {
     pub(super) granularity: u64,
     pub(super) kernels: Kernels,
     pub(super) broadcast: Broadcast,
-    /// Bytes of regions given out and not yet released.
+    /// Bytes of regions and plain memory given out and not yet released.
     pub(super) held: AtomicU64,
+    pub(super) ledger: Ledger,
 }
 
 /// The devices opened so far, by ordinal: one context, one set of modules, for the life of the process.
@@ -135,8 +137,8 @@ impl CudaBackend {
         let _current = enter(driver, context)?;
         let granularity = driver.allocation_granularity(&allocation(device))?.max(1);
         let broadcast = Broadcast::load(driver)?;
-        let (kernels, held) = (Kernels::default(), AtomicU64::new(0));
-        Ok(CudaBackend { driver, device, context, info, granularity, kernels, broadcast, held })
+        let (kernels, held, ledger) = (Kernels::default(), AtomicU64::new(0), Ledger::default());
+        Ok(CudaBackend { driver, device, context, info, granularity, kernels, broadcast, held, ledger })
     }
 
     /// Makes the device's context current on this thread until the result is dropped.
@@ -260,6 +262,13 @@ impl Backend for CudaBackend {
         Ok(unsafe { self.driver.copy_async(dst, src, bytes, stream.0) }?)
     }
 
+    unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
+        let _current = self.enter()?;
+        let bytes = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.zero_async(dst, bytes, stream.0) }?)
+    }
+
     unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.upload_bytes(stream.0, dst, src) }
@@ -297,6 +306,7 @@ impl Backend for CudaBackend {
 
     unsafe fn destroy_event(&self, event: RawEvent) -> Result<()> {
         let _current = self.enter()?;
+        EVENTS.forget(event.0);
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.event_destroy(event.0) }?)
     }
@@ -317,6 +327,46 @@ impl Backend for CudaBackend {
         let _current = self.enter()?;
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.event_query(event.0) }?)
+    }
+
+    fn create_ipc_event(&self) -> Result<RawEvent> {
+        Ok(RawEvent(self.create_interprocess_event()?))
+    }
+
+    unsafe fn export_event(&self, event: RawEvent) -> Result<IpcBytes> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.ipc_export_event(event.0) }?)
+    }
+
+    fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
+        self.open_interprocess_event(handle)
+    }
+
+    fn allocate_plain(&self, bytes: u64) -> Result<DevicePtr> {
+        self.allocate_legacy(bytes)
+    }
+
+    unsafe fn free_plain(&self, ptr: DevicePtr) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.free_legacy(ptr) }
+    }
+
+    fn locate(&self, ptr: DevicePtr) -> Result<PointerInfo> {
+        self.locate_pointer(ptr)
+    }
+
+    unsafe fn export_legacy(&self, base: DevicePtr) -> Result<IpcBytes> {
+        self.export_legacy_handle(base)
+    }
+
+    fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<DevicePtr> {
+        self.open_legacy_handle(handle, bytes, owner)
+    }
+
+    unsafe fn close_legacy(&self, base: DevicePtr) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.close_legacy_handle(base) }
     }
 
     fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {

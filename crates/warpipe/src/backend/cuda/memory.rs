@@ -105,7 +105,7 @@ impl CudaBackend {
     }
 
     /// [`Error::DeviceMemory`] if that is what the fault says, else the fault's own error.
-    fn no_room(&self, fault: Fault, bytes: u64) -> Error {
+    pub(super) fn no_room(&self, fault: Fault, bytes: u64) -> Error {
         if !fault.is(&[CUresult::OUT_OF_MEMORY]) {
             return fault.into();
         }
@@ -158,7 +158,7 @@ impl CudaBackend {
     }
 
     /// If the owner is visible here, the driver knows in advance whether its memory can be reached.
-    fn check_peer(&self, owner: DeviceId) -> Result<()> {
+    pub(super) fn check_peer(&self, owner: DeviceId) -> Result<()> {
         if owner == self.info.id {
             return Ok(());
         }
@@ -171,7 +171,7 @@ impl CudaBackend {
         Ok(())
     }
 
-    fn peer_error(&self, owner: DeviceId, reason: String) -> Error {
+    pub(super) fn peer_error(&self, owner: DeviceId, reason: String) -> Error {
         Error::PeerAccess { reader: format!("{} ({})", self.info.name, self.info.id), owner: owner.to_string(), reason }
     }
 

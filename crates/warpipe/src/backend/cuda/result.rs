@@ -245,17 +245,131 @@ impl Driver {
         Ok(address)
     }
 
-    /// Whether the driver knows `pointer` as page-locked host memory.
-    pub fn is_registered_host(&self, pointer: *const u8) -> Answer<bool> {
-        let mut kind: c_uint = 0;
-        let data = ptr::from_mut(&mut kind).cast::<c_void>();
-        // SAFETY: this attribute is an unsigned int; the address is only looked up.
-        let known = unsafe { call!(self, cuPointerGetAttribute(data, POINTER_ATTRIBUTE_MEMORY_TYPE, pointer as u64)) };
-        match known {
-            Ok(()) => Ok(kind == MEMORYTYPE_HOST),
-            Err(fault) if fault.is(&[CUresult::INVALID_VALUE]) => Ok(false),
+    /// One attribute of a pointer; `None` where the driver knows the pointer, or the attribute, not.
+    ///
+    /// # Safety
+    /// The attribute is of type `T`.
+    unsafe fn pointer_attribute<T>(&self, attribute: c_uint, pointer: CUdeviceptr, zero: T) -> Answer<Option<T>> {
+        let mut value = zero;
+        let data = ptr::from_mut(&mut value).cast::<c_void>();
+        // SAFETY: the driver stores a value of the attribute's type (the caller's promise) in a live local; the
+        // address is only looked up.
+        match unsafe { call!(self, cuPointerGetAttribute(data, attribute, pointer)) } {
+            Ok(()) => Ok(Some(value)),
+            Err(fault) if fault.is(&[CUresult::INVALID_VALUE]) => Ok(None),
             Err(fault) => Err(fault),
         }
+    }
+
+    /// `CU_MEMORYTYPE_...`; `None` for a pointer that the driver does not know.
+    pub fn pointer_memory_type(&self, pointer: CUdeviceptr) -> Answer<Option<c_uint>> {
+        // SAFETY: this attribute is an unsigned int.
+        unsafe { self.pointer_attribute(POINTER_ATTRIBUTE_MEMORY_TYPE, pointer, 0) }
+    }
+
+    pub fn pointer_is_managed(&self, pointer: CUdeviceptr) -> Answer<bool> {
+        // SAFETY: this attribute is an unsigned int, or on some systems a bool, which fits in it.
+        let managed = unsafe { self.pointer_attribute::<c_uint>(POINTER_ATTRIBUTE_IS_MANAGED, pointer, 0) }?;
+        Ok(managed.is_some_and(|managed| managed != 0))
+    }
+
+    /// Whether the memory came from a pool. Drivers older than the attribute say no.
+    pub fn pointer_is_pooled(&self, pointer: CUdeviceptr) -> Answer<bool> {
+        // SAFETY: this attribute is a pointer-sized handle.
+        let pool = unsafe { self.pointer_attribute::<usize>(POINTER_ATTRIBUTE_MEMPOOL_HANDLE, pointer, 0) }?;
+        Ok(pool.is_some_and(|pool| pool != 0))
+    }
+
+    /// Whether a legacy handle can name the memory; `None` where the driver is older than the attribute.
+    pub fn pointer_is_legacy_capable(&self, pointer: CUdeviceptr) -> Answer<Option<bool>> {
+        // SAFETY: this attribute is a bool or an unsigned int; both fit.
+        let capable =
+            unsafe { self.pointer_attribute::<c_uint>(POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, pointer, 0) }?;
+        Ok(capable.map(|capable| capable != 0))
+    }
+
+    pub fn pointer_ordinal(&self, pointer: CUdeviceptr) -> Answer<Option<c_int>> {
+        // SAFETY: this attribute is an int.
+        unsafe { self.pointer_attribute(POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer, 0) }
+    }
+
+    /// A number that no other allocation of the process's life has; 0 where the driver has none.
+    pub fn pointer_buffer(&self, pointer: CUdeviceptr) -> Answer<u64> {
+        // SAFETY: this attribute is an unsigned long long.
+        Ok(unsafe { self.pointer_attribute(POINTER_ATTRIBUTE_BUFFER_ID, pointer, 0) }?.unwrap_or(0))
+    }
+
+    /// Whether the driver knows `pointer` as page-locked host memory.
+    pub fn is_registered_host(&self, pointer: *const u8) -> Answer<bool> {
+        Ok(self.pointer_memory_type(pointer as u64)? == Some(MEMORYTYPE_HOST))
+    }
+
+    /// Base and length of the allocation in which `pointer` lies.
+    pub fn address_range(&self, pointer: CUdeviceptr) -> Answer<(CUdeviceptr, u64)> {
+        let (mut base, mut bytes) = (0, 0);
+        // SAFETY: the out pointers are live locals; the address is only looked up.
+        unsafe { call!(self, cuMemGetAddressRange_v2(&mut base, &mut bytes, pointer)) }?;
+        Ok((base, bytes as u64))
+    }
+
+    pub fn memory_alloc(&self, bytes: usize) -> Answer<CUdeviceptr> {
+        let mut address = 0;
+        // SAFETY: the out pointer is a live local.
+        unsafe { call!(self, cuMemAlloc_v2(&mut address, bytes)) }?;
+        Ok(address)
+    }
+
+    /// # Safety
+    /// The memory came from `memory_alloc`, is freed once, and no enqueued work uses it.
+    pub unsafe fn memory_free(&self, address: CUdeviceptr) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuMemFree_v2(address)) }
+    }
+
+    pub fn ipc_export_memory(&self, base: CUdeviceptr) -> Answer<[u8; 64]> {
+        let mut handle = CUipcHandle { reserved: [0; 64] };
+        // SAFETY: the out pointer is a live local; an address that cannot be exported is a failure.
+        unsafe { call!(self, cuIpcGetMemHandle(&mut handle, base)) }?;
+        Ok(handle.reserved)
+    }
+
+    /// Works on any bytes: what is no handle is a failure.
+    pub fn ipc_open_memory(&self, handle: &[u8; 64]) -> Answer<CUdeviceptr> {
+        let (mut address, handle) = (0, CUipcHandle { reserved: *handle });
+        // SAFETY: the out pointer is a live local; the driver checks the bytes.
+        unsafe { call!(self, cuIpcOpenMemHandle_v2(&mut address, handle, IPC_MEM_LAZY_ENABLE_PEER_ACCESS)) }?;
+        Ok(address)
+    }
+
+    /// # Safety
+    /// No enqueued work uses the memory, unless it was opened once more.
+    pub unsafe fn ipc_close_memory(&self, address: CUdeviceptr) -> Answer {
+        // SAFETY: the caller's promise; what is not open is a failure.
+        unsafe { call!(self, cuIpcCloseMemHandle(address)) }
+    }
+
+    pub fn ipc_event_create(&self) -> Answer<CUevent> {
+        let mut event = ptr::null_mut();
+        // SAFETY: the out pointer is a live local.
+        unsafe { call!(self, cuEventCreate(&mut event, EVENT_INTERPROCESS | EVENT_DISABLE_TIMING)) }?;
+        Ok(event)
+    }
+
+    /// # Safety
+    /// The event is live and was created for other processes.
+    pub unsafe fn ipc_export_event(&self, event: CUevent) -> Answer<[u8; 64]> {
+        let mut handle = CUipcHandle { reserved: [0; 64] };
+        // SAFETY: the out pointer is a live local; the event is the caller's promise.
+        unsafe { call!(self, cuIpcGetEventHandle(&mut handle, event)) }?;
+        Ok(handle.reserved)
+    }
+
+    /// Works on any bytes: what is no handle is a failure.
+    pub fn ipc_open_event(&self, handle: &[u8; 64]) -> Answer<CUevent> {
+        let (mut event, handle) = (ptr::null_mut(), CUipcHandle { reserved: *handle });
+        // SAFETY: the out pointer is a live local; the driver checks the bytes.
+        unsafe { call!(self, cuIpcOpenEventHandle(&mut event, handle)) }?;
+        Ok(event)
     }
 
     /// # Safety
@@ -263,6 +377,13 @@ impl Driver {
     pub unsafe fn copy_async(&self, dst: CUdeviceptr, src: CUdeviceptr, bytes: usize, stream: CUstream) -> Answer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuMemcpyAsync(dst, src, bytes, stream)) }
+    }
+
+    /// # Safety
+    /// `dst` is writable for the bytes until it is done; the stream is live.
+    pub unsafe fn zero_async(&self, dst: CUdeviceptr, bytes: usize, stream: CUstream) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuMemsetD8Async(dst, 0, bytes, stream)) }
     }
 
     /// # Safety

@@ -5,7 +5,7 @@
 
 #![allow(non_snake_case)]
 
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::OnceLock;
 
 use libloading::Library;
@@ -25,7 +25,9 @@ impl CUresult {
     pub const NO_DEVICE: CUresult = CUresult(100);
     pub const INVALID_DEVICE: CUresult = CUresult(101);
     pub const INVALID_CONTEXT: CUresult = CUresult(201);
+    pub const MAP_FAILED: CUresult = CUresult(205);
     pub const NO_BINARY_FOR_GPU: CUresult = CUresult(209);
+    pub const PEER_ACCESS_UNSUPPORTED: CUresult = CUresult(217);
     pub const INVALID_PTX: CUresult = CUresult(218);
     pub const UNSUPPORTED_PTX_VERSION: CUresult = CUresult(222);
     pub const OPERATING_SYSTEM: CUresult = CUresult(304);
@@ -75,6 +77,15 @@ lasting_handle!(CUcontext, CUmodule, CUfunction);
 pub(super) struct CUuuid {
     pub bytes: [u8; 16],
 }
+
+/// `CUipcMemHandle` and `CUipcEventHandle`, which are passed by value.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CUipcHandle {
+    pub reserved: [u8; 64],
+}
+
+pub(super) const IPC_MEM_LAZY_ENABLE_PEER_ACCESS: c_uint = 1;
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -131,9 +142,15 @@ pub(super) const STREAM_WRITE_VALUE_DEFAULT: c_uint = 0;
 
 pub(super) const STREAM_NON_BLOCKING: c_uint = 1;
 pub(super) const EVENT_DISABLE_TIMING: c_uint = 2;
+pub(super) const EVENT_INTERPROCESS: c_uint = 4;
 pub(super) const MEMHOSTREGISTER_PORTABLE: c_uint = 1;
 pub(super) const MEMHOSTREGISTER_DEVICEMAP: c_uint = 2;
 pub(super) const POINTER_ATTRIBUTE_MEMORY_TYPE: c_uint = 2;
+pub(super) const POINTER_ATTRIBUTE_BUFFER_ID: c_uint = 7;
+pub(super) const POINTER_ATTRIBUTE_IS_MANAGED: c_uint = 8;
+pub(super) const POINTER_ATTRIBUTE_DEVICE_ORDINAL: c_uint = 9;
+pub(super) const POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: c_uint = 10;
+pub(super) const POINTER_ATTRIBUTE_MEMPOOL_HANDLE: c_uint = 17;
 pub(super) const MEMORYTYPE_HOST: c_uint = 1;
 pub(super) const FUNC_ATTRIBUTE_NUM_REGS: c_uint = 4;
 pub(super) const JIT_ERROR_LOG_BUFFER: c_uint = 5;
@@ -222,7 +239,16 @@ functions! {
     fn cuMemHostUnregister(pointer: *mut c_void);
     fn cuMemHostGetDevicePointer_v2(address: *mut CUdeviceptr, pointer: *mut c_void, flags: c_uint);
     fn cuPointerGetAttribute(data: *mut c_void, attribute: c_uint, pointer: CUdeviceptr);
+    fn cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
+    fn cuMemFree_v2(address: CUdeviceptr);
+    fn cuMemGetAddressRange_v2(base: *mut CUdeviceptr, bytes: *mut usize, address: CUdeviceptr);
+    fn cuIpcGetMemHandle(handle: *mut CUipcHandle, address: CUdeviceptr);
+    fn cuIpcOpenMemHandle_v2(address: *mut CUdeviceptr, handle: CUipcHandle, flags: c_uint);
+    fn cuIpcCloseMemHandle(address: CUdeviceptr);
+    fn cuIpcGetEventHandle(handle: *mut CUipcHandle, event: CUevent);
+    fn cuIpcOpenEventHandle(event: *mut CUevent, handle: CUipcHandle);
     fn cuMemcpyAsync(destination: CUdeviceptr, source: CUdeviceptr, bytes: usize, stream: CUstream);
+    fn cuMemsetD8Async(destination: CUdeviceptr, value: c_uchar, count: usize, stream: CUstream);
     fn cuMemcpyHtoDAsync_v2(destination: CUdeviceptr, source: *const c_void, bytes: usize, stream: CUstream);
     fn cuMemcpyDtoHAsync_v2(destination: *mut c_void, source: CUdeviceptr, bytes: usize, stream: CUstream);
     fn cuStreamCreate(stream: *mut CUstream, flags: c_uint);

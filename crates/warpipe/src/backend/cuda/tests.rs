@@ -85,7 +85,16 @@ fn every_function_takes_what_the_driver_takes() {
         cuMemHostUnregister(_);
         cuMemHostGetDevicePointer_v2(_, _, _);
         cuPointerGetAttribute(_, _, _);
+        cuMemAlloc_v2(_, _);
+        cuMemFree_v2(_);
+        cuMemGetAddressRange_v2(_, _, _);
+        cuIpcGetMemHandle(_, _);
+        cuIpcOpenMemHandle_v2(_, _, _);
+        cuIpcCloseMemHandle(_);
+        cuIpcGetEventHandle(_, _);
+        cuIpcOpenEventHandle(_, _);
         cuMemcpyAsync(_, _, _, _);
+        cuMemsetD8Async(_, _, _, _);
         cuMemcpyHtoDAsync_v2(_, _, _, _);
         cuMemcpyDtoHAsync_v2(_, _, _, _);
         cuStreamCreate(_, _);
@@ -123,6 +132,8 @@ macro_rules! same_layout {
 #[test]
 fn every_structure_has_the_drivers_layout() {
     same_layout!(ours::CUuuid, theirs::CUuuid, bytes = bytes);
+    same_layout!(ours::CUipcHandle, theirs::CUipcMemHandle, reserved = reserved);
+    same_layout!(ours::CUipcHandle, theirs::CUipcEventHandle, reserved = reserved);
     same_layout!(ours::CUmemLocation, theirs::CUmemLocation, kind = type_, id = id);
     same_layout!(ours::CUmemAccessDesc, theirs::CUmemAccessDesc, location = location, flags = flags);
     same_layout!(
@@ -190,6 +201,22 @@ fn constants_have_the_drivers_values() {
         (ours::MEMHOSTREGISTER_PORTABLE, theirs::CU_MEMHOSTREGISTER_PORTABLE),
         (ours::MEMHOSTREGISTER_DEVICEMAP, theirs::CU_MEMHOSTREGISTER_DEVICEMAP),
         (ours::POINTER_ATTRIBUTE_MEMORY_TYPE, theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE as u32),
+        (ours::POINTER_ATTRIBUTE_BUFFER_ID, theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID as u32),
+        (ours::POINTER_ATTRIBUTE_IS_MANAGED, theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED as u32),
+        (
+            ours::POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+            theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL as u32,
+        ),
+        (
+            ours::POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+            theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE as u32,
+        ),
+        (
+            ours::POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
+            theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE as u32,
+        ),
+        (ours::EVENT_INTERPROCESS, theirs::CUevent_flags::CU_EVENT_INTERPROCESS as u32),
+        (ours::IPC_MEM_LAZY_ENABLE_PEER_ACCESS, theirs::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32),
         (ours::MEMORYTYPE_HOST, theirs::CUmemorytype::CU_MEMORYTYPE_HOST as u32),
         (ours::FUNC_ATTRIBUTE_NUM_REGS, theirs::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS as u32),
         (ours::JIT_ERROR_LOG_BUFFER, theirs::CUjit_option::CU_JIT_ERROR_LOG_BUFFER as u32),

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 const IMPORTED: u64 = u64::MAX;
 
 /// The seals that make a size final: without them a peer could shrink the file and turn our loads into SIGBUS.
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+pub(super) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 pub(super) fn is_import(region: &RawRegion) -> bool {
     region.handle == IMPORTED
@@ -84,7 +84,7 @@ pub(super) unsafe fn release(region: RawRegion) -> Result<()> {
     Ok(())
 }
 
-fn map(fd: &impl std::os::fd::AsFd, bytes: u64, protection: ProtFlags) -> Result<u64> {
+pub(super) fn map(fd: &impl std::os::fd::AsFd, bytes: u64, protection: ProtFlags) -> Result<u64> {
     let context = || format!("a region of {bytes} bytes (descriptor {})", fd.as_fd().as_raw_fd());
     let length = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "less than the address space"))?;
     // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing; its length is sealed.

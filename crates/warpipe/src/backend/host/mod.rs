@@ -6,6 +6,7 @@
 
 mod memory;
 pub(crate) use memory::check_sealed_memfd;
+mod plain;
 mod stream;
 
 use std::ffi::c_void;
@@ -14,12 +15,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use self::plain::Plain;
 use self::stream::{HostEvent, HostStream, Op};
 use super::{
-    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawRegion, RawStream, StreamOp,
-    TimelineWord,
+    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
+    RawStream, StreamOp, TimelineWord,
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, LegacyFault, Result};
 use crate::kernel::{Kernel, Launch};
 
 /// The backend of [`Device::host`](crate::Device::host).
@@ -28,6 +30,7 @@ pub struct HostBackend {
     info: DeviceInfo,
     allocated: AtomicU64,
     imported: AtomicU64,
+    plain: Plain,
 }
 
 impl HostBackend {
@@ -45,6 +48,7 @@ impl HostBackend {
             info: DeviceInfo { id, ordinal: 0, name: "host".into(), memory_bytes },
             allocated: AtomicU64::new(0),
             imported: AtomicU64::new(0),
+            plain: Plain::default(),
         }
     }
 
@@ -151,6 +155,11 @@ impl Backend for HostBackend {
         unsafe { stream(raw)? }.push(Op::Copy { dst, src, bytes })
     }
 
+    unsafe fn zero(&self, raw: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
+        // SAFETY: the caller promises a live stream.
+        unsafe { stream(raw)? }.push(Op::Zero { dst, bytes })
+    }
+
     unsafe fn upload(&self, raw: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
         // SAFETY: the caller promises a live stream, and that `dst` is writable for `src.len()` bytes.
         unsafe { stream(raw)?.upload(dst, src) }
@@ -191,7 +200,10 @@ impl Backend for HostBackend {
 
     unsafe fn destroy_event(&self, raw: RawEvent) -> Result<()> {
         // SAFETY: the caller gives up a live handle, which is a pointer from `Arc::into_raw`.
-        drop(unsafe { Arc::from_raw(raw.0.cast::<HostEvent>().cast_const()) });
+        let event = unsafe { Arc::from_raw(raw.0.cast::<HostEvent>().cast_const()) };
+        if event.is_interprocess {
+            self.plain.forget_event();
+        }
         Ok(())
     }
 
@@ -213,6 +225,65 @@ impl Backend for HostBackend {
         // SAFETY: the caller promises a live handle.
         let event = unsafe { event(raw) };
         Ok(event.is_done(event.last_turn()))
+    }
+
+    fn create_ipc_event(&self) -> Result<RawEvent> {
+        self.plain.count_event()?;
+        Ok(RawEvent(Arc::into_raw(Arc::new(HostEvent::interprocess())).cast_mut().cast::<c_void>()))
+    }
+
+    unsafe fn export_event(&self, raw: RawEvent) -> Result<IpcBytes> {
+        // SAFETY: the caller promises a live handle.
+        if !unsafe { event(raw) }.is_interprocess {
+            return Err(Error::argument("event", "an event of this process alone", "one of create_ipc_event"));
+        }
+        plain::export_event(raw.0.addr() as u64)
+    }
+
+    fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
+        plain::check_event(handle)?;
+        self.create_event()
+    }
+
+    fn allocate_plain(&self, bytes: u64) -> Result<DevicePtr> {
+        self.reserve(bytes)?;
+        self.plain.allocate(bytes).inspect_err(|_| {
+            self.allocated.fetch_sub(bytes, Ordering::Relaxed);
+        })
+    }
+
+    unsafe fn free_plain(&self, ptr: DevicePtr) -> Result<()> {
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { self.plain.free(ptr) }?;
+        self.allocated.fetch_sub(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn locate(&self, ptr: DevicePtr) -> Result<PointerInfo> {
+        self.plain.locate(ptr, self.info.id)
+    }
+
+    unsafe fn export_legacy(&self, base: DevicePtr) -> Result<IpcBytes> {
+        self.plain.export(base)
+    }
+
+    fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<DevicePtr> {
+        if owner != self.info.id {
+            let (owner, device) = (owner.to_string(), self.info.id.to_string());
+            return Err(Error::legacy(LegacyFault::Device { owner, device }));
+        }
+        let (base, is_new) = self.plain.open(handle, bytes)?;
+        if is_new {
+            self.imported.fetch_add(bytes, Ordering::Relaxed);
+        }
+        Ok(base)
+    }
+
+    unsafe fn close_legacy(&self, base: DevicePtr) -> Result<()> {
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { self.plain.close(base) }?;
+        self.imported.fetch_sub(bytes, Ordering::Relaxed);
+        Ok(())
     }
 
     fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {

@@ -31,6 +31,7 @@ const PARK_MAX: Duration = Duration::from_millis(100);
 pub(super) enum Op {
     Call(Box<dyn FnOnce() + Send>),
     Copy { dst: DevicePtr, src: DevicePtr, bytes: u64 },
+    Zero { dst: DevicePtr, bytes: u64 },
     Memory(StreamOp),
     Record(Arc<HostEvent>, u64),
     Await(Arc<HostEvent>, u64),
@@ -41,9 +42,16 @@ pub(super) enum Op {
 pub(super) struct HostEvent {
     recorded: AtomicU64,
     done: TimelineWord,
+    /// Whether it counts as one that other processes may open.
+    pub(super) is_interprocess: bool,
 }
 
 impl HostEvent {
+    /// One that other processes may open.
+    pub(super) fn interprocess() -> HostEvent {
+        HostEvent { is_interprocess: true, ..HostEvent::default() }
+    }
+
     pub(super) fn next_turn(&self) -> u64 {
         self.recorded.fetch_add(1, Ordering::Relaxed) + 1
     }
@@ -250,6 +258,8 @@ unsafe fn execute(op: Op) {
             // SAFETY: the caller's promise for both ranges.
             unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, bytes as usize) }
         }
+        // SAFETY: the caller's promise for the range.
+        Op::Zero { dst, bytes } => unsafe { std::ptr::write_bytes(dst as *mut u8, 0, bytes as usize) },
         Op::Memory(op) => {
             // SAFETY: the caller's promise for the word.
             while !unsafe { try_now(op) } {

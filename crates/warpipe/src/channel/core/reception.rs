@@ -2,6 +2,7 @@
 //! they held.
 
 use super::*;
+use crate::backend::DeviceId;
 
 impl Core {
     /// Takes in those who connect, some at a time. Without descriptors left, connections wait in the backlog: the
@@ -72,7 +73,9 @@ impl Core {
         let Some(greeting) = greetings.remove(&id) else { return Next::Stop };
         drop(greetings);
         match received {
-            Ok(Received::Message(Message::Hello { device, .. }, _)) => self.attach_soon(id, greeting, device),
+            Ok(Received::Message(Message::Hello { device, generation }, _)) => {
+                self.attach_soon(id, greeting, device, generation);
+            }
             Ok(Received::Message(other, _)) => refuse(&greeting.socket, false, other.unexpected("Hello")),
             Ok(_) => {}
             Err(Error::Handshake { fault, .. }) => refuse(&greeting.socket, false, fault),
@@ -82,11 +85,11 @@ impl Core {
     }
 
     /// Leaves the making of a link to the attendant: registering memory is the driver's and may take its time.
-    fn attach_soon(&self, id: u64, greeting: Greeting, device: crate::backend::DeviceId) {
+    fn attach_soon(&self, id: u64, greeting: Greeting, device: DeviceId, generation: [u8; 16]) {
         let core = self.this.clone();
         let attach = move || {
             if let Some(core) = core.upgrade() {
-                core.attach(id, greeting, device);
+                core.attach(id, greeting, device, generation);
             }
         };
         // A full queue drops the connection, and the subscriber sees it closed.
@@ -94,7 +97,7 @@ impl Core {
     }
 
     /// Makes the link and sends it.
-    fn attach(&self, id: u64, greeting: Greeting, device: crate::backend::DeviceId) {
+    fn attach(&self, id: u64, greeting: Greeting, device: DeviceId, generation: [u8; 16]) {
         let own = self.device.info().id;
         let Greeting { watch, peer, socket, .. } = greeting;
         drop(watch);
@@ -124,6 +127,7 @@ impl Core {
         let watch = |fd, kind| self.watcher.watch(fd, &self.me, tag(id, kind));
         if let (Ok(socket), Ok(pidfd)) = (watch(outlet.socket(), SOCKET), watch(outlet.peer.pidfd(), PIDFD)) {
             outlet.watches.extend([socket, pidfd]);
+            outlet.generation = generation;
             state.outlets.push(outlet);
         } else {
             self.watcher.bury(Box::new(outlet));
@@ -143,11 +147,11 @@ impl Core {
                     if !told {
                         state.find(id).into_iter().for_each(|outlet| outlet.leave(None));
                     }
-                    self.bell.ring();
+                    self.ring();
                 }
                 Ok(Received::Message(Message::Bye(_), _)) => {
                     outlet.leave(None);
-                    self.bell.ring();
+                    self.ring();
                 }
                 Ok(Received::End) => {
                     self.on_end(state, id);
@@ -176,7 +180,7 @@ impl Core {
             outlet.phase = Phase::Suspect;
         }
         self.bury(state);
-        self.bell.ring();
+        self.ring();
     }
 
     /// Proven dead: nothing of that process can touch memory any more, so all that it held is free as soon as
@@ -187,7 +191,7 @@ impl Core {
             outlet.leave(None);
             self.free_soon(id);
             self.bury(state);
-            self.bell.ring();
+            self.ring();
         }
         Next::Stop
     }
@@ -197,7 +201,12 @@ impl Core {
         self.reclaim(state, true);
         let is_done = |o: &mut Outlet| matches!(o.phase, Phase::Leaving | Phase::Suspect) && o.holds_nothing();
         let done: Vec<Outlet> = state.outlets.extract_if(.., is_done).collect();
-        done.into_iter().for_each(|outlet| self.drop_outlet(outlet));
+        for outlet in done {
+            if self.options.observer.is_some() {
+                state.untaken.extend(outlet.untaken.iter().map(|&position| (outlet.id, position)));
+            }
+            self.drop_outlet(outlet);
+        }
     }
 
     /// Lets a link's memory go once this process's streams are past it, and nothing announced is to be completed.
@@ -224,38 +233,43 @@ impl Core {
                 if let Some(outlet) = state.find(id) {
                     outlet.ring.signals_are_done();
                     core.bury(&mut state);
-                    core.bell.ring();
+                    core.ring();
                 }
             }
             true
         });
     }
 
-    /// Gives a late joiner the history. A sample whose data is not complete yet gets its `ready` from the device,
-    /// behind the word that the original send signals.
+    /// Gives a late joiner the history.
     fn replay(&self, state: &mut State, id: u64) {
         let State { arena, outlets, history, .. } = state;
         let Some(outlet) = outlets.iter_mut().find(|outlet| outlet.id == id) else { return };
         for Kept { slot, description, is_lost } in history.iter() {
             let Some(position) = outlet.place(|_| {}) else { return };
-            let index = *slot as usize;
-            let fence = arena.fence_of(*slot);
             if *is_lost {
                 // It keeps its place, or a subscriber that must see every number would miss one.
                 crate::link::ring::abort(outlet.ring.segment(), position);
-            } else if self.board.word(index).reached(fence) {
-                outlet.ring.segment().entry(position).ready.store(position);
-            } else if let Some(stream) = &self.history_stream {
-                let wait = StreamOp::Wait { word: self.board.device_word(index), value: fence };
-                // SAFETY: the board and the link's segment outlive their operations (see `send`).
-                if unsafe { stream.batch(&[wait, outlet.ready_op(position)]) }.is_err() {
-                    return;
-                }
+            } else if self.ready_behind(arena, *slot, outlet, position).is_err() {
+                return;
             }
             arena.hold(*slot);
             outlet.publish(position, *slot, description);
             outlet.wake_sleeper();
         }
+    }
+
+    /// Makes `position` ready behind the work that fills `slot`: by the CPU if that is done, else on the device, behind
+    /// the word that the original send signals.
+    pub(super) fn ready_behind(&self, arena: &Arena, slot: SlotId, outlet: &Outlet, position: u64) -> Result<()> {
+        let (index, fence) = (slot as usize, arena.fence_of(slot));
+        if self.board.word(index).reached(fence) {
+            outlet.ring.segment().entry(position).ready.store(position);
+        } else if let Some(stream) = &self.history_stream {
+            let wait = StreamOp::Wait { word: self.board.device_word(index), value: fence };
+            // SAFETY: the board and the link's segment outlive their operations (see `send`).
+            unsafe { stream.batch(&[wait, outlet.ready_op(position)])? };
+        }
+        Ok(())
     }
 
     fn evict_stalled(&self, state: &mut State, now_ns: u64) {
@@ -264,7 +278,7 @@ impl Core {
             let silence = outlet.silence(now_ns);
             if silence > limit {
                 outlet.leave(Some(Farewell::Evicted(format!("no sign of life for {silence:.1?}"))));
-                self.bell.ring();
+                self.ring();
             }
         }
     }

@@ -18,6 +18,7 @@ pub struct SubscriberBuilder {
     pub(super) timeout: Duration,
     pub(super) spin: Duration,
     pub(super) handshake_timeout: Duration,
+    pub(super) generation: Option<[u8; 16]>,
 }
 
 impl SubscriberBuilder {
@@ -63,6 +64,12 @@ impl SubscriberBuilder {
     /// polls is faster by the price of a wake-up and takes a core.
     pub fn spin(mut self, spin: Duration) -> Self {
         self.spin = spin;
+        self
+    }
+
+    /// What to say in the greeting that this end is, for a publisher that looks for it elsewhere.
+    pub(crate) fn generation(mut self, generation: [u8; 16]) -> Self {
+        self.generation = Some(generation);
         self
     }
 

@@ -1,0 +1,93 @@
+//! `warpipe members`: who is in the domain, and what becomes of them.
+
+use serde::Serialize;
+use warpipe::{Change, Domain, MemberInfo, Members, PeerState};
+
+use crate::args::MembersArgs;
+use crate::exit::Exit;
+use crate::interrupt::{Interrupt, LOOK};
+use crate::output::{Output, Style, printable, styled};
+
+#[derive(Serialize)]
+struct Row<'a> {
+    /// `member` for a line of the list, else the change.
+    event: &'static str,
+    name: &'a str,
+    role: &'a str,
+    pid: i32,
+    uid: u32,
+    state: &'static str,
+    silent_seconds: f64,
+    endpoints: Vec<&'a str>,
+}
+
+impl<'a> Row<'a> {
+    fn new(event: &'static str, member: &'a MemberInfo) -> Row<'a> {
+        Row {
+            event,
+            name: &member.name,
+            role: &member.role,
+            pid: member.pid,
+            uid: member.uid,
+            state: state_of(member).0,
+            silent_seconds: member.silent_for.as_secs_f64(),
+            endpoints: member.endpoints.iter().map(|name| name.as_str()).collect(),
+        }
+    }
+}
+
+/// Lists them, and follows them if asked to. It only looks: what dead members left is cleared away by who works here.
+pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
+    let output = Output::new(args.json);
+    let interrupt = Interrupt::install()?;
+    let domain = Domain::from_environment()?;
+    let members = Members::builder(&domain).clean(false).start()?;
+    let listed = members.list()?;
+    output.human(|| styled(Style::Bold, &format!("{}: {} members", domain.path().display(), listed.len())))?;
+    let width = |text: fn(&MemberInfo) -> &str| listed.iter().map(|member| text(member).len()).max().unwrap_or(0);
+    let (names, roles) = (width(|member| &member.name), width(|member| &member.role));
+    for member in &listed {
+        output.say(|| line(member, names, roles), &Row::new("member", member))?;
+    }
+    while args.follow && !interrupt.came() {
+        let is_known = |who: &MemberInfo| listed.iter().any(|member| member.generation == who.generation);
+        let change = members.changes(LOOK)?;
+        if let Some(change) = change.filter(|change| !matches!(change, Change::Joined(who) if is_known(who))) {
+            let (event, style) = event_of(&change);
+            let text =
+                || format!("  {}  {}", styled(style, &format!("{event:<9}")), line(change.member(), 0, 0).trim());
+            output.say(text, &Row::new(event, change.member()))?;
+        }
+    }
+    Ok(if interrupt.came() { Exit::Interrupted } else { Exit::Done })
+}
+
+fn line(member: &MemberInfo, names: usize, roles: usize) -> String {
+    let (state, style) = state_of(member);
+    let (name, role, pid) = (&member.name, printable(&member.role), member.pid);
+    let silent = member.silent_for.as_secs_f64();
+    let state = styled(style, &format!("{state:<7}"));
+    format!("  {name:<names$}  {role:<roles$}  {state}  process {pid}  silent for {silent:.1} s")
+}
+
+fn state_of(member: &MemberInfo) -> (&'static str, Style) {
+    match member.state {
+        PeerState::Alive => ("alive", Style::Green),
+        PeerState::Stalled => ("stalled", Style::Yellow),
+        PeerState::Suspect => ("suspect", Style::Yellow),
+        PeerState::Leaving => ("left", Style::Dim),
+        PeerState::Dead => ("dead", Style::Red),
+        _ => ("unknown", Style::Dim),
+    }
+}
+
+fn event_of(change: &Change) -> (&'static str, Style) {
+    match change {
+        Change::Joined(_) => ("joined", Style::Green),
+        Change::Stalled(_) => ("stalled", Style::Yellow),
+        Change::Recovered(_) => ("recovered", Style::Green),
+        Change::Left(_) => ("left", Style::Dim),
+        Change::Died(_) => ("died", Style::Red),
+        _ => ("changed", Style::Dim),
+    }
+}

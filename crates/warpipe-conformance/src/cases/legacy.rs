@@ -1,0 +1,267 @@
+//! Legacy handles: memory of another allocator, named across processes.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use warpipe::backend::testing::{Counting, Failing, Wrapped};
+use warpipe::backend::{IPC_EVENTS_MAX, PointerKind};
+use warpipe::{Device, Error, LegacyFault, LegacyHandle};
+
+use super::Case;
+use crate::PATIENCE;
+use crate::context::{Backend, Context};
+use crate::peer::{Order, Peer};
+use crate::plain::{self, OFFSET, Plain};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("an interior pointer is opened with the right bytes, both ways", both_ways),
+    Case::new("legacy memory opened again is the same and asks no driver", opened_once),
+    Case::new("a legacy handle opens in the process that exported it", own_process),
+    Case::new("a killed exporter's legacy memory stays while it is open, and opens no more", killed_exporter)
+        .ends_clients(),
+    Case::new("an importer killed with legacy memory open disturbs nobody", killed_importer).ends_clients(),
+    Case::new("legacy memory that its living exporter has freed is a typed error", freed_by_exporter),
+    Case::new("what no legacy handle can name is refused by its kind", not_exportable),
+    Case::new("cut, changed and invented handles are typed errors", wrong_handles),
+    Case::new("legacy memory is not closed under a stream that uses it", used_by_stream),
+    Case::new("a device that refuses a legacy export or open leaves nothing, and it works next", refusing_device),
+    Case::new("interprocess events open in another process, and their limit is a typed error", events),
+];
+
+const WORDS: u64 = 1 << 16;
+
+fn export(peer: &mut Peer, seed: u64) -> Result<LegacyHandle> {
+    Ok(peer.text(&Order::ExportLegacy { words: WORDS, seed })?.parse()?)
+}
+
+/// The error of an open that must fail.
+fn refusal(handle: &LegacyHandle, device: &Device) -> Result<Error> {
+    match handle.open(device) {
+        Err(error) => Ok(error),
+        Ok(memory) => bail!("it opened: {memory:?}"),
+    }
+}
+
+fn both_ways(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.ask(&Order::Guard)?;
+    let handle = export(&mut peer, 5)?;
+    ensure!((handle.offset(), handle.bytes()) == (OFFSET, 8 * WORDS), "{handle:?}");
+    ensure!(handle.allocation_bytes() >= OFFSET + 8 * WORDS && handle.pid() == peer.id() as i32, "{handle:?}");
+    let memory = handle.open(&context.device)?;
+    plain::check(&memory, 5, &mut context.tally()?)?;
+    memory.close(PATIENCE)?;
+
+    let own = Plain::new(&context.device, WORDS, 9)?;
+    peer.ask(&Order::OpenLegacy { handle: own.export()?, seed: 9 })?;
+    peer.ask(&Order::Settle)?;
+    drop(own);
+    peer.dismiss()
+}
+
+fn opened_once(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    let handle = export(&mut peer, 5)?;
+    let counting = Wrapped::new(context.device.backend().clone(), Counting::default());
+    let device = Device::from_backend(counting.clone());
+    let first = handle.open(&device)?;
+    let before = counting.hook().calls();
+    let others = (0..100).map(|_| handle.open(&device)).collect::<warpipe::Result<Vec<_>>>()?;
+    ensure!(counting.hook().calls() == before, "a cached open called {:?}", counting.hook().calls());
+    ensure!(others.iter().all(|memory| memory.ptr() == first.ptr()), "another address");
+    drop(first);
+    plain::check(&others[50], 5, &mut context.tally()?)?;
+    others.into_iter().rev().try_for_each(|memory| memory.close(PATIENCE))?;
+    let calls =
+        || (counting.hook().calls().get("open_legacy").copied(), counting.hook().calls().get("close_legacy").copied());
+    let is_closed = crate::process::eventually(PATIENCE, || calls() == (Some(1), Some(1)));
+    ensure!(is_closed, "opened and closed {:?} times", calls());
+    peer.dismiss()
+}
+
+fn own_process(context: &Context) -> Result<()> {
+    let own = Plain::new(&context.device, WORDS, 3)?;
+    let handle: LegacyHandle = own.export()?.to_string().parse()?;
+    let memory = handle.open(&context.device)?;
+    ensure!(memory.ptr() == own.ptr + OFFSET, "it lies at another address");
+    plain::check(&memory, 3, &mut context.tally()?)?;
+    drop((memory, own));
+    match refusal(&handle, &context.device)? {
+        Error::LegacyHandle { fault: LegacyFault::Stale { .. } } => Ok(()),
+        other => bail!("freed memory of this process gave {other:?}"),
+    }
+}
+
+fn killed_exporter(context: &Context) -> Result<()> {
+    let (mut holder, mut other) = (context.peer()?, context.peer()?);
+    let (open, unopened) = (export(&mut holder, 5)?, export(&mut other, 6)?);
+    let memory = open.open(&context.device)?;
+    holder.kill()?;
+    other.kill()?;
+    plain::check(&memory, 5, &mut context.tally()?)?;
+    plain::check(&open.open(&context.device)?, 5, &mut context.tally()?)?;
+    memory.close(PATIENCE)?;
+    for (handle, peer) in [(unopened, &other), (open, &holder)] {
+        // What was open is closed by another thread, if the share above was not the last.
+        let is_gone = || matches!(handle.open(&context.device), Err(Error::ExporterGone { .. }));
+        ensure!(crate::process::eventually(PATIENCE, is_gone), "{:?}", handle.open(&context.device));
+        match refusal(&handle, &context.device)? {
+            Error::ExporterGone { pid } => ensure!(pid == peer.id() as i32, "process {pid} is told gone"),
+            error => bail!("a dead exporter gave {error:?}"),
+        }
+    }
+    Ok(())
+}
+
+fn killed_importer(context: &Context) -> Result<()> {
+    let own = Plain::new(&context.device, WORDS, 9)?;
+    let (mut victim, mut witness) = (context.peer()?, context.peer()?);
+    victim.ask(&Order::OpenLegacy { handle: own.export()?, seed: 9 })?;
+    victim.kill()?;
+    witness.ask(&Order::OpenLegacy { handle: own.export()?, seed: 9 })?;
+    witness.ask(&Order::CloseLegacy)?;
+    plain::check(&own.export()?.open(&context.device)?, 9, &mut context.tally()?)?;
+    witness.dismiss()
+}
+
+fn freed_by_exporter(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    let handle = export(&mut peer, 5)?;
+    handle.open(&context.device)?.close(PATIENCE)?;
+    peer.ask(&Order::FreeLegacy)?;
+    match refusal(&handle, &context.device)? {
+        Error::LegacyHandle { fault: LegacyFault::Stale { pid, .. } } => {
+            ensure!(pid == peer.id() as i32, "process {pid} is told to live");
+        }
+        other => bail!("freed memory gave {other:?}"),
+    }
+    peer.dismiss()
+}
+
+fn not_exportable(context: &Context) -> Result<()> {
+    let device = &context.device;
+    let refused = |what: &str, ptr, due| match plain::export(device, ptr) {
+        Err(Error::NotExportable { ptr: told, kind }) => {
+            ensure!((told, kind) == (ptr, due), "{what} is told to be {kind:?}");
+            Ok(())
+        }
+        other => bail!("{what} gave {other:?}"),
+    };
+    let mut peer = context.peer()?;
+    let import = export(&mut peer, 5)?.open(device)?;
+    refused("null", 0, PointerKind::Null)?;
+    refused("an import", import.ptr(), PointerKind::Import)?;
+    let local = Box::new([0u64; 512]);
+    refused("host memory", local.as_ptr() as u64, PointerKind::Host)?;
+    let is_gpu = context.settings.backend == Backend::Cuda;
+    // Host memory is no less ordinary for being registered with the host.
+    let pinned = if is_gpu { PointerKind::Pinned } else { PointerKind::Host };
+    refused("registered memory", context.tally()?.address(), pinned)?;
+    let publisher = context.publisher("regions").build()?;
+    let loan = publisher.loan(&warpipe::Layout::bytes_only(4096)?)?;
+    refused("a region", loan.slot_ptr(), PointerKind::Vmm)?;
+    drop(loan);
+    if is_gpu {
+        let managed = |ptr| refused("managed memory", ptr, PointerKind::Managed);
+        plain::with_memory_by("cuMemAllocManaged", 1, managed)?;
+        plain::with_memory_by("cuMemAllocAsync", 0, |ptr| refused("pooled memory", ptr, PointerKind::Pool))?;
+    }
+    refused("freed memory", plain::freed(device)?, PointerKind::Unknown)?;
+    import.close(PATIENCE)?;
+    peer.dismiss()
+}
+
+fn wrong_handles(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    let handle = export(&mut peer, 5)?;
+    let text = handle.to_string();
+    for wrong in [&text[..text.len() - 2], &text[1..], "", "warpipe-legacy:00", &text.replace("57504c", "57504d")] {
+        match wrong.parse::<LegacyHandle>() {
+            Err(Error::LegacyHandle { .. }) => {}
+            other => bail!("{wrong:?} gave {other:?}"),
+        }
+    }
+    let backend = context.device.backend();
+    let mut chance = context.chance();
+    for round in 0..20 {
+        let invented: [u8; 64] = std::array::from_fn(|_| if round == 0 { 0 } else { chance.below(256) as u8 });
+        match backend.open_legacy(&invented, handle.allocation_bytes(), handle.device()) {
+            Err(Error::LegacyHandle { fault: LegacyFault::Refused(_) }) => {}
+            other => bail!("invented bytes gave {other:?}"),
+        }
+    }
+    let other = if context.settings.backend == Backend::Cuda { Device::host() } else { return peer.dismiss() };
+    match refusal(&handle, &other)? {
+        Error::LegacyHandle { fault: LegacyFault::Device { .. } } => peer.dismiss(),
+        error => bail!("another backend's handle gave {error:?}"),
+    }
+}
+
+fn used_by_stream(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    let handle = export(&mut peer, 5)?;
+    let counting = Wrapped::new(context.device.backend().clone(), Counting::default());
+    let device = Device::from_backend(counting.clone());
+    let stream = device.stream()?;
+    let memory = handle.open(&device)?;
+    plain::fill_late(&memory, &stream, 77, Duration::from_millis(200))?;
+    drop(memory);
+    let is_closed = || counting.hook().calls().contains_key("close_legacy");
+    while !stream.is_idle()? {
+        let closed = is_closed();
+        // Asked after the look at the count: what is closed under a stream that is busy still was closed too early.
+        ensure!(!closed || stream.is_idle()?, "closed under a stream that writes it");
+        std::thread::yield_now();
+    }
+    ensure!(crate::process::eventually(PATIENCE, is_closed), "it is closed when the stream is done");
+    plain::check(&handle.open(&context.device)?, 77, &mut context.tally()?).context("what the late kernel wrote")?;
+    peer.dismiss()
+}
+
+fn refusing_device(context: &Context) -> Result<()> {
+    let failing = Wrapped::new(context.device.backend().clone(), Failing::default());
+    let device = Device::from_backend(failing.clone());
+    let own = Plain::new(&device, WORDS, 3)?;
+    for method in ["locate", "export_legacy"] {
+        failing.hook().aim(method, 1);
+        match own.export() {
+            Err(Error::Injected { .. }) => {}
+            other => bail!("{method} failed, and gave {other:?}"),
+        }
+    }
+    own.export()?;
+    let mut peer = context.peer()?;
+    let handle = export(&mut peer, 5)?;
+    failing.hook().aim("open_legacy", 1);
+    match refusal(&handle, &device)? {
+        Error::Injected { .. } => {}
+        other => bail!("open_legacy failed, and gave {other:?}"),
+    }
+    plain::check(&handle.open(&device)?, 5, &mut context.tally()?)?;
+    peer.dismiss()
+}
+
+fn events(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    plain::with_events(&context.device, 1, |handles, end| {
+        ensure!(end.is_none(), "the first gave {end:?}");
+        peer.ask(&Order::OpenEvent(handles[0].to_vec())).map(drop)
+    })?;
+    match peer.try_ask(&Order::OpenEvent(vec![7; 64]))? {
+        Err(fault) => ensure!(fault.kind == "LegacyHandle", "{fault}"),
+        Ok(answer) => bail!("invented bytes gave {answer:?}"),
+    }
+    let device = &context.device;
+    plain::with_events(device, IPC_EVENTS_MAX + 1, |handles, end| match end {
+        Some(Error::EventLimit { limit: IPC_EVENTS_MAX }) => {
+            context.figure("interprocess_events", handles.len() as u64);
+            Ok(())
+        }
+        other => bail!("after {} events came {other:?}", handles.len()),
+    })?;
+    plain::with_events(device, 8, |_, end| match end {
+        None => Ok(()),
+        Some(error) => bail!("destroyed events count still: {error}"),
+    })?;
+    peer.dismiss()
+}

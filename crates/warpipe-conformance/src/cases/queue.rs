@@ -1,0 +1,514 @@
+//! What a queue does with jobs when workers come, go, fail, hang and die.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use warpipe::backend::testing::{Delaying, Wrapped};
+use warpipe::{Device, Error, JobHandle, JobResult, Order as ResultOrder, Queue, Stream};
+
+use super::Case;
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::payload::{fill_input, input_layout, result_of, work};
+use crate::peer::{Answer, Batch, Order, Peer, Reply, Task};
+use crate::process::eventually;
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("every job is done once, and results come in the order of submission", in_order_of_submission),
+    Case::new("results come as they are done where that was asked for", as_completed),
+    Case::new("a job whose worker is killed is done by another one, as its second attempt", killed_holder)
+        .ends_clients(),
+    Case::new("a job that was given and not leased when its worker was killed costs no attempt", killed_before_leasing)
+        .ends_clients(),
+    Case::new("a result that was ready when its worker was killed counts, and stays readable", result_survives)
+        .ends_clients(),
+    Case::new("a result that was not ready when its worker was killed is computed again", unready_result_is_lost)
+        .ends_clients(),
+    Case::new("a job that kills its workers is buried with all reasons, and the next one is done", buried)
+        .ends_clients(),
+    Case::new("a failure costs an attempt, a return none, and a rejection ends the job", answers),
+    Case::new("a queue with its jobs takes no more, and gives the input back", back_pressure),
+    Case::new("a stopped worker's job is done by another, and its late result is discarded", lease_timeout),
+    Case::new("workers come and go while jobs are done", come_and_go),
+    Case::new("a queue is drained, and takes no more when it is shut", drain_and_shutdown),
+    Case::new("a worker whose queue's owner is killed is told", killed_owner).ends_clients(),
+    Case::new("a job that waits for a worker is ordered behind the work that fills it", redispatch_is_ordered),
+    Case::new("a result is ordered behind the work that computes it", result_is_ordered),
+    Case::new("a plain subscriber of a queue is turned away, and no job is lost to it", plain_subscriber),
+    Case::new("jobs survive a storm of kills, and each result comes once", storm).ends_clients(),
+];
+
+const WORDS: u64 = 512;
+const SLOW: Duration = Duration::from_secs(5);
+
+/// Submits a job whose input is written after `slow`.
+fn submit(queue: &Queue, stream: &Stream, seed: u64, slow: Duration) -> Result<JobHandle> {
+    let input = fill_input(queue.loan(&input_layout(WORDS)?)?, seed, slow, stream)?;
+    Ok(queue.submit(input, stream).map_err(Error::from)?)
+}
+
+/// That a result is right and which attempt it is.
+fn expect(result: &JobResult, seed: u64, attempt: u32) -> Result<()> {
+    ensure!(result.metadata() == seed.to_le_bytes(), "the metadata of job {}", result.job());
+    ensure!(result.to_vec()? == result_of(WORDS, seed), "the result of job {} is right", result.job());
+    ensure!(result.attempt() == attempt, "job {}: attempt {}, not {attempt}", result.job(), result.attempt());
+    Ok(())
+}
+
+fn wait(job: &JobHandle, stream: &Stream, seed: u64, attempt: u32) -> Result<JobResult> {
+    let result = job.wait(stream, PATIENCE).with_context(|| format!("job {}", job.id()))?;
+    expect(&result, seed, attempt)?;
+    Ok(result)
+}
+
+fn worker(context: &Context, queue: &str) -> Result<Peer> {
+    let mut peer = context.peer()?;
+    peer.task(Task::Attach(queue.into()))?;
+    Ok(peer)
+}
+
+fn complete() -> Task {
+    Task::Answer(Reply::Complete { slow_us: 0 })
+}
+
+fn in_order_of_submission(context: &Context) -> Result<()> {
+    context.warm_up()?;
+    let guard = context.guard();
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").build()?;
+    let mut workers = vec![worker(context, "jobs")?, worker(context, "jobs")?, worker(context, "jobs")?];
+    queue.wait_for_workers(3, PATIENCE)?;
+    for (peer, slow_us) in workers.iter_mut().zip([0, 300, 2000]) {
+        peer.tell(&Order::Task(Task::Work { slow_us }))?;
+    }
+    for seed in 0..60 {
+        submit(&queue, &stream, seed, Duration::ZERO)?;
+    }
+    for seed in 0..60 {
+        let result = queue.next_result(&stream, PATIENCE)?;
+        ensure!(result.job() == seed + 1, "job {} where {} is due", result.job(), seed + 1);
+        expect(&result, seed, 1)?;
+    }
+    ensure!(matches!(queue.next_result(&stream, Duration::ZERO), Err(Error::Timeout { .. })), "each result came once");
+    drop(queue);
+    let mut done = 0;
+    for mut peer in workers {
+        let lines = leased_lines(&mut peer)?;
+        done += lines;
+        peer.dismiss()?;
+    }
+    ensure!(done == 60, "{done} jobs were done");
+    stream.synchronize(PATIENCE)?;
+    drop(stream);
+    guard.settles()
+}
+
+/// How many jobs a peer that [works](Task::Work) says that it has done, when its queue has ended.
+fn leased_lines(peer: &mut Peer) -> Result<u64> {
+    loop {
+        let line = peer.line(PATIENCE)?.context("the worker's last word")?;
+        if !line.starts_with("leased ") {
+            return match serde_json::from_str(&line)? {
+                Answer::Number(done) => Ok(done),
+                other => bail!("{other:?} instead of a number"),
+            };
+        }
+    }
+}
+
+fn as_completed(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").credits(1).order(ResultOrder::Completion).build()?;
+    let (mut first, mut second) = (worker(context, "jobs")?, worker(context, "jobs")?);
+    queue.wait_for_workers(2, PATIENCE)?;
+    (0..2).try_for_each(|seed| submit(&queue, &stream, seed, Duration::ZERO).map(drop))?;
+    let held = [first.lease(Task::Lease)?.0, second.lease(Task::Lease)?.0];
+    let (late, early) = if held[0] == 1 { (&mut first, &mut second) } else { (&mut second, &mut first) };
+    early.task(complete())?;
+    expect(&queue.next_result(&stream, PATIENCE)?, 1, 1)?;
+    late.task(complete())?;
+    expect(&queue.next_result(&stream, PATIENCE)?, 0, 1)
+}
+
+fn killed_holder(context: &Context) -> Result<()> {
+    context.warm_up()?;
+    let guard = context.guard();
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").build()?;
+    for round in 0..3 {
+        let mut victim = worker(context, "jobs")?;
+        queue.wait_for_workers(1, PATIENCE)?;
+        let job = submit(&queue, &stream, round, Duration::ZERO)?;
+        ensure!(victim.lease(Task::Lease)? == (job.id(), 1), "the first attempt");
+        victim.kill()?;
+        let mut heir = worker(context, "jobs")?;
+        ensure!(heir.lease(Task::Lease)? == (job.id(), 2), "the second attempt");
+        heir.task(complete())?;
+        let result = wait(&job, &stream, round, 2)?;
+        ensure!(result.worker_pid() == heir.id() as i32, "the heir did it");
+        drop(result);
+        heir.dismiss()?;
+        ensure!(eventually(PATIENCE, || queue.state().is_ok_and(|state| state.workers.is_empty())), "nobody is left");
+    }
+    drop(queue);
+    stream.synchronize(PATIENCE)?;
+    drop(stream);
+    guard.settles()
+}
+
+fn killed_before_leasing(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").credits(4).build()?;
+    let mut victim = worker(context, "jobs")?;
+    queue.wait_for_workers(1, PATIENCE)?;
+    let jobs = (0..3).map(|seed| submit(&queue, &stream, seed, Duration::ZERO)).collect::<Result<Vec<_>>>()?;
+    ensure!(queue.state()?.leased == 3, "the only worker has them all");
+    ensure!(victim.lease(Task::Lease)?.0 == 1, "it begins with the first");
+    victim.kill()?;
+    let mut heir = worker(context, "jobs")?;
+    for _ in 0..3 {
+        heir.lease(Task::Lease)?;
+        heir.task(complete())?;
+    }
+    for ((job, seed), attempt) in jobs.iter().zip(0..).zip([2, 1, 1]) {
+        drop(wait(job, &stream, seed, attempt)?);
+    }
+    heir.dismiss()
+}
+
+fn result_survives(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").build()?;
+    let mut victim = worker(context, "jobs")?;
+    queue.wait_for_workers(1, PATIENCE)?;
+    let jobs = (0..2).map(|seed| submit(&queue, &stream, seed, Duration::ZERO)).collect::<Result<Vec<_>>>()?;
+    for _ in 0..2 {
+        victim.lease(Task::Lease)?;
+        victim.task(complete())?;
+    }
+    victim.task(Task::Synchronize)?;
+    let before = wait(&jobs[0], &stream, 0, 1)?;
+    victim.kill()?;
+    ensure!(
+        eventually(PATIENCE, || queue.state().is_ok_and(|state| state.workers.is_empty())),
+        "the dead are forgotten"
+    );
+    let after = wait(&jobs[1], &stream, 1, 1)?;
+    expect(&before, 0, 1)?;
+    expect(&after, 1, 1)
+}
+
+fn unready_result_is_lost(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").build()?;
+    let mut victim = worker(context, "jobs")?;
+    queue.wait_for_workers(1, PATIENCE)?;
+    let job = submit(&queue, &stream, 5, Duration::ZERO)?;
+    victim.lease(Task::Lease)?;
+    victim.task(Task::Answer(Reply::Complete { slow_us: SLOW.as_micros() as u64 }))?;
+    ensure!(matches!(job.wait(&stream, Duration::ZERO), Err(Error::Timeout { .. })), "it is not done yet");
+    victim.kill()?;
+    let mut heir = worker(context, "jobs")?;
+    ensure!(heir.lease(Task::Lease)?.1 == 2, "it is done again");
+    heir.task(complete())?;
+    wait(&job, &stream, 5, 2).map(drop)
+}
+
+fn buried(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").max_attempts(2).build()?;
+    let job = submit(&queue, &stream, 1, Duration::ZERO)?;
+    let mut victims = Vec::new();
+    for attempt in 1..=2 {
+        let mut victim = worker(context, "jobs")?;
+        ensure!(victim.lease(Task::Lease)? == (job.id(), attempt), "attempt {attempt}");
+        victim.kill()?;
+        victims.push(victim.id().to_string());
+    }
+    match job.wait(&stream, PATIENCE) {
+        Err(Error::Buried { reasons, .. }) => {
+            ensure!(reasons.len() == 2, "a reason for each attempt: {reasons:?}");
+            ensure!(reasons.iter().zip(&victims).all(|(reason, pid)| reason.contains(pid)), "who died: {reasons:?}");
+        }
+        other => bail!("a job that killed its workers gave {other:?}"),
+    }
+    ensure!(matches!(job.wait(&stream, Duration::ZERO), Err(Error::NoSuchJob { .. })), "it is told once");
+    let mut heir = worker(context, "jobs")?;
+    let next = submit(&queue, &stream, 2, Duration::ZERO)?;
+    heir.lease(Task::Lease)?;
+    heir.task(complete())?;
+    wait(&next, &stream, 2, 1).map(drop)
+}
+
+fn answers(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").max_attempts(3).build()?;
+    let mut peer = worker(context, "jobs")?;
+    let job = submit(&queue, &stream, 1, Duration::ZERO)?;
+    for (attempt, reply) in [(1, Reply::GiveBack), (1, Reply::Fail("no power".into())), (2, Reply::GiveBack)] {
+        ensure!(peer.lease(Task::Lease)?.1 == attempt, "attempt {attempt} before {reply:?}");
+        peer.task(Task::Answer(reply))?;
+    }
+    ensure!(peer.lease(Task::Lease)?.1 == 2, "the return cost nothing");
+    peer.task(Task::Answer(Reply::Drop))?;
+    ensure!(peer.lease(Task::Lease)?.1 == 3, "a dropped lease is a failed one");
+    peer.task(Task::Answer(Reply::Fail("still none".into())))?;
+    match job.wait(&stream, PATIENCE) {
+        Err(Error::Buried { reasons, .. }) => {
+            let told: Vec<_> = ["no power", "without an answer", "still none"].into_iter().zip(&reasons).collect();
+            ensure!(told.len() == 3 && told.iter().all(|(part, all)| all.contains(part)), "reasons: {reasons:?}");
+        }
+        other => bail!("three failures gave {other:?}"),
+    }
+    let unwanted = submit(&queue, &stream, 2, Duration::ZERO)?;
+    peer.lease(Task::Lease)?;
+    peer.task(Task::Answer(Reply::Reject("not a question".into())))?;
+    match unwanted.wait(&stream, PATIENCE) {
+        Err(Error::Rejected { reason, .. }) => ensure!(reason == "not a question", "{reason}"),
+        other => bail!("a rejection gave {other:?}"),
+    }
+    peer.dismiss()
+}
+
+fn back_pressure(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").limit(2).submit_timeout(Duration::from_millis(20)).build()?;
+    let jobs = (0..2).map(|seed| submit(&queue, &stream, seed, Duration::ZERO)).collect::<Result<Vec<_>>>()?;
+    let input = fill_input(queue.loan(&input_layout(WORDS)?)?, 2, Duration::ZERO, &stream)?;
+    let refused = queue.submit(input, &stream);
+    let Err(warpipe::SubmitError { error: Error::QueueFull { limit: 2, .. }, loan: Some(input) }) = refused else {
+        bail!("a full queue gave {refused:?}")
+    };
+    let mut peer = worker(context, "jobs")?;
+    peer.tell(&Order::Task(Task::Work { slow_us: 0 }))?;
+    drop(wait(&jobs[0], &stream, 0, 1)?);
+    let third = queue.submit(*input, &stream)?;
+    drop(wait(&third, &stream, 2, 1)?);
+    drop(wait(&jobs[1], &stream, 1, 1)?);
+    drop(queue);
+    ensure!(leased_lines(&mut peer)? == 3, "three jobs were done");
+    peer.dismiss()
+}
+
+fn lease_timeout(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").credits(1).lease_timeout(Some(Duration::from_millis(300))).build()?;
+    let mut hung = worker(context, "jobs")?;
+    queue.wait_for_workers(1, PATIENCE)?;
+    let job = submit(&queue, &stream, 1, Duration::ZERO)?;
+    ensure!(hung.lease(Task::Lease)? == (job.id(), 1), "it has the job");
+    hung.stop()?;
+    let mut heir = worker(context, "jobs")?;
+    ensure!(heir.lease(Task::Lease)? == (job.id(), 2), "another one gets it");
+    heir.task(complete())?;
+    let result = wait(&job, &stream, 1, 2)?;
+    ensure!(result.worker_pid() == heir.id() as i32, "the other one did it");
+    heir.dismiss()?;
+    // While it has not answered it gets nothing, though it is the only one.
+    let next = submit(&queue, &stream, 2, Duration::ZERO)?;
+    ensure!(matches!(next.wait(&stream, Duration::from_millis(50)), Err(Error::Timeout { .. })), "nobody does it");
+    ensure!(queue.state()?.waiting == 1, "it waits");
+    hung.go_on()?;
+    hung.task(complete())?;
+    ensure!(hung.lease(Task::Lease)? == (next.id(), 1), "it has answered, and gets the next");
+    hung.task(complete())?;
+    drop(wait(&next, &stream, 2, 1)?);
+    expect(&result, 1, 2)?;
+    ensure!(queue.state()?.finished == 0, "the late result was discarded");
+    hung.dismiss()
+}
+
+fn come_and_go(context: &Context) -> Result<()> {
+    context.warm_up()?;
+    let guard = context.guard();
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").credits(4).build()?;
+    let mut leaver = worker(context, "jobs")?;
+    queue.wait_for_workers(1, PATIENCE)?;
+    let jobs = (0..4).map(|seed| submit(&queue, &stream, seed, Duration::ZERO)).collect::<Result<Vec<_>>>()?;
+    leaver.lease(Task::Lease)?;
+    leaver.lease(Task::Lease)?;
+    leaver.task(Task::Leave)?;
+    // It has left, and finishes one and returns the other.
+    leaver.task(complete())?;
+    drop(wait(&jobs[0], &stream, 0, 1)?);
+    leaver.task(Task::Answer(Reply::GiveBack))?;
+    let mut comer = worker(context, "jobs")?;
+    for _ in 1..4 {
+        comer.lease(Task::Lease)?;
+        comer.task(complete())?;
+    }
+    for (job, seed) in jobs.iter().zip(0..).skip(1) {
+        drop(wait(job, &stream, seed, 1)?);
+    }
+    leaver.dismiss()?;
+    comer.dismiss()?;
+    ensure!(eventually(PATIENCE, || queue.state().is_ok_and(|state| state.workers.is_empty())), "nobody is left");
+    drop(queue);
+    stream.synchronize(PATIENCE)?;
+    drop(stream);
+    guard.settles()
+}
+
+fn drain_and_shutdown(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").build()?;
+    let mut peer = worker(context, "jobs")?;
+    let jobs = (0..6).map(|seed| submit(&queue, &stream, seed, Duration::ZERO)).collect::<Result<Vec<_>>>()?;
+    ensure!(matches!(queue.drain(Duration::ZERO), Err(Error::Timeout { .. })), "there is work to do");
+    peer.tell(&Order::Task(Task::Work { slow_us: 500 }))?;
+    queue.drain(PATIENCE)?;
+    ensure!(queue.state()?.finished == 6, "all are done and none was taken");
+    queue.shutdown(PATIENCE)?;
+    let late = submit(&queue, &stream, 9, Duration::ZERO).map_err(|error| error.downcast::<Error>());
+    ensure!(matches!(late, Err(Ok(Error::QueueClosed { .. }))), "a shut queue gave {late:?}");
+    for (job, seed) in jobs.iter().zip(0..) {
+        drop(wait(job, &stream, seed, 1)?);
+    }
+    drop(queue);
+    ensure!(matches!(jobs[0].wait(&stream, PATIENCE), Err(Error::QueueClosed { .. })), "the queue is gone");
+    ensure!(leased_lines(&mut peer)? == 6, "the worker is told");
+    peer.dismiss()
+}
+
+fn killed_owner(context: &Context) -> Result<()> {
+    context.warm_up()?;
+    let mut owner = context.peer()?;
+    owner.task(Task::Submit { queue: "jobs".into(), batch: Batch::of(2, WORDS, 1) })?;
+    let guard = context.guard();
+    let stream = context.stream()?;
+    let mut worker = context.worker("jobs").build()?;
+    let held = worker.lease(&stream)?;
+    ensure!(held.to_vec(PATIENCE)?.len() as u64 == 8 * WORDS, "its input is there");
+    owner.kill()?;
+    // Another job may have been on its way.
+    let end = loop {
+        match worker.lease(&stream) {
+            Ok(lease) => drop(lease),
+            Err(error) => break error,
+        }
+    };
+    ensure!(matches!(end, Error::QueueGone { .. }), "a worker of a dead queue is told {end:?}");
+    let input = held.to_vec(PATIENCE)?;
+    ensure!(input[..8] == warpipe_kernels::pattern(1, 0).to_le_bytes(), "the input outlives its owner");
+    // Whether its death is seen on this link by now or not: an answer to the dead harms nobody.
+    let answered = held.complete(&stream);
+    ensure!(matches!(answered, Ok(()) | Err(Error::QueueGone { .. })), "an answer to the dead gave {answered:?}");
+    drop(worker);
+    stream.synchronize(PATIENCE)?;
+    drop(stream);
+    guard.settles()?;
+    Ok(())
+}
+
+/// What comes of a job that was filled late, when the owner's and the worker's devices are these.
+fn late_fill(context: &Context, owner: &Device, worker: &Device) -> Result<bool> {
+    let (out, back) = (owner.stream()?, worker.stream()?);
+    let queue = context.queue("late").device(owner).build()?;
+    let input = fill_input(queue.loan(&input_layout(WORDS)?)?, 3, Duration::from_millis(300), &out)?;
+    let job = queue.submit(input, &out)?;
+    let mut worker = context.worker("late").device(worker).build()?;
+    let lease = worker.lease(&back)?;
+    let output = work(&lease, Duration::ZERO)?;
+    lease.complete_with(output, &back)?;
+    let result = job.wait(&out, PATIENCE)?;
+    let is_right = result.to_vec()? == result_of(WORDS, 3);
+    drop((result, worker, queue));
+    out.synchronize(PATIENCE)?;
+    back.synchronize(PATIENCE)?;
+    Ok(is_right)
+}
+
+fn without_waits(context: &Context) -> Device {
+    let hook = Delaying { signal_late: Duration::ZERO, waits: false };
+    Device::from_backend(Wrapped::new(context.device.backend().clone(), hook))
+}
+
+fn redispatch_is_ordered(context: &Context) -> Result<()> {
+    ensure!(late_fill(context, &context.device, &context.device)?, "the job waits for its input");
+    // The same without the wait of whoever gives it out later: what a test of ordering is worth.
+    let is_right = late_fill(context, &without_waits(context), &context.device)?;
+    ensure!(!is_right, "without its wait the queue gives out what is not filled, and this case sees it");
+    Ok(())
+}
+
+fn result_is_ordered(context: &Context) -> Result<()> {
+    let hook = Delaying { signal_late: Duration::from_millis(100), waits: true };
+    let late = Device::from_backend(Wrapped::new(context.device.backend().clone(), hook));
+    ensure!(late_fill(context, &late, &late)?, "late signals are waited for on both ways");
+    // A worker that does not wait for its input computes from what is not there.
+    let (owner, blind) = (&context.device, without_waits(context));
+    let (out, back) = (owner.stream()?, blind.stream()?);
+    let queue = context.queue("blind").device(owner).build()?;
+    let mut worker = context.worker("blind").device(&blind).build()?;
+    queue.wait_for_workers(1, PATIENCE)?;
+    let input = fill_input(queue.loan(&input_layout(WORDS)?)?, 3, Duration::from_millis(300), &out)?;
+    let job = queue.submit(input, &out)?;
+    let lease = worker.lease(&back)?;
+    let output = work(&lease, Duration::ZERO)?;
+    lease.complete_with(output, &back)?;
+    let result = job.wait(&out, PATIENCE)?;
+    ensure!(result.to_vec()? != result_of(WORDS, 3), "without its wait the worker is early, and this case sees it");
+    drop((result, worker, queue));
+    out.synchronize(PATIENCE)?;
+    back.synchronize(PATIENCE)?;
+    Ok(())
+}
+
+fn plain_subscriber(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").build()?;
+    let mut stranger = context.subscriber("jobs").build()?;
+    let told = stranger.receive(&stream);
+    ensure!(matches!(told, Err(Error::Evicted { .. })), "a subscriber of a queue is told {told:?}");
+    let job = submit(&queue, &stream, 1, Duration::ZERO)?;
+    let mut peer = worker(context, "jobs")?;
+    peer.lease(Task::Lease)?;
+    peer.task(complete())?;
+    drop(wait(&job, &stream, 1, 1)?);
+    peer.dismiss()
+}
+
+fn storm(context: &Context) -> Result<()> {
+    context.warm_up()?;
+    let guard = context.guard();
+    let stream = context.stream()?;
+    let queue = context.queue("jobs").max_attempts(1000).order(ResultOrder::Completion).build()?;
+    let mut chance = context.chance();
+    let spawn = || -> Result<Peer> {
+        let mut peer = worker(context, "jobs")?;
+        peer.tell(&Order::Task(Task::Work { slow_us: 1000 }))?;
+        Ok(peer)
+    };
+    let mut workers = vec![spawn()?, spawn()?, spawn()?];
+    let kills = context.rounds(6, 150, 60);
+    let (mut submitted, mut seen) = (0u64, std::collections::BTreeSet::new());
+    for _ in 0..kills {
+        for _ in 0..10 {
+            submit(&queue, &stream, submitted, Duration::ZERO)?;
+            submitted += 1;
+        }
+        let victim = chance.below(workers.len() as u64) as usize;
+        std::thread::park_timeout(Duration::from_micros(chance.below(4000)));
+        workers.swap_remove(victim).kill()?;
+        workers.push(spawn()?);
+        while let Ok(result) = queue.next_result(&stream, Duration::ZERO) {
+            ensure!(result.to_vec()? == result_of(WORDS, result.job() - 1), "the result of job {}", result.job());
+            ensure!(seen.insert(result.job()), "job {} came twice", result.job());
+        }
+    }
+    while seen.len() < submitted as usize {
+        let result = queue.next_result(&stream, PATIENCE)?;
+        ensure!(result.to_vec()? == result_of(WORDS, result.job() - 1), "the result of job {}", result.job());
+        ensure!(seen.insert(result.job()), "job {} came twice", result.job());
+    }
+    context.figure("jobs", submitted);
+    drop(queue);
+    for mut peer in workers {
+        leased_lines(&mut peer)?;
+        peer.dismiss()?;
+    }
+    stream.synchronize(PATIENCE)?;
+    drop(stream);
+    guard.settles()
+}

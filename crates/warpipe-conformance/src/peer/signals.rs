@@ -1,0 +1,142 @@
+//! What a peer does with timelines and events.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use serde::{Deserialize, Serialize};
+use warpipe::{Event, EventHandle, Recording, Stream, Timeline};
+
+use super::order::Answer;
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::payload::Tally;
+use crate::shared::Shared;
+
+/// What a peer is told about timelines and events. It has one stream for them.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum SignalOrder {
+    /// Map the shared memory at this path.
+    Map(String),
+    /// Enqueue a kernel that writes all of it, late.
+    Write {
+        /// What it writes.
+        seed: u64,
+        /// How late.
+        slow_us: u64,
+    },
+    /// Check all of it behind the stream's work. Answers with the number of wrong words.
+    Read {
+        /// What it should be.
+        seed: u64,
+    },
+    /// Make a timeline.
+    CreateTimeline(String),
+    /// Open a timeline, or wait for it.
+    OpenTimeline(String),
+    /// Signal it behind the stream's work.
+    Signal(u64),
+    /// Signal it now.
+    SignalNow(u64),
+    /// Let the stream wait for it.
+    Wait(u64),
+    /// Wait for it on the CPU.
+    WaitHost(u64),
+    /// Whether a value was reached. Answers with 0 or 1, or the fault.
+    Check(u64),
+    /// Its value. Answers with a number.
+    Value,
+    /// Make so many events. Answers with the handle of the last, as text.
+    CreateEvents(usize),
+    /// Open an event.
+    OpenEvent(String),
+    /// Record the last one made or opened.
+    Record,
+    /// Let the stream wait for it.
+    WaitEvent,
+    /// Whether what was waited for is complete. Answers with 0 or 1, or the fault.
+    CheckEvent,
+    /// Whether the last recording is complete. Answers with 0 or 1, or the fault.
+    Query,
+    /// Wait until the stream is done.
+    Synchronize,
+    /// Drop timelines and events; the stream and what it waits for stay.
+    Close,
+}
+
+/// Fields are dropped in this order: what streams wait for before the memory that their kernels touch.
+pub(super) struct Signals {
+    timeline: Option<Timeline>,
+    events: Vec<Event>,
+    awaited: Option<Recording>,
+    stream: Stream,
+    tally: Tally,
+    memory: Option<Shared>,
+}
+
+impl Signals {
+    pub(super) fn new(context: &Context) -> Result<Signals> {
+        let (stream, tally) = (context.stream()?, context.tally()?);
+        Ok(Signals { timeline: None, events: Vec::new(), awaited: None, stream, tally, memory: None })
+    }
+
+    pub(super) fn carry_out(&mut self, context: &Context, order: SignalOrder) -> Result<Answer> {
+        let (domain, device) = (&context.domain, &context.device);
+        match order {
+            SignalOrder::Map(path) => self.memory = Some(Shared::open(device, &path)?),
+            SignalOrder::Write { seed, slow_us } => {
+                self.memory()?.write(&self.stream, seed, Duration::from_micros(slow_us))?;
+            }
+            SignalOrder::Read { seed } => {
+                let memory = self.memory.as_ref().context("it has mapped nothing")?;
+                return Ok(Answer::Number(memory.wrong(&mut self.tally, &self.stream, seed)?));
+            }
+            SignalOrder::CreateTimeline(name) => self.timeline = Some(Timeline::create(domain, &name, device)?),
+            SignalOrder::OpenTimeline(name) => {
+                self.timeline = Some(Timeline::open_timeout(domain, &name, device, PATIENCE)?);
+            }
+            SignalOrder::Signal(value) => self.timeline()?.signal(&self.stream, value)?,
+            SignalOrder::SignalNow(value) => self.timeline()?.signal_now(value)?,
+            SignalOrder::Wait(value) => self.timeline()?.wait(&self.stream, value)?,
+            SignalOrder::WaitHost(value) => self.timeline()?.wait_host(value, PATIENCE)?,
+            SignalOrder::Check(value) => return Ok(Answer::Number(self.timeline()?.check(value)?.into())),
+            SignalOrder::Value => return Ok(Answer::Number(self.timeline()?.value())),
+            SignalOrder::CreateEvents(count) => {
+                for _ in 0..count {
+                    self.events.push(Event::create(domain, device)?);
+                }
+                return Ok(Answer::Text(self.event()?.handle()?.to_string()));
+            }
+            SignalOrder::OpenEvent(text) => self.events.push(Event::open(&text.parse::<EventHandle>()?, device)?),
+            SignalOrder::Record => drop(self.event()?.record(&self.stream)?),
+            SignalOrder::WaitEvent => self.awaited = Some(self.event()?.wait(&self.stream)?),
+            SignalOrder::CheckEvent => {
+                let awaited = self.awaited.context("it has waited for nothing")?;
+                return Ok(Answer::Number(self.event()?.check(awaited)?.into()));
+            }
+            SignalOrder::Query => return Ok(Answer::Number(self.event()?.query()?.into())),
+            SignalOrder::Synchronize => self.stream.synchronize(PATIENCE)?,
+            SignalOrder::Close => {
+                self.timeline = None;
+                self.events.clear();
+            }
+        }
+        Ok(Answer::Done)
+    }
+
+    /// Lets everything go, once nothing is enqueued that uses the memory.
+    pub(super) fn end(self) -> Result<()> {
+        Ok(self.stream.synchronize(PATIENCE)?)
+    }
+
+    fn memory(&self) -> Result<&Shared> {
+        self.memory.as_ref().context("it has mapped nothing")
+    }
+
+    fn timeline(&self) -> Result<&Timeline> {
+        self.timeline.as_ref().context("it has no timeline")
+    }
+
+    fn event(&self) -> Result<&Event> {
+        self.events.last().context("it has no event")
+    }
+}

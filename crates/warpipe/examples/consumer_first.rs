@@ -1,0 +1,69 @@
+//! The consumer starts first: it can give up with a clear message, or wait.
+//!
+//! A subscriber is built from a name. While nobody publishes that name, `build` says so: at once by default, after
+//! some time with `wait_for_publisher`. A publisher that comes within that time is attached to as soon as it is
+//! there; nothing polls for it.
+//!
+//! ```text
+//! cargo run -p warpipe --example consumer_first                     # both processes
+//! cargo run -p warpipe --example consumer_first -- --role consumer  # or: one terminal each, the consumer first
+//! cargo run -p warpipe --example consumer_first -- --role producer
+//! ```
+//!
+//! It ends with `ok: gave up twice, then waited, and received: hello from a latecomer`.
+
+mod stage;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
+use warpipe::{Error, Publisher, Subscriber, SubscriberBuilder};
+
+const NAME: &str = "early/bird";
+const GREETING: &[u8] = b"hello from a latecomer";
+
+fn main() -> ExitCode {
+    play(&[], |stage| match stage.role() {
+        "producer" => produce(stage),
+        "consumer" => consume(stage, || Ok(None)),
+        // The producer is started when the consumer is already there and has seen that nobody publishes.
+        _ => consume(stage, || stage.start("producer").map(Some)),
+    })
+}
+
+fn subscriber(stage: &Stage) -> SubscriberBuilder {
+    Subscriber::builder(NAME).domain(&stage.domain).device(&stage.device)
+}
+
+fn consume(stage: &Stage, start_producer: impl FnOnce() -> Outcome<Option<Actor>>) -> Outcome<String> {
+    give_up("at once", subscriber(stage))?;
+    give_up("after 200 ms", subscriber(stage).wait_for_publisher(Some(Duration::from_millis(200))))?;
+
+    println!("waiting for somebody to publish {NAME:?}");
+    let producer = start_producer()?;
+    let mut subscriber = subscriber(stage).wait_for_publisher(Some(PATIENCE)).build()?;
+    let greeting = subscriber.receive(&stage.device.stream()?)?.to_vec(PATIENCE)?;
+    ensure(greeting == GREETING, || format!("received {:?}", String::from_utf8_lossy(&greeting)))?;
+    producer.map_or(Ok(()), Actor::finish)?;
+    Ok(format!("gave up twice, then waited, and received: {}", String::from_utf8_lossy(&greeting)))
+}
+
+/// Nobody publishes: the error has a variant of its own, and its text says what to do.
+fn give_up(when: &str, subscriber: SubscriberBuilder) -> Outcome {
+    match subscriber.build() {
+        Err(error @ Error::NoPublisher { .. }) => println!("gave up {when}: {error}"),
+        Err(error) => return Err(error.into()),
+        Ok(_) => return Err("there is a publisher already; start the consumer first".into()),
+    }
+    Ok(())
+}
+
+fn produce(stage: &Stage) -> Outcome<String> {
+    let publisher = Publisher::builder(NAME).domain(&stage.domain).device(&stage.device).build()?;
+    publisher.wait_for_subscribers(1, PATIENCE)?;
+    let stream = stage.device.stream()?;
+    publisher.send_bytes(&stream, GREETING)?;
+    stream.synchronize(PATIENCE)?;
+    Ok(format!("sent {} bytes", GREETING.len()))
+}

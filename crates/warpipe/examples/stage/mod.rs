@@ -1,0 +1,164 @@
+//! What the examples share and none of them is about: the device asked for, a domain, and their other processes.
+//!
+//! An example started without `--role` makes a domain of its own, starts itself once more for each other role, and
+//! removes the domain at the end. Started with `--role NAME` (as in two terminals) it plays that role only, in the
+//! environment's domain. `--device` says where memory lies: `auto` (a GPU if there is one), `host`, `cuda`, `cuda:1`.
+#![allow(dead_code, reason = "no example needs everything")]
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, set_parent_process_death_signal};
+use warpipe::{Device, Domain};
+
+/// What can go wrong ends the example.
+pub type Outcome<T = ()> = Result<T, Box<dyn Error>>;
+
+/// Longer than anything here takes: a wait that reaches it is an error.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Set for the processes that an example starts itself.
+const STARTED_BY_US: &str = "WARPIPE_EXAMPLE_STARTED";
+
+/// Where an example plays.
+pub struct Stage {
+    pub device: Device,
+    pub domain: Domain,
+    arguments: Vec<(String, String)>,
+    /// The domain's folder, where it is our own.
+    folder: Option<PathBuf>,
+}
+
+/// Runs an example that knows these options. What it returns is its last line, behind `ok:` or its role's name;
+/// an error is told on stderr, and the exit code is 1.
+pub fn play(options: &[&str], example: impl FnOnce(&Stage) -> Outcome<String>) -> ExitCode {
+    let played = Stage::enter(options).and_then(|stage| {
+        let line = example(&stage)?;
+        println!("{}: {line}", if stage.role().is_empty() { "ok" } else { stage.role() });
+        Ok(())
+    });
+    match played {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// An error with this text, unless the condition holds.
+pub fn ensure(holds: bool, otherwise: impl FnOnce() -> String) -> Outcome {
+    if holds { Ok(()) } else { Err(otherwise().into()) }
+}
+
+impl Stage {
+    fn enter(options: &[&str]) -> Outcome<Stage> {
+        let arguments = arguments(options)?;
+        let is_first = !arguments.iter().any(|(name, _)| name == "--role");
+        if std::env::var_os(STARTED_BY_US).is_some() {
+            set_parent_process_death_signal(Some(Signal::KILL))?;
+        }
+        let folder = std::env::temp_dir().join(format!("warpipe-example-{}", std::process::id()));
+        let domain = if is_first { Domain::at(&folder)? } else { Domain::from_environment()? };
+        let mut stage = Stage { device: Device::host(), domain, arguments, folder: is_first.then_some(folder) };
+        stage.device = match stage.option("--device").unwrap_or("auto") {
+            "auto" => Device::preferred().device,
+            "host" => Device::host(),
+            "cuda" => Device::cuda(0)?,
+            other => {
+                Device::cuda(other.strip_prefix("cuda:").ok_or("--device is auto, host, cuda or cuda:N")?.parse()?)?
+            }
+        };
+        Ok(stage)
+    }
+
+    /// The role to play; empty for the first process.
+    pub fn role(&self) -> &str {
+        self.option("--role").unwrap_or_default()
+    }
+
+    /// The value of an option, empty for a bare one; none if it was not given.
+    pub fn option(&self, name: &str) -> Option<&str> {
+        self.arguments.iter().find(|(given, _)| given == name).map(|(_, value)| value.as_str())
+    }
+
+    /// The value of an option that is a number.
+    pub fn number(&self, name: &str, otherwise: u64) -> Outcome<u64> {
+        let number = self.option(name).map(str::parse);
+        Ok(number.transpose().map_err(|error| format!("{name}: {error}"))?.unwrap_or(otherwise))
+    }
+
+    /// Starts this example once more, to play `role` with the same options.
+    pub fn start(&self, role: &str) -> Outcome<Actor> {
+        let mut command = Command::new(std::env::current_exe()?);
+        for (name, value) in &self.arguments {
+            command.arg(name).args(Some(value).filter(|value| !value.is_empty()));
+        }
+        command.args(["--role", role]).env("WARPIPE_DOMAIN", self.domain.path()).env(STARTED_BY_US, "1");
+        Ok(Actor { role: role.to_owned(), child: command.stdin(Stdio::null()).spawn()? })
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        if let Some(folder) = &self.folder {
+            let _ = std::fs::remove_dir_all(folder);
+        }
+    }
+}
+
+/// A process that we started. Dropped before its end, it is killed.
+pub struct Actor {
+    role: String,
+    child: Child,
+}
+
+impl Actor {
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// `kill -9`, the hardest way to go: no destructor runs.
+    pub fn kill(mut self) -> Outcome {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
+    }
+
+    /// Waits for its end, which must be a good one.
+    pub fn finish(mut self) -> Outcome {
+        let status = self.end()?;
+        ensure(status.success(), || format!("the {} ended with {status}", self.role))
+    }
+
+    fn end(&mut self) -> Outcome<ExitStatus> {
+        let pidfd = pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty())?;
+        let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
+        let ended = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit))?;
+        ensure(ended > 0, || format!("the {} did not end within {PATIENCE:?}", self.role))?;
+        Ok(self.child.wait()?)
+    }
+}
+
+impl Drop for Actor {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// `--name value` and `--name`, as long as they are known.
+fn arguments(options: &[&str]) -> Outcome<Vec<(String, String)>> {
+    let mut arguments = Vec::new();
+    let mut words = std::env::args().skip(1).peekable();
+    while let Some(name) = words.next() {
+        let known = ["--device", "--role"].iter().chain(options).any(|known| *known == name);
+        ensure(known, || format!("{name:?} is no option here; there are --device, --role, {}", options.join(", ")))?;
+        arguments.push((name, words.next_if(|word| !word.starts_with("--")).unwrap_or_default()));
+    }
+    Ok(arguments)
+}

@@ -1,0 +1,245 @@
+//! What another allocator made, and what the driver's older IPC shares: plain memory, legacy handles, interprocess
+//! events.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::backend::CudaBackend;
+use super::fault::Fault;
+use super::sys::*;
+use crate::backend::pointer::kind_outside;
+use crate::backend::{DeviceId, DeviceKind, IPC_EVENTS_MAX, IpcBytes, PointerInfo, PointerKind, RawEvent};
+use crate::error::{Error, LegacyFault, Result};
+
+/// Codes with which the driver refuses a handle's bytes, or what they name.
+const REFUSED: [CUresult; 7] = [
+    CUresult::INVALID_VALUE,
+    CUresult::INVALID_DEVICE,
+    CUresult::INVALID_CONTEXT,
+    CUresult::MAP_FAILED,
+    CUresult::OPERATING_SYSTEM,
+    CUresult::INVALID_HANDLE,
+    CUresult::UNKNOWN,
+];
+
+/// Codes with which the driver says that it has no interprocess event left.
+const NO_EVENT_LEFT: [CUresult; 2] = [CUresult::OUT_OF_MEMORY, CUresult::MAP_FAILED];
+
+/// What is counted of plain memory, by its base: bytes, and how often it is open.
+#[derive(Debug, Default)]
+pub(super) struct Ledger {
+    allocated: Mutex<HashMap<CUdeviceptr, u64>>,
+    opened: Mutex<HashMap<CUdeviceptr, Opened>>,
+}
+
+#[derive(Debug)]
+struct Opened {
+    bytes: u64,
+    times: u32,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl CudaBackend {
+    pub(super) fn allocate_legacy(&self, bytes: u64) -> Result<CUdeviceptr> {
+        let _current = self.enter()?;
+        let size = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
+        let base = self.driver.memory_alloc(size).map_err(|fault| self.no_room(fault, bytes))?;
+        lock(&self.ledger.allocated).insert(base, bytes);
+        self.held.fetch_add(bytes, Ordering::Relaxed);
+        Ok(base)
+    }
+
+    /// # Safety
+    /// As for [`crate::backend::Backend::free_plain`].
+    pub(super) unsafe fn free_legacy(&self, base: CUdeviceptr) -> Result<()> {
+        let _current = self.enter()?;
+        // Before the driver can give the address to somebody else.
+        let bytes = lock(&self.ledger.allocated).remove(&base).unwrap_or(0);
+        self.held.fetch_sub(bytes, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.memory_free(base) }?)
+    }
+
+    pub(super) fn locate_pointer(&self, ptr: CUdeviceptr) -> Result<PointerInfo> {
+        let _current = self.enter()?;
+        let kind = self.kind_of(ptr)?;
+        let mut info = PointerInfo::of_kind(kind, self.info.id);
+        if kind != PointerKind::Device {
+            return Ok(info);
+        }
+        if let Some(ordinal) = self.driver.pointer_ordinal(ptr)? {
+            let device = self.driver.device(u32::try_from(ordinal).unwrap_or(u32::MAX))?;
+            info.owner = DeviceId { kind: DeviceKind::Cuda, uuid: self.driver.device_uuid(device)? };
+        }
+        (info.base, info.bytes) = self.driver.address_range(ptr)?;
+        info.allocation = self.driver.pointer_buffer(ptr)?;
+        Ok(info)
+    }
+
+    fn kind_of(&self, ptr: CUdeviceptr) -> Result<PointerKind> {
+        let driver = self.driver;
+        let Some(memory_type) = (if ptr == 0 { None } else { driver.pointer_memory_type(ptr)? }) else {
+            return Ok(kind_outside(ptr));
+        };
+        // Managed memory says that it is of the host or of the device, as it likes: so this comes first.
+        if driver.pointer_is_managed(ptr)? {
+            return Ok(PointerKind::Managed);
+        }
+        if memory_type == MEMORYTYPE_HOST {
+            return Ok(PointerKind::Pinned);
+        }
+        if driver.pointer_is_pooled(ptr)? {
+            return Ok(PointerKind::Pool);
+        }
+        if lock(&self.ledger.opened).iter().any(|(&base, opened)| ptr >= base && ptr - base < opened.bytes) {
+            return Ok(PointerKind::Import);
+        }
+        Ok(match driver.pointer_is_legacy_capable(ptr)? {
+            Some(false) => PointerKind::Vmm,
+            Some(true) | None => PointerKind::Device,
+        })
+    }
+
+    pub(super) fn export_legacy_handle(&self, base: CUdeviceptr) -> Result<IpcBytes> {
+        let _current = self.enter()?;
+        self.driver.ipc_export_memory(base).map_err(|fault| {
+            if fault.is(&[CUresult::INVALID_VALUE]) {
+                return Error::NotExportable { ptr: base, kind: PointerKind::Unknown };
+            }
+            fault.into()
+        })
+    }
+
+    pub(super) fn open_legacy_handle(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<CUdeviceptr> {
+        if owner.kind != DeviceKind::Cuda {
+            let (owner, device) = (owner.to_string(), self.info.id.to_string());
+            return Err(Error::legacy(LegacyFault::Device { owner, device }));
+        }
+        let _current = self.enter()?;
+        self.check_peer(owner)?;
+        let base = self.driver.ipc_open_memory(handle).map_err(|fault| self.refusal(fault, owner))?;
+        if let Err(error) = self.check_length(base, bytes) {
+            // SAFETY: opened just now, and nothing was enqueued on it.
+            let _ = unsafe { self.driver.ipc_close_memory(base) };
+            return Err(error);
+        }
+        let mut opened = lock(&self.ledger.opened);
+        let entry = opened.entry(base).or_insert(Opened { bytes, times: 0 });
+        entry.times += 1;
+        if entry.times == 1 {
+            self.held.fetch_add(bytes, Ordering::Relaxed);
+        }
+        Ok(base)
+    }
+
+    /// That the allocation is as long as the handle says, where the driver knows how long it is.
+    fn check_length(&self, base: CUdeviceptr, bytes: u64) -> Result<()> {
+        let Ok((start, allocation)) = self.driver.address_range(base) else { return Ok(()) };
+        // Behind the base; a driver that puts the base outside of its own range leaves nothing.
+        let left = base.checked_sub(start).and_then(|offset| allocation.checked_sub(offset)).unwrap_or(0);
+        if left < bytes {
+            return Err(Error::legacy(LegacyFault::Range { offset: 0, bytes, allocation: left }));
+        }
+        Ok(())
+    }
+
+    fn refusal(&self, fault: Fault, owner: DeviceId) -> Error {
+        if fault.is(&[CUresult::PEER_ACCESS_UNSUPPORTED]) {
+            return self.peer_error(owner, fault.words());
+        }
+        if !fault.is(&REFUSED) {
+            return fault.into();
+        }
+        match self.sees(owner) {
+            Ok(false) => Error::NoSuchDevice {
+                wanted: owner.to_string(),
+                available:
+                    "other GPUs alone: the owner of this memory is hidden from this process (CUDA_VISIBLE_DEVICES)"
+                        .into(),
+            },
+            _ => Error::legacy(LegacyFault::Refused(fault.words())),
+        }
+    }
+
+    /// Whether this process may use the device at all.
+    fn sees(&self, device: DeviceId) -> Result<bool, Fault> {
+        for ordinal in 0..self.driver.device_count()? {
+            if self.driver.device_uuid(self.driver.device(ordinal)?)? == device.uuid {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// # Safety
+    /// As for [`crate::backend::Backend::close_legacy`].
+    pub(super) unsafe fn close_legacy_handle(&self, base: CUdeviceptr) -> Result<()> {
+        let _current = self.enter()?;
+        // Before the driver can give the address to somebody else.
+        let mut opened = lock(&self.ledger.opened);
+        let not_open = || Error::legacy(LegacyFault::NotOpen { ptr: base });
+        let entry = opened.get_mut(&base).ok_or_else(not_open)?;
+        entry.times -= 1;
+        if entry.times == 0 {
+            self.held.fetch_sub(entry.bytes, Ordering::Relaxed);
+            opened.remove(&base);
+        }
+        drop(opened);
+        // SAFETY: the caller's promise.
+        unsafe { self.driver.ipc_close_memory(base) }.map_err(|fault| {
+            if fault.is(&[CUresult::INVALID_VALUE, CUresult::INVALID_HANDLE]) { not_open() } else { fault.into() }
+        })
+    }
+
+    pub(super) fn create_interprocess_event(&self) -> Result<CUevent> {
+        let _current = self.enter()?;
+        let limit = || Error::EventLimit { limit: IPC_EVENTS_MAX };
+        if !EVENTS.reserve() {
+            return Err(limit());
+        }
+        let event = self.driver.ipc_event_create().map_err(|fault| {
+            EVENTS.count.fetch_sub(1, Ordering::Relaxed);
+            // Others of this process may have some, too.
+            if fault.is(&NO_EVENT_LEFT) { limit() } else { fault.into() }
+        })?;
+        lock(&EVENTS.live).get_or_insert_default().insert(event.addr());
+        Ok(event)
+    }
+
+    pub(super) fn open_interprocess_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
+        let _current = self.enter()?;
+        let refused = |fault: Fault| match fault.is(&REFUSED) {
+            true => Error::legacy(LegacyFault::Refused(fault.words())),
+            false => fault.into(),
+        };
+        Ok(RawEvent(self.driver.ipc_open_event(handle).map_err(refused)?))
+    }
+}
+
+/// This process's interprocess events, of all devices: the driver's limit is one for a process.
+pub(super) static EVENTS: Events = Events { count: AtomicU32::new(0), live: Mutex::new(None) };
+
+pub(super) struct Events {
+    count: AtomicU32,
+    live: Mutex<Option<HashSet<usize>>>,
+}
+
+impl Events {
+    fn reserve(&self) -> bool {
+        let room = |count: u32| (count < IPC_EVENTS_MAX).then_some(count + 1);
+        self.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, room).is_ok()
+    }
+
+    /// Counts an event as gone, if it was one of these; before it is destroyed, lest its handle mean another by then.
+    pub(super) fn forget(&self, event: CUevent) {
+        if self.count.load(Ordering::Relaxed) > 0
+            && lock(&self.live).as_mut().is_some_and(|live| live.remove(&event.addr()))
+        {
+            self.count.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! What an address is: the kinds of memory that a process may meet, of which one can be exported by a legacy handle.
+
+use std::fmt;
+
+use super::{DeviceId, DevicePtr};
+
+/// The bytes of a `CUipcMemHandle` or a `CUipcEventHandle`.
+pub type IpcBytes = [u8; 64];
+
+/// The most interprocess events that one process may have: the driver's limit.
+pub const IPC_EVENTS_MAX: u32 = 4096;
+
+/// What kind of memory an address lies in (`cuPointerGetAttribute`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PointerKind {
+    /// Device memory of `cuMemAlloc` (`cudaMalloc`): the one kind that a legacy handle can name.
+    Device,
+    /// The null pointer.
+    Null,
+    /// Ordinary memory of the process, that no device knows.
+    Host,
+    /// Page-locked host memory (`cuMemHostAlloc`, `cuMemHostRegister`).
+    Pinned,
+    /// Managed memory (`cuMemAllocManaged`).
+    Managed,
+    /// Memory of a pool (`cuMemAllocAsync`).
+    Pool,
+    /// Memory mapped by the virtual memory functions (`cuMemMap`), as this library's own regions are.
+    Vmm,
+    /// Memory that this process itself has opened by a legacy handle.
+    Import,
+    /// Nothing that is there: freed, or never allocated.
+    Unknown,
+}
+
+impl PointerKind {
+    /// What to do with such memory instead of exporting it.
+    pub(crate) fn next(self) -> &'static str {
+        match self {
+            PointerKind::Device => "try again",
+            PointerKind::Null => "allocate it first",
+            PointerKind::Host | PointerKind::Pinned => "send it through a channel, or copy it to memory of cudaMalloc",
+            PointerKind::Managed => "copy it to memory of cudaMalloc",
+            PointerKind::Pool => {
+                "copy it to memory of cudaMalloc (PyTorch: leave `backend:cudaMallocAsync` out of PYTORCH_CUDA_ALLOC_CONF)"
+            }
+            PointerKind::Vmm => {
+                "export its descriptor instead (PyTorch: leave `expandable_segments` out of PYTORCH_CUDA_ALLOC_CONF)"
+            }
+            PointerKind::Import => "pass on the handle with which it was opened",
+            PointerKind::Unknown => "it was freed, or never was device memory: export it while it lives",
+        }
+    }
+}
+
+impl fmt::Display for PointerKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            PointerKind::Device => "device memory",
+            PointerKind::Null => "null",
+            PointerKind::Host => "ordinary host memory",
+            PointerKind::Pinned => "page-locked host memory",
+            PointerKind::Managed => "managed memory",
+            PointerKind::Pool => "memory of a pool (cuMemAllocAsync)",
+            PointerKind::Vmm => "memory of the virtual memory functions (cuMemMap)",
+            PointerKind::Import => "another process's memory, opened by a legacy handle",
+            PointerKind::Unknown => "no memory that is there",
+        })
+    }
+}
+
+/// The allocation in which an address lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PointerInfo {
+    /// What kind it is. For every kind but [`PointerKind::Device`] the rest is zero, and the owner the device asked.
+    pub kind: PointerKind,
+    /// The device that owns it.
+    pub owner: DeviceId,
+    /// The allocation's first byte.
+    pub base: DevicePtr,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// A number that no other allocation of this process's life has (`CU_POINTER_ATTRIBUTE_BUFFER_ID`).
+    pub allocation: u64,
+}
+
+impl PointerInfo {
+    /// Memory that cannot be exported.
+    pub(crate) fn of_kind(kind: PointerKind, owner: DeviceId) -> PointerInfo {
+        PointerInfo { kind, owner, base: 0, bytes: 0, allocation: 0 }
+    }
+}
+
+/// What the process has mapped at an address: a line of `/proc/self/maps`.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Mapping {
+    pub(crate) is_readable: bool,
+    pub(crate) name: String,
+}
+
+/// The mapping in which `address` lies. Asked only when an address is none of a device's.
+pub(crate) fn mapping_at(address: u64) -> Option<Mapping> {
+    let maps = std::fs::read("/proc/self/maps").ok()?;
+    String::from_utf8_lossy(&maps).lines().find_map(|line| mapping_of(line, address))
+}
+
+fn mapping_of(line: &str, address: u64) -> Option<Mapping> {
+    let mut fields = line.split_ascii_whitespace();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let number = |text| u64::from_str_radix(text, 16).ok();
+    let permissions = fields.next()?;
+    let name = fields.skip(3).collect::<Vec<_>>().join(" ");
+    (number(start)?..number(end)?)
+        .contains(&address)
+        .then(|| Mapping { is_readable: permissions.starts_with('r'), name })
+}
+
+/// What an address is that no device knows: memory of the process, or nothing. (A driver keeps addresses reserved that
+/// nobody may read: those are no memory.)
+pub(crate) fn kind_outside(address: u64) -> PointerKind {
+    match mapping_at(address) {
+        _ if address == 0 => PointerKind::Null,
+        Some(mapping) if mapping.is_readable => PointerKind::Host,
+        _ => PointerKind::Unknown,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_of_maps_names_its_range_and_no_other() {
+        let line = "7f00-7f10 rw-s 00000000 00:01 1026                       /memfd:warpipe plain (deleted)";
+        let mapping = mapping_of(line, 0x7f0f).unwrap();
+        assert_eq!((mapping.is_readable, mapping.name.as_str()), (true, "/memfd:warpipe plain (deleted)"));
+        assert_eq!(mapping_of(line, 0x7f10), None);
+        assert_eq!(mapping_of("garbage", 0x7f10), None);
+    }
+
+    #[test]
+    fn what_no_device_knows_is_told_apart() {
+        let local = 7u8;
+        assert_eq!(kind_outside(std::ptr::from_ref(&local) as u64), PointerKind::Host);
+        assert_eq!(kind_outside(0), PointerKind::Null);
+        assert_eq!(kind_outside(64), PointerKind::Unknown);
+    }
+}

@@ -1,0 +1,68 @@
+//! For the faces that choose who gets what: a publisher's subscribers one by one, and samples that are taken from a
+//! ring before any stream is made to wait for them.
+
+use super::core::Unsent;
+pub(crate) use super::core::{Member, Observer, Parcel};
+use super::publisher::{Publisher, SampleMut, SendError};
+use crate::error::Result;
+use crate::link::entry::Metadata;
+use crate::stream::Stream;
+
+impl Publisher {
+    /// The subscribers that can be chosen.
+    pub(crate) fn members(&self) -> Vec<Member> {
+        self.core.members()
+    }
+
+    /// The number of the live subscriber in the process `pid`.
+    pub(crate) fn member_of(&self, pid: i32) -> Option<u64> {
+        self.core.member_of(pid)
+    }
+
+    /// Whether the subscriber with this number still gets samples.
+    pub(crate) fn has_member(&self, id: u64) -> bool {
+        self.core.has_member(id)
+    }
+
+    /// Whether the loan is of this publisher's memory.
+    pub(crate) fn lent(&self, loan: &SampleMut) -> bool {
+        std::sync::Arc::ptr_eq(&self.core, &loan.core)
+    }
+
+    /// Gives the name up before the rest.
+    pub(crate) fn withdraw(&self) {
+        self.core.withdraw();
+    }
+
+    /// Ends one subscriber's link.
+    pub(crate) fn expel(&self, id: u64, reason: &str) {
+        self.core.expel(id, reason);
+    }
+
+    /// What those who have gone had been given and not taken: their number, the position. Each is told once.
+    pub(crate) fn take_untaken(&self) -> Vec<(u64, u64)> {
+        self.core.take_untaken()
+    }
+}
+
+impl SampleMut {
+    /// [`send`](SampleMut::send) to one subscriber.
+    pub(crate) fn send_to(mut self, to: u64, metadata: &Metadata, stream: &Stream) -> Result<u64, SendError> {
+        let slot = self.slot.take().expect("a loan has its slot until it is consumed");
+        let sent = self.core.send_to(slot, &self.layout, metadata, stream, to);
+        sent.map_err(|unsent| self.unsent(slot, unsent))
+    }
+
+    /// Keeps the sample behind the work on `stream`, and gives it to one subscriber at once if that has room. Returns
+    /// the position there.
+    pub(crate) fn post(
+        mut self,
+        to: Option<u64>,
+        metadata: &Metadata,
+        stream: &Stream,
+    ) -> Result<(Parcel, Option<u64>), SendError> {
+        let slot = self.slot.take().expect("a loan has its slot until it is consumed");
+        let posted = self.core.post(slot, &self.layout, metadata, stream, to);
+        posted.map_err(|unsent: Unsent| self.unsent(slot, unsent))
+    }
+}

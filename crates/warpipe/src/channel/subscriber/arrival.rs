@@ -1,0 +1,126 @@
+//! Samples that are taken from the ring before any stream is made to wait for them: for who wants to know whether the
+//! data came before anybody works with it.
+
+use std::sync::Arc;
+
+use super::*;
+
+/// A sample that was taken and not given to anybody. Dropped, it is released once its data is complete.
+#[derive(Debug)]
+pub(crate) struct Arrival {
+    inlet: Arc<Inlet>,
+    /// `None` once it has become a sample.
+    taken: Option<Taken>,
+}
+
+impl Arrival {
+    fn taken(&self) -> &Taken {
+        self.taken.as_ref().expect("present until it becomes a sample")
+    }
+
+    pub(crate) fn metadata(&self) -> &[u8] {
+        self.taken().2.metadata.as_bytes()
+    }
+
+    /// Whether the data is complete; an error if it never will be.
+    #[inline]
+    pub(crate) fn is_complete(&self) -> Result<bool> {
+        let (position, _, description) = self.taken();
+        self.inlet.completion(*position, description.sequence)
+    }
+
+    /// The sample, once [`is_complete`](Self::is_complete) has said so: then `stream` has nothing to wait for.
+    pub(crate) fn into_sample(mut self, stream: &Stream) -> Sample {
+        let (position, address, description) = self.taken.take().expect("present until it becomes a sample");
+        Sample::new(self.inlet.clone(), address, position, description, stream, None)
+    }
+}
+
+impl Drop for Arrival {
+    fn drop(&mut self) {
+        if let Some((position, ..)) = self.taken.take() {
+            if self.inlet.home.is_here() {
+                self.inlet.give_back(position);
+            } else {
+                std::mem::forget(self.inlet.clone());
+            }
+        }
+    }
+}
+
+impl Subscriber {
+    /// The next sample, if there is one, without a stream. The error at the end is the same as from `receive`.
+    pub(crate) fn take_arrival(&mut self) -> Result<Option<Arrival>> {
+        let Some(attached) = &mut self.attached else {
+            return Err(Error::NoPublisher { name: self.name.to_string() });
+        };
+        // Before the ring, as in `Attached::poll`.
+        let standing = attached.inlet.standing();
+        if standing == Standing::Failed {
+            return Err(attached.inlet.why_over());
+        }
+        match attached.next() {
+            Ok(Some(taken)) => {
+                attached.last_sequence = taken.2.sequence;
+                attached.inlet.keep(taken.0);
+                Ok(Some(Arrival { inlet: attached.inlet.clone(), taken: Some(taken) }))
+            }
+            Ok(None) if standing == Standing::Open || attached.is_region_due() => {
+                attached.wait_for_region().map(|_| None)
+            }
+            Ok(None) => Err(attached.inlet.why_over()),
+            Err(violation) => Err(attached.fail(violation)),
+        }
+    }
+
+    /// Whether [`take_arrival`](Self::take_arrival) is worth a call; cheap.
+    #[inline]
+    pub(crate) fn may_have_news(&self) -> bool {
+        self.attached.as_ref().is_none_or(|at| at.ring.may_have_news() || at.inlet.standing() != Standing::Open)
+    }
+
+    /// Whether the publisher is asked to ring in [`descriptor`](Self::descriptor) with each sample.
+    pub(crate) fn set_asleep(&self, asleep: bool) {
+        match &self.attached {
+            Some(attached) if asleep => attached.ring.fall_asleep(),
+            Some(attached) => attached.ring.wake_up(),
+            None => {}
+        }
+    }
+
+    /// What becomes readable when this end is rung.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.readable.as_fd()
+    }
+
+    /// The builder's timeout.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.options.timeout
+    }
+
+    /// Takes in what rang.
+    pub(crate) fn quiet(&self) {
+        self.drain();
+    }
+
+    /// Whether the publisher is proven dead.
+    pub(crate) fn is_publisher_dead(&self) -> bool {
+        self.attached.as_ref().is_none_or(|attached| attached.inlet.is_dead())
+    }
+
+    /// Closes the link because of what the publisher sent.
+    pub(crate) fn fail(&self, violation: Violation) -> Error {
+        match &self.attached {
+            Some(attached) => attached.fail(violation),
+            None => Error::NoPublisher { name: self.name.to_string() },
+        }
+    }
+
+    /// How many samples can be held, and about how many are.
+    pub(crate) fn load(&self) -> (usize, usize) {
+        self.attached.as_ref().map_or((0, 0), |attached| {
+            // Each sample keeps the link; so does this end itself.
+            (attached.inlet.segment().depth() as usize, Arc::strong_count(&attached.inlet).saturating_sub(1))
+        })
+    }
+}

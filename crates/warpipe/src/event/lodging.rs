@@ -1,0 +1,279 @@
+//! The guest's side: the events of one other process that this one has opened.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+
+use super::handle::{Body, EventHandleFault, fault};
+use super::house::{Ask, LaneOf, PageOf, passed};
+use super::layout::{EVENTS, FROM_MAX, LANES, PAGES_MAX, Spot, Words};
+use crate::device::Device;
+use crate::domain::{Domain, EndpointName};
+use crate::error::{Error, Result};
+use crate::fork::{self, Home};
+use crate::link::proof::Streams;
+use crate::link::watcher::{Next, Watched, Watcher};
+use crate::memory::lane::Raiser;
+use crate::rendezvous::{ANSWER_TIMEOUT, Address, Kind, Visit, Visitor, encode};
+
+/// A visit at another process's events, shared by all that this process has opened of them.
+pub(super) struct Lodging {
+    home: Home,
+    visitor: Option<Visitor>,
+    /// What every handle from there says.
+    body: Body,
+    guestbook: Arc<Guestbook>,
+    pages: Mutex<Vec<Option<Words>>>,
+    pub(super) streams: Arc<Streams>,
+    device: Device,
+    watcher: Arc<Watcher>,
+}
+
+/// What the watcher looks at, which lets waiting streams go.
+#[derive(Default)]
+struct Guestbook {
+    opened: Mutex<Vec<(u64, Spot)>>,
+    next: AtomicU64,
+    is_over: AtomicBool,
+    is_dead: AtomicBool,
+}
+
+/// An event that was opened.
+pub(super) struct Opened {
+    pub(super) spot: Spot,
+    /// In the guestbook.
+    pub(super) entry: u64,
+}
+
+static LODGINGS: Mutex<Vec<(u64, Weak<Lodging>)>> = Mutex::new(Vec::new());
+
+impl Lodging {
+    /// The visit at the process that a handle names; begun if there is none.
+    pub(super) fn at(body: &Body, domain: &Domain, device: &Device) -> Result<Arc<Lodging>> {
+        if let Some(lodging) = Lodging::known(body, device) {
+            return Ok(lodging);
+        }
+        let name = EndpointName::new(&body.endpoint)?;
+        let at = Address { domain, name: &name, kind: Kind::Events };
+        let (visitor, _) = Visitor::attach(&at, Some(device.info().id), &[], Duration::ZERO)?;
+        if visitor.generation() != body.generation {
+            return Err(fault(EventHandleFault::Dropped));
+        }
+        let guestbook = Arc::new(Guestbook::default());
+        visitor.listen(guestbook.clone())?;
+        let watcher = visitor.watcher().clone();
+        watcher.tick(Arc::downgrade(&guestbook) as Weak<dyn Watched>);
+        let lodging = Arc::new(Lodging {
+            home: Home::here(),
+            visitor: Some(visitor),
+            body: Body { ipc: None, domain: domain.path().to_path_buf(), ..body.clone() },
+            guestbook,
+            pages: Mutex::default(),
+            streams: Arc::default(),
+            device: device.clone(),
+            watcher,
+        });
+        LODGINGS.lock().unwrap_or_else(PoisonError::into_inner).push((fork::generation(), Arc::downgrade(&lodging)));
+        Ok(lodging)
+    }
+
+    fn known(body: &Body, device: &Device) -> Option<Arc<Lodging>> {
+        let mut all = LODGINGS.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|(generation, lodging)| *generation == fork::generation() && lodging.strong_count() > 0);
+        let all: Vec<_> = all.iter().filter_map(|(_, lodging)| lodging.upgrade()).collect();
+        all.into_iter().find(|lodging| {
+            lodging.body.generation == body.generation
+                && lodging.body.endpoint == body.endpoint
+                && Arc::ptr_eq(lodging.device.backend(), device.backend())
+                && !lodging.is_over()
+        })
+    }
+
+    fn visitor(&self) -> &Visitor {
+        self.visitor.as_ref().expect("present until dropped")
+    }
+
+    fn ask<T: DeserializeOwned>(&self, ask: &Ask) -> Result<T> {
+        let gift = self.visitor().ask(&encode(ask)?, ANSWER_TIMEOUT)?;
+        Ok(gift.open::<T, 0>(self.visitor().name())?.0)
+    }
+
+    /// Opens an event: from here on its place is not used for another.
+    pub(super) fn open(&self, index: u32, serial: u64) -> Result<Opened> {
+        if index as usize >= EVENTS * PAGES_MAX || !self.ask::<bool>(&Ask::Open { index, serial })? {
+            return Err(fault(EventHandleFault::Dropped));
+        }
+        let words = self.page(index as usize / EVENTS).inspect_err(|_| {
+            let close = encode(&Ask::Close { index, serial, lane: None });
+            let _ = close.and_then(|close| self.visitor().post(&close));
+        })?;
+        let (spot, book) = (words.spot(index), &self.guestbook);
+        let entry = book.next.fetch_add(1, SeqCst);
+        book.lock().push((entry, spot.clone()));
+        // First in the book, then the look: `proven_dead` does it the other way round.
+        if book.is_dead.load(SeqCst) {
+            spot.lanes().for_each(|lane| lane.end());
+        }
+        Ok(Opened { spot, entry })
+    }
+
+    /// A lane to record on.
+    pub(super) fn lane(&self, index: u32, serial: u64) -> Result<(usize, Arc<Raiser>)> {
+        match self.ask::<LaneOf>(&Ask::Lane { index, serial })? {
+            LaneOf::Granted { lane, from } if (1..LANES).contains(&usize::from(lane)) && from <= FROM_MAX => {
+                let lane = usize::from(lane);
+                let raiser = self.page(index as usize / EVENTS)?.raiser(index, lane, from);
+                Ok((lane, Arc::new(raiser)))
+            }
+            LaneOf::Granted { lane, from } => Err(Error::Protocol {
+                name: self.name().to_string(),
+                field: "lane",
+                found: format!("{lane} at {from}"),
+                allowed: format!("1 to {}, at 0 to {FROM_MAX}", LANES - 1),
+            }),
+            LaneOf::Full => {
+                let text = format!(
+                    "event {index} has been recorded by {} openings of other processes; make another event",
+                    LANES - 1
+                );
+                Err(Error::Refused { name: self.name().to_string(), text })
+            }
+            LaneOf::Dropped => Err(self.dropped()),
+        }
+    }
+
+    fn page(&self, number: usize) -> Result<Words> {
+        let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Some(words)) = pages.get(number) {
+            return Ok(words.clone());
+        }
+        let gift = self.visitor().ask(&encode(&Ask::Page(number as u32))?, ANSWER_TIMEOUT)?;
+        let (PageOf, [fd]) = gift.open::<PageOf, 1>(self.name())?;
+        let words = Words::open(&self.device, fd, self.name())?;
+        if pages.len() <= number {
+            pages.resize(number + 1, None);
+        }
+        pages[number] = Some(words.clone());
+        Ok(words)
+    }
+
+    /// The last of an event that was opened. What its streams still do with it keeps it open.
+    pub(super) fn close(self: &Arc<Self>, entry: u64, index: u32, serial: u64, lane: Option<usize>) {
+        let lane = lane.map(|lane| lane as u8);
+        let Ok(close) = encode(&Ask::Close { index, serial, lane }) else { return };
+        let (lodging, mut proof) = (self.clone(), None);
+        self.watcher.retire_patiently(move || {
+            if !passed(&mut proof, &lodging.streams) {
+                return false;
+            }
+            let is_told = !matches!(lodging.visitor().post(&close), Err(Error::Timeout { .. }));
+            if is_told {
+                lodging.guestbook.lock().retain(|(known, _)| *known != entry);
+            }
+            is_told
+        });
+    }
+
+    /// What names one of its events.
+    pub(super) fn body(&self, index: u32, serial: u64) -> Body {
+        Body { index, serial, ..self.body.clone() }
+    }
+
+    pub(super) fn name(&self) -> &str {
+        self.visitor().name()
+    }
+
+    /// Whether the maker is there no more.
+    pub(super) fn is_over(&self) -> bool {
+        self.guestbook.is_over.load(SeqCst)
+    }
+
+    /// Whether it is proven dead.
+    pub(super) fn is_dead(&self) -> bool {
+        self.guestbook.is_dead.load(SeqCst) || self.is_over() && self.visitor().is_dead()
+    }
+
+    pub(super) fn owner_gone(&self) -> Error {
+        self.visitor().owner_gone()
+    }
+
+    /// The error of who records an event whose maker has dropped it.
+    pub(super) fn dropped(&self) -> Error {
+        if self.is_over() {
+            return self.owner_gone();
+        }
+        let (name, pid) = (self.name().to_string(), self.visitor().pid());
+        Error::OwnerGone { kind: Kind::Events, name, pid, graceful: true }
+    }
+}
+
+impl Drop for Lodging {
+    fn drop(&mut self) {
+        let pages = std::mem::take(self.pages.get_mut().unwrap_or_else(PoisonError::into_inner));
+        if !self.home.is_here() {
+            return std::mem::forget((self.visitor.take(), pages, self.guestbook.clone()));
+        }
+        // Every event of it has been closed, each behind its streams' work.
+        drop(self.visitor.take());
+        self.watcher.retire_patiently(move || pages.iter().flatten().all(Words::is_last));
+    }
+}
+
+impl Guestbook {
+    fn lock(&self) -> MutexGuard<'_, Vec<(u64, Spot)>> {
+        self.opened.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Visit for Guestbook {
+    fn ended(&self, _graceful: bool) {
+        self.is_over.store(true, SeqCst);
+    }
+
+    /// An event ends with its maker: also what a third process has yet to record on it, of whose death nobody would
+    /// tell us any more.
+    fn proven_dead(&self) {
+        self.is_over.store(true, SeqCst);
+        self.is_dead.store(true, SeqCst);
+        self.lock().iter().flat_map(|(_, spot)| spot.lanes()).for_each(|lane| lane.end());
+    }
+}
+
+impl Watched for Guestbook {
+    fn on_ready(&self, _: u64) -> Next {
+        Next::Stop
+    }
+
+    /// A third process that lives may signal an ended lane once more, and set its word back.
+    fn on_tick(&self, _: u64) {
+        let book = self.lock();
+        let lanes = book.iter().flat_map(|(_, spot)| (0..LANES).map(|lane| spot.lane(lane)));
+        lanes.filter(|lane| lane.has_ended()).for_each(|lane| lane.end());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_third_process_that_signals_after_an_events_end_keeps_nobody_waiting() {
+        let device = Device::host();
+        let (words, _fd) = Words::create(&device).unwrap();
+        let (spot, streams) = (words.spot(7), Streams::default());
+        let (stream, late) = (device.stream().unwrap(), device.stream().unwrap());
+        let book = Guestbook::default();
+        book.lock().push((0, spot.clone()));
+        let third = words.raiser(7, 2, 0);
+        book.proven_dead();
+        // What it had enqueued before it heard of the maker's death: the word is set back, below what others wait for.
+        third.raise(&late, &streams, |last| Ok(last + 1)).unwrap();
+        late.synchronize(ANSWER_TIMEOUT).unwrap();
+        spot.lane(2).wait(&stream, 2, &streams).unwrap();
+        assert!(!stream.is_idle().unwrap());
+        book.on_tick(0);
+        stream.synchronize(ANSWER_TIMEOUT).unwrap();
+    }
+}

@@ -1,0 +1,367 @@
+//! Events between processes, as CUDA has them, without the two traps that CUDA's have.
+//! **This module is marked for unsafe**: it hands events to the device.
+//!
+//! CUDA's own interprocess events count as complete when they were never recorded, and when the process that recorded
+//! them dies before its work is done. Here each event has, beside the one of CUDA, a place in a page that all its users
+//! share: the last recording, and a [lane](crate::memory::lane) for each who records. Streams wait for the lane.
+//!
+//! A process that makes events in a domain keeps one endpoint there for all of them ([`house`]), and a process that
+//! opens any of them visits it once ([`lodging`]); 256 events share one page.
+//!
+//! **Who can do what to whom.** All who have opened an event of a process can write its pages: as with a
+//! [`Timeline`](crate::Timeline), one that scribbles there can release the others' streams too early, or hold them up
+//! until the event's maker ends. It cannot make anybody read out of bounds.
+
+mod handle;
+mod house;
+mod layout;
+mod lodging;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use self::handle::{Body, fault, halves};
+pub use self::handle::{EventHandle, EventHandleFault};
+use self::house::{House, Place};
+use self::layout::Spot;
+use self::lodging::Lodging;
+use crate::backend::RawEvent;
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::error::{Error, Result};
+use crate::fork::Home;
+use crate::link::proof::Streams;
+use crate::memory::lane::{Raiser, Verdict};
+use crate::stream::Stream;
+
+/// An event of this or another process (`cuEventCreate` with `CU_EVENT_INTERPROCESS`). Cheap to clone.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpipe::{Device, Domain, Event, EventHandle};
+/// # let folder = std::env::temp_dir().join(format!("warpipe-event-{}", std::process::id()));
+/// # let domain = Domain::at(&folder)?;
+/// let device = Device::host();
+/// let event = Event::create(&domain, &device)?;
+/// let text = event.handle()?.to_string(); // to another process, in any way
+///
+/// let other = Event::open(&text.parse::<EventHandle>()?, &device)?;
+/// let (writing, reading) = (device.stream()?, device.stream()?);
+/// assert!(other.wait(&reading).is_err()); // never recorded: there is nothing to wait for
+/// event.record(&writing)?; // behind the work that is on `writing` so far; `other` may record, too
+/// let recording = other.wait(&reading)?; // what is enqueued on `reading` from here on comes after it
+/// reading.synchronize(Duration::from_secs(1))?;
+/// assert!(other.check(recording)?); // an error if the recorder died, and the stream was let go without it
+/// # drop((event, other)); std::fs::remove_dir_all(folder).ok();
+/// # Ok::<(), warpipe::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Event {
+    inner: Arc<Inner>,
+}
+
+/// One recording of an event: what a stream waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Recording {
+    lane: usize,
+    count: u64,
+}
+
+struct Inner {
+    device: Device,
+    home: Home,
+    /// CUDA's own, for others; ours waits for the lane.
+    raw: Option<RawEvent>,
+    index: u32,
+    serial: u64,
+    spot: Spot,
+    /// Where this handle records: of a guest, from its first time on.
+    lane: Mutex<Option<(usize, Arc<Raiser>)>>,
+    side: Side,
+}
+
+enum Side {
+    Maker(Arc<House>),
+    Guest(Arc<Lodging>, u64),
+}
+
+impl Event {
+    /// Makes an event in `domain` (`cuEventCreate` with `CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING`). The first
+    /// of a process takes a name there, `events/` and 16 hexadecimal digits, which the last one gives up.
+    ///
+    /// # Errors
+    /// [`Error::EventLimit`] when the process has 4096; [`Error::Domain`], or what the device or the system says.
+    pub fn create(domain: &Domain, device: &Device) -> Result<Event> {
+        let raw = device.backend().create_ipc_event()?;
+        match House::of(domain, device).and_then(|house| Ok((house.take()?, house))) {
+            Ok((place, house)) => {
+                let Place { index, serial, spot, raiser } = place;
+                let inner = Arc::new(Inner {
+                    device: device.clone(),
+                    home: Home::here(),
+                    raw: Some(raw),
+                    index,
+                    serial,
+                    spot,
+                    lane: Mutex::new(Some((0, raiser))),
+                    side: Side::Maker(house.clone()),
+                });
+                house.settle(index, &inner);
+                Ok(Event { inner })
+            }
+            Err(error) => {
+                // SAFETY: made above, and nobody has seen it.
+                let _ = unsafe { device.backend().destroy_event(raw) };
+                Err(error)
+            }
+        }
+    }
+
+    /// What names it to other processes (`cuIpcGetEventHandle`). Of an event that was opened, the same as its maker's,
+    /// without CUDA's own 64 bytes.
+    ///
+    /// # Errors
+    /// [`Error::Forked`]; [`Error::Argument`] for a domain whose path is no text; [`Error::Driver`].
+    pub fn handle(&self) -> Result<EventHandle> {
+        self.inner.home.check()?;
+        let Inner { device, raw, index, serial, side, .. } = &*self.inner;
+        let body = match side {
+            Side::Maker(house) => {
+                let domain = house.domain.path().to_path_buf();
+                if domain.to_str().is_none() {
+                    return Err(Error::argument("domain", domain.display(), "a path in UTF-8"));
+                }
+                // SAFETY: made by `create_ipc_event`, and live as long as self.
+                let ipc = raw.map(|raw| unsafe { device.backend().export_event(raw) }).transpose()?;
+                let (endpoint, device) = (house.name.to_string(), device.info().id);
+                let (generation, ipc) = (house.generation, ipc.as_ref().map(halves));
+                Body { domain, endpoint, generation, index: *index, serial: *serial, device, ipc }
+            }
+            Side::Guest(lodging, _) => lodging.body(*index, *serial),
+        };
+        Ok(EventHandle { body })
+    }
+
+    /// Opens an event by its handle (`cuIpcOpenEventHandle`), also in the process that made it. The handle may come
+    /// from anywhere: it is checked, and opens nothing outside a domain of this user.
+    ///
+    /// # Errors
+    /// [`Error::EventHandle`]; [`Error::NoOwner`] when its maker is gone, or [`Error::OwnerGone`] when it goes
+    /// meanwhile; [`Error::Timeout`] when it does not answer; [`Error::Domain`], [`Error::AccessDenied`],
+    /// [`Error::Handshake`], [`Error::Protocol`], [`Error::LegacyHandle`], or what the device or the system says.
+    pub fn open(handle: &EventHandle, device: &Device) -> Result<Event> {
+        let domain = || handle.domain();
+        Event::open_with(handle, domain, device)
+    }
+
+    /// The same, where the maker's domain lies at another path here, as in a container.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open).
+    pub fn open_in(domain: &Domain, handle: &EventHandle, device: &Device) -> Result<Event> {
+        Event::open_with(handle, || Ok(domain.clone()), device)
+    }
+
+    fn open_with(handle: &EventHandle, domain: impl FnOnce() -> Result<Domain>, device: &Device) -> Result<Event> {
+        let body = &handle.body;
+        if body.device.kind != device.info().id.kind {
+            let (owner, device) = (body.device.to_string(), device.info().id.to_string());
+            return Err(fault(EventHandleFault::Device { owner, device }));
+        }
+        if let Some(house) = House::named(&body.endpoint, body.generation) {
+            let inner = house.find(body.index, body.serial).ok_or_else(|| fault(EventHandleFault::Dropped))?;
+            return Ok(Event { inner });
+        }
+        let lodging = Lodging::at(body, &domain()?, device)?;
+        let raw = handle.ipc_bytes().map(|bytes| device.backend().open_event(&bytes)).transpose()?;
+        match lodging.open(body.index, body.serial) {
+            Ok(opened) => {
+                let inner = Inner {
+                    device: device.clone(),
+                    home: Home::here(),
+                    raw,
+                    index: body.index,
+                    serial: body.serial,
+                    spot: opened.spot,
+                    lane: Mutex::default(),
+                    side: Side::Guest(lodging, opened.entry),
+                };
+                Ok(Event { inner: Arc::new(inner) })
+            }
+            Err(error) => {
+                // SAFETY: opened above, and nobody has seen it.
+                raw.map(|raw| unsafe { device.backend().destroy_event(raw) });
+                Err(error)
+            }
+        }
+    }
+
+    /// CUDA's own event (`CUevent`), for calls that take one. What waits for it waits as CUDA does: not at all for an
+    /// event that was never recorded, or whose recorder died. None of an event that was opened without its 64 bytes.
+    pub fn raw(&self) -> Option<RawEvent> {
+        self.inner.raw
+    }
+
+    /// The device it was made or opened with.
+    pub fn device(&self) -> &Device {
+        &self.inner.device
+    }
+
+    /// Records the stream's work so far (`cuEventRecord`), and returns at once. Who made the event may, and who opened
+    /// it; the last recording is what others wait for. Recordings by one handle on several streams are reached in
+    /// the order of the calls. The first one of an opened event asks its maker for a lane, which may take a moment.
+    ///
+    /// # Errors
+    /// [`Error::OwnerGone`] when its maker has died or dropped it; [`Error::Refused`] when seven others record it;
+    /// [`Error::Driver`].
+    pub fn record(&self, stream: &Stream) -> Result<Recording> {
+        let inner = &*self.inner;
+        inner.home.check()?;
+        let mut mine = inner.lane.lock().unwrap_or_else(PoisonError::into_inner);
+        let (lane, raiser) = match &mut *mine {
+            Some(lane) => lane,
+            none => none.insert(inner.ask_for_lane()?),
+        };
+        if let Side::Guest(lodging, _) = &inner.side
+            && (lodging.is_over() || raiser.lane().has_ended())
+        {
+            return Err(lodging.dropped());
+        }
+        if let Some(raw) = inner.raw {
+            // SAFETY: both are live.
+            unsafe { stream.backend().record_event(raw, stream.raw())? };
+        }
+        let count = raiser.raise(stream, inner.streams(), |last| Ok(last + 1))?;
+        let recording = Recording { lane: *lane, count };
+        inner.spot.set_latest(recording);
+        Ok(recording)
+    }
+
+    /// Has `stream` wait for the last recording (`cuStreamWaitEvent`), and returns at once, with what it waits for.
+    /// What the stream did afterwards counts when [`check`](Self::check) says so.
+    ///
+    /// # Errors
+    /// [`Error::EventNotRecorded`]; [`Error::EventLost`] when the recorder is gone and its work was not done;
+    /// [`Error::Driver`].
+    pub fn wait(&self, stream: &Stream) -> Result<Recording> {
+        let recording = self.latest()?;
+        // Work that is launched after the CPU has seen it complete is behind it without a wait on the device.
+        if self.check(recording)? {
+            return Ok(recording);
+        }
+        let lane = self.inner.spot.lane(recording.lane);
+        lane.wait(stream, recording.count, self.inner.streams())?;
+        if let Side::Guest(lodging, _) = &self.inner.side
+            && lodging.is_dead()
+        {
+            // The watcher may have come by before the wait, and a third process after it.
+            lane.end();
+        }
+        Ok(recording)
+    }
+
+    /// Whether the last recording is complete (`cuEventQuery`).
+    ///
+    /// # Errors
+    /// [`Error::EventNotRecorded`], [`Error::EventLost`].
+    pub fn query(&self) -> Result<bool> {
+        self.check(self.latest()?)
+    }
+
+    /// Waits on the CPU until the last recording is complete (`cuEventSynchronize`).
+    ///
+    /// # Errors
+    /// [`Error::EventNotRecorded`], [`Error::EventLost`], [`Error::Timeout`].
+    pub fn synchronize(&self, timeout: Duration) -> Result<()> {
+        let recording = self.latest()?;
+        if self.check(recording)? {
+            return Ok(());
+        }
+        self.inner.spot.lane(recording.lane).wait_host(&self.inner.device, recording.count, timeout)?;
+        if self.check(recording)? {
+            return Ok(());
+        }
+        Err(Error::Timeout { what: format!("the work recorded by event {}", self.label()), waited: timeout })
+    }
+
+    /// Whether this recording is complete: true, or false if it may still be.
+    ///
+    /// # Errors
+    /// [`Error::EventLost`]: it is not, and never will be. What a stream did behind its wait does not count.
+    pub fn check(&self, recording: Recording) -> Result<bool> {
+        self.inner.home.check()?;
+        let lane = self.inner.spot.lane(recording.lane);
+        let mut verdict = lane.verdict(recording.count);
+        if let (Verdict::Due, Side::Guest(lodging, _)) = (verdict, &self.inner.side)
+            && lodging.is_dead()
+        {
+            lane.end();
+            verdict = lane.verdict(recording.count);
+        }
+        match verdict {
+            Verdict::Reached => Ok(true),
+            Verdict::Due => Ok(false),
+            Verdict::Never => Err(Error::EventLost { event: self.label(), pid: lane.pid() }),
+        }
+    }
+
+    fn latest(&self) -> Result<Recording> {
+        self.inner.home.check()?;
+        self.inner.spot.latest().ok_or_else(|| Error::EventNotRecorded { event: self.label() })
+    }
+
+    fn label(&self) -> String {
+        match &self.inner.side {
+            Side::Maker(house) => format!("{}#{}", house.name, self.inner.index),
+            Side::Guest(lodging, _) => format!("{}#{}", lodging.name(), self.inner.index),
+        }
+    }
+}
+
+impl Inner {
+    fn streams(&self) -> &Arc<Streams> {
+        match &self.side {
+            Side::Maker(house) => house.streams(),
+            Side::Guest(lodging, _) => &lodging.streams,
+        }
+    }
+
+    fn ask_for_lane(&self) -> Result<(usize, Arc<Raiser>)> {
+        match &self.side {
+            Side::Guest(lodging, _) => lodging.lane(self.index, self.serial),
+            // A maker has its own from the beginning.
+            Side::Maker(_) => Err(Error::EventNotRecorded { event: self.index.to_string() }),
+        }
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Event")
+            .field("event", &self.label())
+            .field("latest", &self.inner.spot.latest())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if !self.home.is_here() {
+            return;
+        }
+        if let Some(raw) = self.raw {
+            // SAFETY: ours, destroyed here only; what was recorded of it is the device's own.
+            let _ = unsafe { self.device.backend().destroy_event(raw) };
+        }
+        let lane = self.lane.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        match &self.side {
+            Side::Maker(house) => house.release(self.index),
+            Side::Guest(lodging, entry) => {
+                lodging.close(*entry, self.index, self.serial, lane.map(|(lane, _)| lane));
+            }
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Who is there, as far as a watch knows.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use super::queue::Cleanup;
+use super::{BEAT, Change, Introduction, MemberInfo, member_name};
+use crate::domain::{Domain, EndpointName};
+use crate::error::{Error, Result};
+use crate::link::PeerState;
+use crate::link::watcher::STALLED_AFTER;
+use crate::memory::page::Page;
+use crate::rendezvous::{Gift, Visitor};
+
+/// A member that has answered.
+pub(super) struct Entry {
+    name: EndpointName,
+    introduction: Introduction,
+    pulse: Pulse,
+    is_stalled: bool,
+    is_suspect: bool,
+    /// Dropped last: it says goodbye, and hears no more.
+    visitor: Visitor,
+}
+
+/// A heartbeat, and when it was last seen to change: what a peer writes as the time may be anything.
+struct Pulse {
+    page: Page,
+    beat: u64,
+    changed_ns: u64,
+}
+
+impl Pulse {
+    fn new(page: Page, now_ns: u64) -> Pulse {
+        let beat = page.at::<AtomicU64>(BEAT).load(Relaxed);
+        Pulse { page, beat, changed_ns: beat.min(now_ns) }
+    }
+
+    fn look(&mut self, now_ns: u64) {
+        let beat = self.page.at::<AtomicU64>(BEAT).load(Relaxed);
+        if beat != self.beat {
+            (self.beat, self.changed_ns) = (beat, now_ns);
+        }
+    }
+
+    fn silence(&self, now_ns: u64) -> Duration {
+        Duration::from_nanos(now_ns.saturating_sub(self.changed_ns))
+    }
+}
+
+/// A process that listens under a member's name and has not answered yet.
+pub(super) struct Silent {
+    pub(super) pid: i32,
+    pub(super) uid: u32,
+    pub(super) since: Instant,
+}
+
+/// What a proven death leaves to be done.
+pub(super) struct Death {
+    pub(super) member: MemberInfo,
+    pub(super) own_pid: i32,
+    pub(super) cleanups: Vec<Cleanup>,
+    /// To be dropped where no lock is held.
+    pub(super) remains: Entry,
+}
+
+/// All of them.
+#[derive(Default)]
+pub(super) struct Roster {
+    /// By a number of this watch's own, counted up.
+    entries: BTreeMap<u64, Entry>,
+    pub(super) silent: HashMap<EndpointName, Silent>,
+    cleanups: HashMap<String, Vec<Cleanup>>,
+    cleanups_count: usize,
+    /// Names under `members/` that the last look could make nothing of.
+    pub(super) overlooked: usize,
+}
+
+/// Clean-ups registered with one watch.
+const CLEANUPS_MAX: usize = 4096;
+
+impl Entry {
+    /// What a member brought when it was visited.
+    pub(super) fn open(name: EndpointName, visitor: Visitor, gift: Gift, now_ns: u64) -> Result<Entry> {
+        let (introduction, [fd]) = gift.open::<Introduction, 1>(name.as_str())?;
+        let introduction = introduction.check(name.as_str())?;
+        let page = Page::open(None, fd, introduction.page_bytes as usize, name.as_str())?;
+        let pulse = Pulse::new(page, now_ns);
+        Ok(Entry { name, introduction, pulse, is_stalled: false, is_suspect: false, visitor })
+    }
+
+    pub(super) fn visitor(&self) -> &Visitor {
+        &self.visitor
+    }
+
+    fn state(&self) -> PeerState {
+        match (self.is_suspect, self.is_stalled) {
+            (true, _) => PeerState::Suspect,
+            (_, true) => PeerState::Stalled,
+            _ => PeerState::Alive,
+        }
+    }
+
+    fn info(&self, state: PeerState, now_ns: u64) -> MemberInfo {
+        MemberInfo {
+            name: member_name(&self.name).unwrap_or_default().to_owned(),
+            role: self.introduction.role.clone(),
+            pid: self.visitor.pid(),
+            uid: self.visitor.uid(),
+            state,
+            silent_for: self.pulse.silence(now_ns),
+            since_ns: self.introduction.since_ns,
+            generation: self.visitor.generation(),
+            endpoints: Vec::new(),
+        }
+    }
+}
+
+impl Roster {
+    /// Members and those on the way to be.
+    pub(super) fn len(&self) -> usize {
+        self.entries.len() + self.silent.len()
+    }
+
+    /// Whether a member of this name is here, and no suspect.
+    pub(super) fn has(&self, name: &EndpointName) -> bool {
+        self.entries.values().any(|entry| entry.name == *name && !entry.is_suspect)
+    }
+
+    /// Whether a member of this name is here, or was until its connection was lost.
+    pub(super) fn knows(&self, name: &EndpointName) -> bool {
+        self.entries.values().any(|entry| entry.name == *name)
+    }
+
+    /// Takes in who has answered. One whose connection was lost, and who is the same still, is back without a word.
+    pub(super) fn admit(&mut self, id: u64, mut entry: Entry, now_ns: u64) -> Option<Change> {
+        let is_same = |other: &Entry| {
+            other.name == entry.name && other.visitor.generation() == entry.visitor.generation() && other.is_suspect
+        };
+        let known = self.entries.iter().find(|(_, other)| is_same(other)).map(|(id, _)| *id);
+        let known = known.and_then(|id| self.entries.remove(&id));
+        entry.is_stalled = known.as_ref().is_some_and(|known| known.is_stalled);
+        let told = known.is_none().then(|| Change::Joined(entry.info(PeerState::Alive, now_ns)));
+        self.entries.insert(id, entry);
+        told
+    }
+
+    /// A member's socket has closed. After a goodbye it is gone; else the proof of its death is waited for.
+    pub(super) fn ended(&mut self, id: u64, graceful: bool, now_ns: u64) -> Option<(Change, Entry)> {
+        if !graceful {
+            self.entries.get_mut(&id)?.is_suspect = true;
+            return None;
+        }
+        let entry = self.entries.remove(&id)?;
+        Some((Change::Left(entry.info(PeerState::Leaving, now_ns)), entry))
+    }
+
+    pub(super) fn died(&mut self, id: u64, now_ns: u64) -> Option<Death> {
+        let entry = self.entries.remove(&id)?;
+        let member = entry.info(PeerState::Dead, now_ns);
+        let cleanups = self.cleanups.remove(&member.name).unwrap_or_default();
+        self.cleanups_count -= cleanups.len();
+        Some(Death { own_pid: entry.introduction.own_pid, member, cleanups, remains: entry })
+    }
+
+    /// Feels every pulse.
+    pub(super) fn look(&mut self, now_ns: u64) -> Vec<Change> {
+        let mut changes = Vec::new();
+        for entry in self.entries.values_mut().filter(|entry| !entry.is_suspect) {
+            entry.pulse.look(now_ns);
+            let is_stalled = entry.pulse.silence(now_ns) > STALLED_AFTER;
+            if is_stalled != std::mem::replace(&mut entry.is_stalled, is_stalled) {
+                let info = entry.info(entry.state(), now_ns);
+                changes.push(if is_stalled { Change::Stalled(info) } else { Change::Recovered(info) });
+            }
+        }
+        changes
+    }
+
+    pub(super) fn register(&mut self, name: &str, cleanup: Cleanup) -> Result<()> {
+        if self.cleanups_count >= CLEANUPS_MAX {
+            return Err(Error::argument("on_death_of", CLEANUPS_MAX + 1, format!("up to {CLEANUPS_MAX} at a time")));
+        }
+        self.cleanups.entry(name.to_owned()).or_default().push(cleanup);
+        self.cleanups_count += 1;
+        Ok(())
+    }
+
+    /// Everybody, sorted by name, with the number under which each is found in lock files. Who has not answered for as
+    /// long as a heart may stand still counts as stalled.
+    pub(super) fn list(&self, now_ns: u64) -> Vec<(MemberInfo, Option<i32>)> {
+        let known = self.entries.values().map(|entry| {
+            let own_pid = entry.introduction.own_pid;
+            (entry.info(entry.state(), now_ns), Some(own_pid))
+        });
+        let silent = self.silent.iter().filter(|(_, silent)| silent.since.elapsed() > STALLED_AFTER);
+        let silent = silent.map(|(name, silent)| (silent.info(name), None));
+        let mut all: Vec<_> = known.chain(silent).collect();
+        all.sort_by(|(one, _), (other, _)| one.name.cmp(&other.name));
+        all
+    }
+}
+
+impl Silent {
+    fn info(&self, name: &EndpointName) -> MemberInfo {
+        MemberInfo {
+            name: member_name(name).unwrap_or_default().to_owned(),
+            role: String::new(),
+            pid: self.pid,
+            uid: self.uid,
+            state: PeerState::Stalled,
+            silent_for: self.since.elapsed(),
+            since_ns: 0,
+            generation: [0; 16],
+            endpoints: Vec::new(),
+        }
+    }
+}
+
+/// Adds what each of them holds in the domain; who has not answered is listed only if the name's lock says that a
+/// process of ours has it, and is no stranger that listens there.
+pub(super) fn with_endpoints(list: Vec<(MemberInfo, Option<i32>)>, domain: &Domain) -> Result<Vec<MemberInfo>> {
+    let held: Vec<(EndpointName, i32)> =
+        domain.endpoints()?.into_iter().filter_map(|endpoint| Some((endpoint.name, endpoint.holder?.pid?))).collect();
+    let complete = |(mut member, own_pid): (MemberInfo, Option<i32>)| {
+        let of_name = || held.iter().find(|(name, _)| member_name(name) == Some(&member.name)).map(|(_, pid)| *pid);
+        let own_pid = own_pid.or_else(of_name)?;
+        member.endpoints = held.iter().filter(|(_, pid)| *pid == own_pid).map(|(name, _)| name.clone()).collect();
+        Some(member)
+    };
+    Ok(list.into_iter().filter_map(complete).collect())
+}

@@ -1,0 +1,192 @@
+//! The watch's owner's side.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::queue::Callback;
+use super::roster::with_endpoints;
+use super::scout::{Scout, Shared};
+use super::{Change, MemberInfo, endpoint};
+use crate::clock::now_ns;
+use crate::domain::Domain;
+use crate::error::{Error, Result};
+use crate::fork::Home;
+
+/// Who is in a domain, followed until this is dropped.
+///
+/// Costs two threads and, for each member, a socket, a pidfd and a page. A watch is no member: nobody sees it.
+pub struct Members {
+    home: Home,
+    shared: Arc<Shared>,
+    scout: Option<JoinHandle<()>>,
+    calls_back: bool,
+}
+
+/// How to watch; from [`Members::builder`].
+pub struct MembersBuilder {
+    domain: Domain,
+    callbacks: Vec<Callback>,
+    cleans: bool,
+}
+
+impl std::fmt::Debug for Members {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Members").field("domain", &self.shared.domain.path()).finish_non_exhaustive()
+    }
+}
+
+impl std::fmt::Debug for MembersBuilder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MembersBuilder").field("domain", &self.domain.path()).finish_non_exhaustive()
+    }
+}
+
+impl MembersBuilder {
+    /// Calls `callback` with each change, one after the other, on a thread of this watch's own. It may take its time and
+    /// may panic (see [`Members::merged`] for what happens while it is slow). May be said several times.
+    pub fn on(mut self, callback: impl FnMut(&Change) + Send + 'static) -> MembersBuilder {
+        self.callbacks.push(Box::new(callback));
+        self
+    }
+
+    /// Whether to remove the endpoints that dead members leave anywhere in the domain. Default: yes. A file goes only
+    /// under its lock, so no living process loses one, whoever else cleans.
+    pub fn clean(mut self, yes: bool) -> MembersBuilder {
+        self.cleans = yes;
+        self
+    }
+
+    /// Begins to watch (`inotify_init(2)`), and waits until who is there has answered: at most a second, for who does not.
+    ///
+    /// # Errors
+    /// [`Error::Os`], [`Error::DescriptorLimit`] when there is no watch, thread or descriptor left.
+    pub fn start(self) -> Result<Members> {
+        let home = Home::here();
+        let shared = Arc::new(Shared::new(self.domain, self.cleans)?);
+        let scout = Scout::new(shared.clone())?;
+        let calls_back = !self.callbacks.is_empty();
+        let queue = shared.queue.clone();
+        let mut members = Members { home, shared, scout: None, calls_back };
+        start_thread("warpipe-calls", move || queue.serve(self.callbacks))?;
+        members.scout = Some(start_thread("warpipe-scout", move || scout.run())?);
+        members.shared.wait_until_settled();
+        Ok(members)
+    }
+}
+
+impl Members {
+    /// Watches a domain; changes are to be taken with [`changes`](Self::changes).
+    ///
+    /// # Errors
+    /// As [`MembersBuilder::start`].
+    pub fn watch(domain: &Domain) -> Result<Members> {
+        Members::builder(domain).start()
+    }
+
+    /// A watch with callbacks, or without the clean-up.
+    ///
+    /// ```
+    /// use std::sync::mpsc::channel;
+    /// use std::time::Duration;
+    /// # use warpipe::{Change, Domain, Member, Members};
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-on-{}", std::process::id()));
+    /// # let domain = Domain::at(&folder)?;
+    /// let (sender, told) = channel();
+    /// let members = Members::builder(&domain).on(move |change| drop(sender.send(change.clone()))).start()?;
+    /// let member = Member::join(&domain, "sampler", "")?;
+    /// assert!(matches!(told.recv_timeout(Duration::from_secs(10)), Ok(Change::Joined(_))));
+    /// # drop((member, members)); std::fs::remove_dir_all(folder).ok();
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
+    pub fn builder(domain: &Domain) -> MembersBuilder {
+        MembersBuilder { domain: domain.clone(), callbacks: Vec::new(), cleans: true }
+    }
+
+    /// Everybody who is there now, sorted by name, with the endpoints that each one's process holds.
+    ///
+    /// A process that has a member's name and does not answer (it was stopped before this watch began) is listed as
+    /// [`Stalled`](crate::PeerState::Stalled), with an empty role; a stranger that listens there is not listed. While a
+    /// dead member's proof is awaited and its successor is there already, the name is listed twice.
+    ///
+    /// # Errors
+    /// [`Error::Os`] when the directory cannot be read; [`Error::Forked`].
+    pub fn list(&self) -> Result<Vec<MemberInfo>> {
+        self.home.check()?;
+        let list = self.shared.roster().list(now_ns());
+        with_endpoints(list, &self.shared.domain)
+    }
+
+    /// The next change, waited for at most `timeout`; `None` when there was none. Those who were there when the watch began
+    /// come first, as [`Joined`](Change::Joined).
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if this watch has callbacks, which get the changes; [`Error::Forked`].
+    pub fn changes(&self, timeout: Duration) -> Result<Option<Change>> {
+        self.home.check()?;
+        if self.calls_back {
+            return Err(Error::argument("changes", "asked of a watch with callbacks", "either the one or the other"));
+        }
+        Ok(self.shared.queue.take(timeout))
+    }
+
+    /// Calls `cleanup` once when a member of this name has died (not when it leaves), on the thread of the callbacks, after
+    /// its endpoints are removed: the one that is there, or the next that dies. Dropping the watch drops it uncalled.
+    ///
+    /// # Errors
+    /// [`Error::Name`] for no name of a member; [`Error::Argument`] beyond 4096 at a time; [`Error::Forked`].
+    pub fn on_death_of(&self, name: &str, cleanup: impl FnOnce(&MemberInfo) + Send + 'static) -> Result<()> {
+        self.home.check()?;
+        endpoint(name)?;
+        self.shared.roster().register(name, Box::new(cleanup))
+    }
+
+    /// Of everybody, also of who holds no lock in the domain.
+    #[cfg(test)]
+    pub(super) fn states(&self) -> Vec<crate::link::PeerState> {
+        self.shared.roster().list(now_ns()).into_iter().map(|(member, _)| member.state).collect()
+    }
+
+    /// How many changes were left out because more than 4096 had not been heard: first [`Stalled`](Change::Stalled) and
+    /// [`Recovered`](Change::Recovered), then members that have come and gone meanwhile. What [`list`](Self::list) says is
+    /// right nevertheless, and clean-ups are done.
+    pub fn merged(&self) -> u64 {
+        self.shared.queue.merged()
+    }
+
+    /// How many names under `members/` could not be followed when the directory was last looked at: they answer as
+    /// something else, or as nothing known, or [`MEMBERS_MAX`](super::MEMBERS_MAX) are followed already, or this process has
+    /// no descriptor left.
+    pub fn overlooked(&self) -> usize {
+        self.shared.roster().overlooked
+    }
+}
+
+impl AsFd for Members {
+    /// A descriptor that is readable while [`changes`](Members::changes) has something (an eventfd; only to be polled).
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.shared.queue.bell.as_fd()
+    }
+}
+
+impl Drop for Members {
+    /// Ends the watch. A callback that runs at this moment is not waited for.
+    fn drop(&mut self) {
+        if !self.home.is_here() {
+            // A forked child: the threads are not here, and nothing of it is ours to close.
+            std::mem::forget(self.shared.clone());
+            std::mem::forget(self.scout.take());
+            return;
+        }
+        self.shared.close();
+        self.shared.queue.close();
+        // Bounded: the scout waits for nobody but, for a moment, an endpoint that it is clearing.
+        drop(self.scout.take().map(JoinHandle::join));
+    }
+}
+
+fn start_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
+    spawned.map_err(|e| Error::os("clone", format!("the thread {name}"), e))
+}

@@ -1,0 +1,191 @@
+//! Tickets in files: whole or not there, and for their owner alone.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::fs::inotify;
+
+use super::ticket::{TEXT_BYTES_MAX, Ticket};
+use crate::error::{Error, Result, TicketFault};
+use crate::fork::PrivateFd;
+use crate::link::message;
+
+/// How long a reader that waits sleeps at most between looks: what the directory tells wakes it earlier.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// A file under construction, removed unless it gets its name.
+struct Draft<'a>(Option<&'a Path>);
+
+impl Drop for Draft<'_> {
+    fn drop(&mut self) {
+        self.0.into_iter().for_each(|path| drop(std::fs::remove_file(path)));
+    }
+}
+
+impl Ticket {
+    /// Writes the ticket to a file of mode 0600, in one piece (`rename(2)`): who reads it finds all of it, or what was
+    /// there before.
+    ///
+    /// ```
+    /// # use warpipe::{Domain, Ticket};
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-file-{}", std::process::id()));
+    /// # let ticket = Ticket::to(&Domain::at(&folder)?, "weights")?;
+    /// let path = folder.join("weights.ticket");
+    /// ticket.write_file(&path)?;
+    /// assert_eq!(Ticket::read_file(&path)?, ticket);
+    /// # std::fs::remove_dir_all(folder).ok();
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Os`]; [`Error::DescriptorLimit`].
+    pub fn write_file(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let failed = |call| move |e| Error::os(call, format!("the ticket file {}", path.display()), e);
+        let new = draft_of(path)?;
+        let mut file = File::options()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(&new)
+            .map_err(failed("open"))?;
+        let mut draft = Draft(Some(&new));
+        file.write_all(format!("{self}\n").as_bytes()).map_err(failed("write"))?;
+        std::fs::rename(&new, path).map_err(failed("rename"))?;
+        draft.0 = None;
+        Ok(())
+    }
+
+    /// Reads a ticket from a file.
+    ///
+    /// # Errors
+    /// [`Error::Os`] when there is none; [`Error::Ticket`] when it is none.
+    pub fn read_file(path: impl AsRef<Path>) -> Result<Ticket> {
+        let path = path.as_ref();
+        let failed = |call| move |e| Error::os(call, format!("the ticket file {}", path.display()), e);
+        // Without waiting for the writer of what may be a FIFO.
+        let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(failed("open"))?;
+        if !file.metadata().map_err(failed("fstat"))?.is_file() {
+            return Err(Error::Ticket(TicketFault::NoTicket));
+        }
+        let mut bytes = Vec::new();
+        file.take(TEXT_BYTES_MAX as u64 + 1).read_to_end(&mut bytes).map_err(failed("read"))?;
+        String::from_utf8(bytes).map_err(|_| Error::Ticket(TicketFault::NoTicket))?.parse()
+    }
+
+    /// [`read_file`](Self::read_file), but waits up to `timeout` for the file to be there (`inotify(7)`). Its directory
+    /// must be.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]; as [`read_file`](Self::read_file).
+    pub fn read_file_timeout(path: impl AsRef<Path>, timeout: Duration) -> Result<Ticket> {
+        let (path, start) = (path.as_ref(), Instant::now());
+        // Before the first look, so that an arrival in between is not missed.
+        let arrivals = arrivals(path)?;
+        loop {
+            match Ticket::read_file(path) {
+                Err(Error::Os { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {}
+                found => return found,
+            }
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                let what = format!("the ticket file {}", path.display());
+                return Err(Error::Timeout { what, waited: timeout });
+            }
+            message::wait_readable(arrivals.as_fd(), left.min(LOOK));
+            let mut events = [0u8; 4096];
+            while matches!(rustix::io::read(&arrivals, &mut events), Ok(1..)) {}
+        }
+    }
+}
+
+/// A descriptor that becomes readable when something new appears in the file's directory.
+fn arrivals(path: &Path) -> Result<PrivateFd> {
+    let folder = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    let failed = |call| move |e: rustix::io::Errno| Error::os(call, format!("watching {}", folder.display()), e);
+    let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
+    let fd = PrivateFd::new(inotify::init(flags).map_err(failed("inotify_init"))?);
+    let wanted = inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::CLOSE_WRITE;
+    inotify::add_watch(&fd, folder, wanted).map_err(failed("inotify_add_watch"))?;
+    Ok(fd)
+}
+
+/// A name beside the file that no other writer takes.
+fn draft_of(path: &Path) -> Result<PathBuf> {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let name = path.file_name().ok_or_else(|| Error::argument("path", path.display(), "the path of a file"))?;
+    let mut draft = std::ffi::OsString::from(".");
+    draft.push(name);
+    draft.push(format!(".{}-{}.new", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
+    Ok(path.with_file_name(draft))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use crate::Domain;
+
+    struct Folder(PathBuf, Ticket);
+
+    impl Folder {
+        fn new(title: &str) -> Folder {
+            let path = std::env::temp_dir().join(format!("warpipe-ticket-{title}-{}", std::process::id()));
+            let ticket = Ticket::to(&Domain::at(&path).unwrap(), "weights").unwrap();
+            Folder(path, ticket)
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn a_file_is_its_owners_alone_and_leaves_no_draft() {
+        let Folder(path, ticket) = &Folder::new("private");
+        let file = path.join("a");
+        ticket.write_file(&file).unwrap();
+        ticket.write_file(&file).unwrap();
+        assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(std::fs::read_dir(path).unwrap().count(), 1);
+        assert!(ticket.write_file(path).is_err(), "a directory is in the way");
+        assert_eq!(std::fs::read_dir(path).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn who_waits_for_a_file_reads_it_when_it_comes() {
+        let folder = Folder::new("wait");
+        let file = folder.0.join("late");
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| Ticket::read_file_timeout(&file, Duration::from_secs(20)));
+            folder.1.write_file(&file).unwrap();
+            assert_eq!(waiting.join().unwrap().unwrap(), folder.1);
+        });
+        let absent = Ticket::read_file_timeout(folder.0.join("never"), Duration::from_millis(10));
+        assert!(matches!(absent, Err(Error::Timeout { .. })), "{absent:?}");
+    }
+
+    #[test]
+    fn what_is_no_ticket_is_a_typed_error() {
+        let Folder(path, _) = &Folder::new("garbage");
+        let file = path.join("garbage");
+        for bytes in [&b""[..], b"\xff\xfe", b"warpipe-ticket:1:zz:0", &[b'x'; TEXT_BYTES_MAX + 1]] {
+            std::fs::write(&file, bytes).unwrap();
+            assert!(matches!(Ticket::read_file(&file), Err(Error::Ticket(_))), "{bytes:?}");
+        }
+        assert!(matches!(Ticket::read_file(path), Err(Error::Ticket(_) | Error::Os { .. })));
+        assert!(matches!(Ticket::read_file(path.join("none")), Err(Error::Os { .. })));
+    }
+}

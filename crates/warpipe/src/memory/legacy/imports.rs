@@ -1,0 +1,279 @@
+//! What this process has opened: each allocation once, however many hold it, and let go when no stream uses it.
+//! **This module is marked for unsafe**: it closes mappings.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::LegacyHandle;
+use crate::backend::{DeviceId, DevicePtr, IpcBytes};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::Home;
+use crate::link::proof::Streams;
+use crate::link::watcher::Watcher;
+use crate::origin::Origin;
+use crate::stream::{Backoff, Stream};
+
+/// The most allocations that may be open at once.
+const IMPORTS_MAX: usize = 1 << 16;
+
+/// One allocation of another process, as one device of this process sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Key {
+    reader: DeviceId,
+    owner: DeviceId,
+    origin: Origin,
+    allocation: u64,
+    raw: IpcBytes,
+}
+
+/// The open allocations of this process.
+struct Table {
+    home: Home,
+    imports: HashMap<Key, Arc<Import>>,
+}
+
+fn table() -> MutexGuard<'static, Option<Table>> {
+    static TABLE: Mutex<Option<Table>> = Mutex::new(None);
+    let mut table = TABLE.lock().unwrap_or_else(PoisonError::into_inner);
+    if table.as_ref().is_some_and(|table| !table.home.is_here()) {
+        // A forked child's: what is open is its parent's.
+        std::mem::forget(table.take());
+    }
+    table
+}
+
+/// One allocation. Its lock may be held across calls of the driver; the table's never is. Who holds an import's lock
+/// may take the table's, and not the other way round.
+struct Import {
+    key: Key,
+    device: Device,
+    watcher: Arc<Watcher>,
+    mapping: Mutex<Mapping>,
+}
+
+#[derive(Default)]
+struct Mapping {
+    base: Option<DevicePtr>,
+    holds: u64,
+    /// It is no longer in the table, and will not be opened again.
+    is_over: bool,
+}
+
+/// An open range of another process's memory, or of this process's own if it is the exporter.
+///
+/// The memory stays mapped until the last one of its allocation is dropped *and* the streams that were named in
+/// [`used_by`](LegacyMemory::used_by) are past their work. It may be read and written: with legacy handles there is no
+/// other way.
+#[derive(Debug)]
+pub struct LegacyMemory {
+    device: Device,
+    ptr: DevicePtr,
+    bytes: u64,
+    streams: Streams,
+    /// `None` for this process's own memory, and while dropping.
+    hold: Option<Hold>,
+    home: Home,
+}
+
+impl LegacyMemory {
+    /// This process's own memory: nothing to open, nothing to close.
+    pub(super) fn own(device: &Device, ptr: DevicePtr, bytes: u64) -> LegacyMemory {
+        LegacyMemory::new(device, ptr, bytes, None)
+    }
+
+    fn new(device: &Device, ptr: DevicePtr, bytes: u64, hold: Option<Hold>) -> LegacyMemory {
+        LegacyMemory { device: device.clone(), ptr, bytes, streams: Streams::default(), hold, home: Home::here() }
+    }
+
+    /// The address of the range's first byte, for kernels and copies of the device.
+    pub fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    /// The range's length in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The device with which it was opened.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Remembers that work of `stream` uses the memory: it is not unmapped before that work is done, whenever this is
+    /// dropped. To be called before the work is enqueued, once for each stream.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn used_by(&self, stream: &Stream) -> Result<()> {
+        self.home.check()?;
+        self.streams.note(stream);
+        Ok(())
+    }
+
+    /// `cuIpcCloseMemHandle`, if this is the last one of its allocation: waits until the streams that were named are
+    /// past their work, and closes. Dropping it does the same later, without waiting.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] when a stream is not done within `timeout`; it is closed when it is. [`Error::Forked`],
+    /// [`Error::Driver`].
+    pub fn close(mut self, timeout: Duration) -> Result<()> {
+        self.home.check()?;
+        let Some(hold) = self.hold.take() else { return Ok(()) };
+        let (start, mut proof, mut backoff) = (Instant::now(), self.streams.mark(), Backoff::default());
+        while !proof.is_passed() {
+            if start.elapsed() >= timeout {
+                hold.retire(move || proof.is_passed());
+                return Err(Error::Timeout { what: "the work on legacy memory".into(), waited: timeout });
+            }
+            backoff.pause();
+        }
+        hold.release()
+    }
+}
+
+impl Drop for LegacyMemory {
+    fn drop(&mut self) {
+        let Some(hold) = self.hold.take() else { return };
+        if !self.home.is_here() {
+            // The mapping is the parent's to close, and its locks may be held for ever.
+            return std::mem::forget(hold);
+        }
+        let mut proof = self.streams.mark();
+        let is_quiet = proof.is_passed();
+        // Only what calls the driver, or has to wait, is left to other threads.
+        if let Some(hold) = if is_quiet { hold.share_out() } else { Some(hold) } {
+            hold.retire(move || proof.is_passed());
+        }
+    }
+}
+
+/// Opens what a handle of another process names, or holds once more what is open.
+pub(super) fn open(handle: &LegacyHandle, device: &Device) -> Result<LegacyMemory> {
+    let LegacyHandle { origin, owner, allocation, raw, .. } = *handle;
+    let key = Key { reader: device.info().id, owner, origin, allocation, raw };
+    loop {
+        let import = find(&key, device)?;
+        // An import that is over has left the table before its lock was let go, so the next look finds another.
+        if let Some((hold, base)) = Hold::take(import, handle.allocation_bytes)? {
+            return Ok(LegacyMemory::new(device, base + handle.offset, handle.bytes, Some(hold)));
+        }
+    }
+}
+
+/// The import in the table, or a new one in it.
+fn find(key: &Key, device: &Device) -> Result<Arc<Import>> {
+    if let Some(import) = table().as_ref().and_then(|table| table.imports.get(key)) {
+        return Ok(import.clone());
+    }
+    let watcher = Watcher::of_process()?;
+    let mut table = table();
+    let imports = &mut table.get_or_insert_with(|| Table { home: Home::here(), imports: HashMap::new() }).imports;
+    if imports.len() >= IMPORTS_MAX && !imports.contains_key(key) {
+        return Err(Error::argument("open allocations", imports.len() + 1, format!("at most {IMPORTS_MAX}")));
+    }
+    let new = || Arc::new(Import { key: *key, device: device.clone(), watcher, mapping: Mutex::default() });
+    Ok(imports.entry(*key).or_insert_with(new).clone())
+}
+
+impl Import {
+    fn lock(&self) -> MutexGuard<'_, Mapping> {
+        self.mapping.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes it out of the table for good.
+    fn end(self: &Arc<Self>, mapping: &mut Mapping) {
+        mapping.is_over = true;
+        let mut table = table();
+        let Some(imports) = table.as_mut().map(|table| &mut table.imports) else { return };
+        if imports.get(&self.key).is_some_and(|known| Arc::ptr_eq(known, self)) {
+            imports.remove(&self.key);
+        }
+    }
+}
+
+/// A share in an import; the last one closes it.
+struct Hold {
+    /// `None` once it is given up.
+    import: Option<Arc<Import>>,
+}
+
+impl std::fmt::Debug for Hold {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Hold")
+    }
+}
+
+impl Hold {
+    /// `None` if the import is over. The first one opens it.
+    fn take(import: Arc<Import>, bytes: u64) -> Result<Option<(Hold, DevicePtr)>> {
+        let mut mapping = import.lock();
+        if mapping.is_over {
+            return Ok(None);
+        }
+        let base = match mapping.base {
+            Some(base) => base,
+            None => {
+                let opened = import.device.backend().open_legacy(&import.key.raw, bytes, import.key.owner);
+                opened.inspect_err(|_| import.end(&mut mapping))?
+            }
+        };
+        mapping.base = Some(base);
+        mapping.holds += 1;
+        drop(mapping);
+        Ok(Some((Hold { import: Some(import) }, base)))
+    }
+
+    /// Gives it up, unless it is the last one: that is handed back.
+    fn share_out(mut self) -> Option<Hold> {
+        let import = self.import.take()?;
+        let mut mapping = import.lock();
+        if mapping.holds > 1 {
+            mapping.holds -= 1;
+            return None;
+        }
+        drop(mapping);
+        Some(Hold { import: Some(import) })
+    }
+
+    /// Gives it up once `is_quiet`, on a thread that may be held up by the driver.
+    fn retire(self, mut is_quiet: impl FnMut() -> bool + Send + 'static) {
+        let Some(watcher) = self.import.as_ref().map(|import| import.watcher.clone()) else { return };
+        watcher.retire(move || {
+            // The closure owns the hold, which is given up when the closure is dropped: after the proof.
+            let _held = &self;
+            is_quiet()
+        });
+    }
+
+    /// Gives it up now.
+    fn release(mut self) -> Result<()> {
+        self.give_up()
+    }
+
+    fn give_up(&mut self) -> Result<()> {
+        let Some(import) = self.import.take() else { return Ok(()) };
+        let mut mapping = import.lock();
+        mapping.holds -= 1;
+        if mapping.holds > 0 {
+            return Ok(());
+        }
+        let closed = match mapping.base.take() {
+            // SAFETY: opened once, in `take`, and closed once: the base is taken. Every hold was given up only when the
+            // streams that used the memory were proven to be past their work.
+            Some(base) => unsafe { import.device.backend().close_legacy(base) },
+            None => Ok(()),
+        };
+        import.end(&mut mapping);
+        closed
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        // Nobody is left to be told.
+        let _ = self.give_up();
+    }
+}

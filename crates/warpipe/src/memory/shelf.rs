@@ -1,0 +1,93 @@
+//! A table of what this process has open, so that opening it again finds it: it holds nothing itself.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use crate::error::Result;
+
+type Cell<V> = Arc<Mutex<Weak<V>>>;
+
+/// Values by key, for as long as somebody else holds them.
+#[derive(Debug)]
+pub(crate) struct Shelf<K, V> {
+    cells: Mutex<BTreeMap<K, Cell<V>>>,
+}
+
+impl<K: Ord + Clone, V> Shelf<K, V> {
+    pub(crate) const fn new() -> Shelf<K, V> {
+        Shelf { cells: Mutex::new(BTreeMap::new()) }
+    }
+
+    /// The value of `key`, if it is open.
+    pub(crate) fn get(&self, key: &K) -> Option<Arc<V>> {
+        let cell = self.lock().get(key).cloned()?;
+        lock(&cell).upgrade()
+    }
+
+    /// The value of `key`, made if it is not open. Who asks for the same meanwhile waits for it; others do not.
+    pub(crate) fn get_or(&self, key: &K, make: impl FnOnce() -> Result<Arc<V>>) -> Result<Arc<V>> {
+        let cell = self.cell(key);
+        let mut place = lock(&cell);
+        if let Some(value) = place.upgrade() {
+            return Ok(value);
+        }
+        let value = make()?;
+        *place = Arc::downgrade(&value);
+        Ok(value)
+    }
+
+    /// Shows a value that is open.
+    pub(crate) fn put(&self, key: &K, value: &Arc<V>) {
+        *lock(&self.cell(key)) = Arc::downgrade(value);
+    }
+
+    fn cell(&self, key: &K) -> Cell<V> {
+        let mut cells = self.lock();
+        if let Some(cell) = cells.get(key) {
+            return cell.clone();
+        }
+        // What nobody holds or opens any more makes room: the table is as long as what is open, and one.
+        cells.retain(|_, cell| Arc::strong_count(cell) > 1 || lock(cell).strong_count() > 0);
+        cells.entry(key.clone()).or_insert_with(|| Arc::new(Mutex::new(Weak::new()))).clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<K, Cell<V>>> {
+        self.cells.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn lock<V>(cell: &Mutex<Weak<V>>) -> MutexGuard<'_, Weak<V>> {
+    cell.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_open_is_found_and_made_once() {
+        let shelf = Shelf::<u8, u64>::new();
+        let first = shelf.get_or(&1, || Ok(Arc::new(7))).unwrap();
+        let second = shelf.get_or(&1, || panic!("it is open")).unwrap();
+        assert!(Arc::ptr_eq(&first, &second));
+        drop((first, second));
+        assert!(shelf.get(&1).is_none(), "the shelf holds nothing");
+        assert_eq!(*shelf.get_or(&1, || Ok(Arc::new(8))).unwrap(), 8);
+    }
+
+    #[test]
+    fn the_table_forgets_what_nobody_holds() {
+        let shelf = Shelf::<u32, u32>::new();
+        let kept = shelf.get_or(&0, || Ok(Arc::new(0))).unwrap();
+        (1..100).for_each(|key| drop(shelf.get_or(&key, || Ok(Arc::new(key)))));
+        assert!(shelf.lock().len() <= 2);
+        assert_eq!(shelf.get(&0).as_deref(), Some(&*kept));
+    }
+
+    #[test]
+    fn an_error_leaves_the_place_free() {
+        let shelf = Shelf::<u8, u8>::new();
+        assert!(shelf.get_or(&1, || Err(crate::Error::Forked)).is_err());
+        assert!(shelf.get_or(&1, || Ok(Arc::new(1))).is_ok());
+    }
+}

@@ -1,0 +1,364 @@
+//! Tickets: a text that names memory, for whoever may have it.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::mapping::{IMPORTS, Key, Mapping};
+use super::published::{self, ONLY, Request};
+use super::shared::{SharedMemory, check_reach};
+use crate::backend::DeviceId;
+use crate::device::Device;
+use crate::domain::{Domain, EndpointName};
+use crate::error::{Error, Expiry, Result, TicketFault};
+use crate::fork::Home;
+use crate::rendezvous::{Address, Kind, Visitor, encode};
+
+/// One run of an endpoint.
+pub(crate) type Incarnation = [u8; 16];
+
+/// The version of the text.
+const VERSION: u16 = 1;
+
+const PREFIX: &str = "warpipe-ticket:";
+
+/// The longest text: a domain's path may have 4096 bytes, each of which takes two digits.
+pub(super) const TEXT_BYTES_MAX: usize = 10 << 10;
+
+/// Names memory of a process on this machine: domain, endpoint, its incarnation, which of its memory, which bytes of
+/// that, and which device it is on. A text ([`Display`](fmt::Display) and [`FromStr`]; serde writes the same), of a few
+/// hundred letters, digits and colons: it can go through a file ([`write_file`](Ticket::write_file)), a pipe, a socket, an
+/// environment variable or MPI. It is no secret and gives no right: the owner looks who comes.
+///
+/// ```
+/// use warpipe::{Error, Ticket};
+/// # let folder = std::env::temp_dir().join(format!("warpipe-ticket-{}", std::process::id()));
+/// # let domain = warpipe::Domain::at(&folder)?;
+/// let ticket = Ticket::to(&domain, "weights")?; // whoever will hold that name
+/// assert_eq!(ticket.to_string().parse::<Ticket>()?, ticket);
+/// assert!(matches!("hello".parse::<Ticket>(), Err(Error::Ticket(_))));
+/// # std::fs::remove_dir_all(folder).ok();
+/// # Ok::<(), warpipe::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Ticket {
+    fields: Fields,
+}
+
+/// What the text holds.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+struct Fields {
+    boot: String,
+    domain: String,
+    owner: u32,
+    name: String,
+    kind: Kind,
+    incarnation: Option<Incarnation>,
+    wanted: Wanted,
+    device: Option<DeviceId>,
+}
+
+/// Which memory of an endpoint, and which bytes of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) struct Wanted {
+    pub(crate) id: u64,
+    pub(crate) offset: u64,
+    /// `None` for all.
+    pub(crate) bytes: Option<u64>,
+}
+
+impl Ticket {
+    pub(crate) fn new(
+        domain: &Domain,
+        name: &EndpointName,
+        kind: Kind,
+        incarnation: Option<Incarnation>,
+        wanted: Wanted,
+        device: Option<DeviceId>,
+    ) -> Result<Ticket> {
+        let path = std::path::absolute(domain.path())
+            .map_err(|e| Error::os("getcwd", format!("the domain {}", domain.path().display()), e))?;
+        // A text can hold no other.
+        let path = path.into_os_string().into_string().map_err(|path| {
+            Error::argument("domain", PathBuf::from(path).display(), "a path in UTF-8, to be named by a ticket")
+        })?;
+        let (boot, owner, name) = (boot_id()?, domain.owner(), name.to_string());
+        Ok(Ticket { fields: Fields { boot, domain: path, owner, name, kind, incarnation, wanted, device } })
+    }
+
+    /// A ticket for whatever memory will be published under `name`, now or later, by any run of its owner.
+    ///
+    /// # Errors
+    /// [`Error::Name`]; [`Error::Os`] when the machine's boot id cannot be read.
+    pub fn to(domain: &Domain, name: &str) -> Result<Ticket> {
+        let wanted = Wanted { id: ONLY, offset: 0, bytes: None };
+        Ticket::new(domain, &EndpointName::new(name)?, Kind::Memory, None, wanted, None)
+    }
+
+    /// The domain's directory.
+    pub fn domain(&self) -> &Path {
+        Path::new(&self.fields.domain)
+    }
+
+    /// The endpoint's name.
+    pub fn name(&self) -> &str {
+        &self.fields.name
+    }
+
+    /// What is kept under it: memory, or a pool.
+    pub fn kind(&self) -> Kind {
+        self.fields.kind
+    }
+
+    /// The device that the memory is on, if that was known when the ticket was written.
+    pub fn device(&self) -> Option<DeviceId> {
+        self.fields.device
+    }
+
+    /// Its length in bytes, if that was known when the ticket was written.
+    pub fn bytes(&self) -> Option<u64> {
+        self.fields.wanted.bytes
+    }
+
+    /// Fetches the memory from its owner and maps it on `device`; what this process has open already is found without
+    /// asking anybody.
+    ///
+    /// # Errors
+    /// [`Error::NoOwner`]: nobody has published it yet, or its owner has died (`was_there`). [`Error::TicketExpired`]: its
+    /// owner is gone, or another holds the name. [`Error::Ticket`] for one of another machine. [`Error::AccessDenied`],
+    /// [`Error::Refused`], [`Error::OtherKind`]. [`Error::Range`], [`Error::PeerAccess`], [`Error::DescriptorLimit`],
+    /// [`Error::DeviceMemory`], [`Error::Domain`].
+    pub fn open(&self, device: &Device) -> Result<SharedMemory> {
+        self.open_timeout(device, Duration::ZERO)
+    }
+
+    /// [`open`](Self::open), but waits up to `timeout` for an owner that has not published yet. An expired ticket is an
+    /// error at once: that owner does not come back.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_timeout(&self, device: &Device, timeout: Duration) -> Result<SharedMemory> {
+        self.check(Kind::Memory, device)?;
+        let Fields { incarnation, wanted, ref name, .. } = self.fields;
+        let found = incarnation.and_then(|incarnation| IMPORTS.get(&Key::new(incarnation, wanted.id, device)));
+        let mapping = match found {
+            Some(mapping) => mapping,
+            None => self.fetch(device, timeout)?,
+        };
+        SharedMemory::whole(mapping, name).range(wanted.offset, wanted.bytes)
+    }
+
+    fn fetch(&self, device: &Device, timeout: Duration) -> Result<Arc<Mapping>> {
+        let Wanted { id, .. } = self.fields.wanted;
+        let body = encode(&Request { incarnation: self.fields.incarnation, id })?;
+        let (visitor, gift) = self.attach(device, &body, timeout)?;
+        let key = Key::new(visitor.generation(), id, device);
+        IMPORTS.get_or(&key, || match published::import(gift, device, self.name())? {
+            Some(mapping) => Ok(Arc::new(mapping)),
+            None => Err(self.expired(Expiry::Replaced)),
+        })
+    }
+
+    /// Whether it can be opened as `kind` on `device` at all.
+    pub(crate) fn check(&self, kind: Kind, device: &Device) -> Result<()> {
+        Home::here().check()?;
+        if self.fields.boot != boot_id()? {
+            return Err(Error::Ticket(TicketFault::ForeignHost));
+        }
+        if self.fields.kind != kind {
+            let (name, found) = (self.fields.name.clone(), self.fields.kind.to_string());
+            return Err(Error::OtherKind { name, wanted: kind, found });
+        }
+        self.fields.device.map_or(Ok(()), |owner| check_reach(device, owner))
+    }
+
+    /// Comes to its owner. Nobody there is an expiry, if the ticket says that somebody was.
+    pub(crate) fn attach(
+        &self,
+        device: &Device,
+        body: &[u8],
+        timeout: Duration,
+    ) -> Result<(Visitor, crate::rendezvous::Gift)> {
+        let Fields { ref domain, owner, ref name, kind, incarnation, .. } = self.fields;
+        let (domain, name) = (Domain::of_user(domain, owner)?, EndpointName::new(name)?);
+        let at = Address { domain: &domain, name: &name, kind };
+        let wait = if incarnation.is_some() { Duration::ZERO } else { timeout };
+        Visitor::attach(&at, Some(device.info().id), body, wait).map_err(|error| match error {
+            Error::NoOwner { was_there, .. } if incarnation.is_some() => self.expired(Expiry::Gone { died: was_there }),
+            Error::OtherKind { .. } if incarnation.is_some() => self.expired(Expiry::Replaced),
+            other => other,
+        })
+    }
+
+    pub(crate) fn expired(&self, expiry: Expiry) -> Error {
+        Error::TicketExpired { name: self.fields.name.clone(), expiry }
+    }
+
+    pub(crate) fn incarnation(&self) -> Option<Incarnation> {
+        self.fields.incarnation
+    }
+
+    pub(crate) fn wanted(&self) -> Wanted {
+        self.fields.wanted
+    }
+}
+
+/// The kernel's name for the time since the machine was started; the same in all its containers.
+fn boot_id() -> Result<String> {
+    static BOOT: OnceLock<String> = OnceLock::new();
+    if let Some(boot) = BOOT.get() {
+        return Ok(boot.clone());
+    }
+    const PATH: &str = "/proc/sys/kernel/random/boot_id";
+    let text = std::fs::read_to_string(PATH).map_err(|e| Error::os("read", PATH, e))?;
+    Ok(BOOT.get_or_init(|| text.trim().to_string()).clone())
+}
+
+impl fmt::Display for Ticket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = postcard::to_stdvec(&self.fields).map_err(|_| fmt::Error)?;
+        write!(f, "{PREFIX}{VERSION}:")?;
+        bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}"))?;
+        write!(f, ":{:08x}", checksum(&bytes))
+    }
+}
+
+impl FromStr for Ticket {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Ticket> {
+        parse(text).map_err(Error::Ticket)
+    }
+}
+
+impl TryFrom<String> for Ticket {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Ticket> {
+        text.parse()
+    }
+}
+
+impl From<Ticket> for String {
+    fn from(ticket: Ticket) -> String {
+        ticket.to_string()
+    }
+}
+
+fn parse(text: &str) -> std::result::Result<Ticket, TicketFault> {
+    if text.len() > TEXT_BYTES_MAX {
+        return Err(TicketFault::Oversized { limit: TEXT_BYTES_MAX });
+    }
+    let rest = text.trim().strip_prefix(PREFIX).ok_or(TicketFault::NoTicket)?;
+    let (version, rest) = rest.split_once(':').ok_or(TicketFault::Damaged)?;
+    match version.parse() {
+        Ok(VERSION) => {}
+        Ok(theirs) => return Err(TicketFault::Version { theirs, ours: VERSION }),
+        Err(_) => return Err(TicketFault::Damaged),
+    }
+    let (digits, sum) = rest.split_once(':').ok_or(TicketFault::Damaged)?;
+    let bytes = from_hex(digits).ok_or(TicketFault::Damaged)?;
+    if sum.len() != 8 || u32::from_str_radix(sum, 16) != Ok(checksum(&bytes)) {
+        return Err(TicketFault::Damaged);
+    }
+    match postcard::take_from_bytes::<Fields>(&bytes) {
+        Ok((fields, [])) if EndpointName::new(&fields.name).is_ok() => Ok(Ticket { fields }),
+        _ => Err(TicketFault::Damaged),
+    }
+}
+
+fn from_hex(digits: &str) -> Option<Vec<u8>> {
+    let digit = |byte: u8| char::from(byte).to_digit(16).map(|digit| digit as u8);
+    let (pairs, rest) = digits.as_bytes().as_chunks::<2>();
+    if !rest.is_empty() {
+        return None;
+    }
+    pairs.iter().map(|&[high, low]| Some(digit(high)? << 4 | digit(low)?)).collect()
+}
+
+/// FNV-1a, against texts that were cut or garbled; it is no signature.
+fn checksum(bytes: &[u8]) -> u32 {
+    bytes.iter().fold(0x811c_9dc5, |sum, &byte| (sum ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ticket() -> Ticket {
+        let wanted = Wanted { id: 3, offset: 4096, bytes: Some(100) };
+        let fields = Fields {
+            boot: boot_id().unwrap(),
+            domain: "/run/user/1000/warpipe".into(),
+            owner: 1000,
+            name: "camera/front".into(),
+            kind: Kind::Memory,
+            incarnation: Some([7; 16]),
+            wanted,
+            device: Some(Device::host().info().id),
+        };
+        Ticket { fields }
+    }
+
+    #[test]
+    fn a_ticket_goes_through_text_and_serde_unchanged() {
+        let text = ticket().to_string();
+        assert!(text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b":-".contains(&byte)), "{text}");
+        assert_eq!(text.parse::<Ticket>().unwrap(), ticket());
+        assert_eq!(format!("  {text}\n").parse::<Ticket>().unwrap(), ticket());
+        let bytes = postcard::to_stdvec(&ticket()).unwrap();
+        assert_eq!(postcard::from_bytes::<Ticket>(&bytes).unwrap(), ticket());
+    }
+
+    #[test]
+    fn every_text_that_is_cut_short_is_refused() {
+        let text = ticket().to_string();
+        for end in 0..text.len() {
+            let fault = parse(&text[..end]).unwrap_err();
+            assert!(matches!(fault, TicketFault::NoTicket | TicketFault::Damaged), "{end}: {fault}");
+        }
+    }
+
+    #[test]
+    fn every_letter_that_is_changed_is_noticed() {
+        let text = ticket().to_string();
+        for at in 0..text.len() {
+            for letter in [b'0', b'f', b':', b'z', b' '] {
+                let mut other = text.clone().into_bytes();
+                other[at] = letter;
+                let other = String::from_utf8(other).unwrap();
+                assert!(other == text || parse(&other).is_err(), "{at}: {other}");
+            }
+        }
+    }
+
+    #[test]
+    fn other_versions_and_foreign_texts_are_told_apart() {
+        let newer = ticket().to_string().replace(":1:", ":2:");
+        assert_eq!(parse(&newer), Err(TicketFault::Version { theirs: 2, ours: VERSION }));
+        assert_eq!(parse("MIIB"), Err(TicketFault::NoTicket));
+        assert_eq!(parse(&"x".repeat(TEXT_BYTES_MAX + 1)), Err(TicketFault::Oversized { limit: TEXT_BYTES_MAX }));
+        let mut named = ticket();
+        named.fields.name = "../etc".into();
+        assert_eq!(parse(&named.to_string()), Err(TicketFault::Damaged));
+    }
+
+    #[test]
+    fn a_ticket_of_another_machine_opens_nothing() {
+        let mut ticket = ticket();
+        ticket.fields.boot = "another".into();
+        assert!(matches!(ticket.open(&Device::host()), Err(Error::Ticket(TicketFault::ForeignHost))));
+    }
+
+    #[test]
+    fn a_gpus_memory_is_out_of_the_hosts_reach() {
+        let mut ticket = ticket();
+        ticket.fields.device = Some(DeviceId { kind: crate::backend::DeviceKind::Cuda, uuid: [1; 16] });
+        assert!(matches!(ticket.open(&Device::host()), Err(Error::PeerAccess { .. })));
+    }
+}

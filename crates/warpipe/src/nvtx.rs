@@ -1,0 +1,319 @@
+//! Ranges for profilers: what this process spends in `send`, `receive` and the like, on a profiler's time line.
+//!
+//! Profilers of the NVIDIA tools, and others, take such ranges by NVTX. Nothing of it is linked or needed:
+//!
+//! * `NVTX_INJECTION64_PATH` names a profiler's library, which profilers set themselves (`nsys profile` does). It is
+//!   loaded at the first range and given the tables of NVTX 3, into which it writes its functions: the part that
+//!   NVTX's C headers play in a C program.
+//! * Without it, `WARPIPE_NVTX=1` asks for `libnvToolsExt.so.1` of a toolkit (up to CUDA 12), which knows profilers
+//!   by itself.
+//! * `WARPIPE_NVTX=0` turns ranges off in any case. Off, and without either variable, a range costs one relaxed load.
+//!
+//! A library that cannot be used leaves ranges off; [`state`], and so `warpipe doctor`, says why.
+//!
+//! **This module is marked for unsafe**: it shares tables of function pointers with the profiler, and calls them.
+//!
+//! References: `nvtxInit.h` and `nvtxTypes.h` of NVTX 3, for the handshake and its numbers.
+
+use std::ffi::{CStr, OsString, c_char, c_int, c_uint, c_void};
+use std::marker::PhantomData;
+use std::mem;
+use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+
+use libloading::Library;
+
+use crate::error::Error;
+
+/// A sample is handed to its subscribers.
+pub(crate) const SEND: &CStr = c"warpipe.send";
+/// A sample is waited for and taken.
+pub(crate) const RECEIVE: &CStr = c"warpipe.receive";
+/// What was announced, or taken on, is completed.
+pub(crate) const COMPLETE: &CStr = c"warpipe.complete";
+
+/// Names a profiler's library.
+const INJECTION: &str = "NVTX_INJECTION64_PATH";
+/// Ours: `1` asks for ranges, `0` forbids them.
+const SWITCH: &str = "WARPIPE_NVTX";
+/// What `WARPIPE_NVTX=1` loads.
+const TOOLKIT_LIBRARY: &str = "libnvToolsExt.so.1";
+
+/// Whether ranges reach a profiler. See [`state`].
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum State {
+    /// Nobody asked.
+    Off,
+    /// They go to this library.
+    On {
+        /// The library's path or name.
+        library: String,
+    },
+    /// They were asked for, and cannot be: [`Error::Profiler`].
+    Failed(Error),
+}
+
+/// Whether ranges reach a profiler; the first call, or the first range, finds out.
+///
+/// ```
+/// use warpipe::nvtx::{State, state};
+/// match state() {
+///     State::On { library } => println!("ranges go to {library}"),
+///     State::Failed(error) => println!("{error}"),
+///     _ => println!("nobody asked for ranges"),
+/// }
+/// ```
+pub fn state() -> &'static State {
+    static STATE: OnceLock<State> = OnceLock::new();
+    STATE.get_or_init(|| {
+        let state = start(std::env::var_os(SWITCH), std::env::var_os(INJECTION));
+        if !matches!(state, State::On { .. }) {
+            MAY_BE_ON.store(false, Ordering::Relaxed);
+        }
+        state
+    })
+}
+
+/// False once it is known that no profiler listens.
+static MAY_BE_ON: AtomicBool = AtomicBool::new(true);
+
+/// A span of this thread's time: ends when it is dropped, in the reverse order of the beginnings.
+#[must_use = "a range ends when it is dropped"]
+pub(crate) struct Range {
+    is_open: bool,
+    /// The ranges of a thread are a stack: this one must end where it began.
+    _of_thread: PhantomData<*const ()>,
+}
+
+/// `nvtxRangePushA`: begins a range of this thread.
+#[inline]
+pub(crate) fn range(name: &'static CStr) -> Range {
+    let is_open = MAY_BE_ON.load(Ordering::Relaxed) && push(name);
+    Range { is_open, _of_thread: PhantomData }
+}
+
+impl Drop for Range {
+    #[inline]
+    fn drop(&mut self) {
+        if self.is_open {
+            pop();
+        }
+    }
+}
+
+#[cold]
+fn push(name: &'static CStr) -> bool {
+    if !matches!(state(), State::On { .. }) {
+        return false;
+    }
+    let function = SLOTS.0[CORE][RANGE_PUSH_A].load(Ordering::Acquire);
+    if function.is_null() {
+        return false;
+    }
+    // SAFETY: what stands in this slot is the library's `nvtxRangePushA`, by the handshake or by its name; the library
+    // is never unloaded, and the name is terminated and lives for ever.
+    unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char) -> c_int>(function)(name.as_ptr()) };
+    true
+}
+
+#[cold]
+fn pop() {
+    let function = SLOTS.0[CORE][RANGE_POP].load(Ordering::Acquire);
+    if !function.is_null() {
+        // SAFETY: as in `push`; `nvtxRangePop` takes nothing.
+        unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_int>(function)() };
+    }
+}
+
+/// Gets the functions out of a library, or says what is wrong with it.
+type Load = fn(&Library) -> Result<(), String>;
+
+fn start(switch: Option<OsString>, injection: Option<OsString>) -> State {
+    let is_asked = match switch.as_deref().and_then(|value| value.to_str()) {
+        Some("0") => return State::Off,
+        Some("1") => true,
+        _ => false,
+    };
+    let (library, load): (_, Load) = match injection.filter(|path| !path.is_empty()) {
+        Some(path) => (path, shake_hands),
+        None if is_asked => (TOOLKIT_LIBRARY.into(), take_functions),
+        None => return State::Off,
+    };
+    let name = library.to_string_lossy().into_owned();
+    // SAFETY: the environment of this process names the library, as it does for every program with NVTX in it; whoever
+    // sets that could preload a library as well.
+    let loaded = unsafe { Library::new(&library) }.map_err(|error| {
+        let words = std::error::Error::source(&error).map(ToString::to_string);
+        format!("cannot be loaded ({})", words.unwrap_or_else(|| error.to_string()))
+    });
+    let ready = loaded.and_then(|library| {
+        let ready = load(&library);
+        // Kept for ever, also when it refuses: it may have started threads or left pointers to itself.
+        mem::forget(library);
+        ready
+    });
+    match ready {
+        Ok(()) => State::On { library: name },
+        Err(reason) => State::Failed(Error::Profiler { library: name, reason }),
+    }
+}
+
+/// `nvtxRangePushA` and `nvtxRangePop` by their names.
+fn take_functions(library: &Library) -> Result<(), String> {
+    for (name, slot) in [(c"nvtxRangePushA", RANGE_PUSH_A), (c"nvtxRangePop", RANGE_POP)] {
+        // SAFETY: only the symbol's address is taken here, as a pointer.
+        let symbol = unsafe { library.get::<*mut c_void>(name.to_bytes_with_nul()) };
+        let symbol = symbol.map_err(|_| format!("has no {}", name.to_string_lossy()))?;
+        SLOTS.0[CORE][slot].store(*symbol, Ordering::Release);
+    }
+    Ok(())
+}
+
+type GetExportTable = unsafe extern "C" fn(c_uint) -> *const c_void;
+
+/// `InitializeInjectionNvtx2`: gives the library our tables, into which it writes its functions.
+fn shake_hands(library: &Library) -> Result<(), String> {
+    type Initialize = unsafe extern "C" fn(GetExportTable) -> c_int;
+    // SAFETY: a symbol of this name has this type, by the protocol.
+    let initialize = unsafe { library.get::<Initialize>(b"InitializeInjectionNvtx2\0") };
+    let initialize = initialize.map_err(|_| "has no InitializeInjectionNvtx2".to_owned())?;
+    // SAFETY: the function that NVTX 3 itself would pass, with tables that live for ever.
+    if unsafe { initialize(export_table) } == 0 {
+        return Err("refused (InitializeInjectionNvtx2 returned 0)".into());
+    }
+    Ok(())
+}
+
+/// The modules of `NvtxCallbackModule`, and how many functions each has (with the unused first).
+const MODULE_SIZES: [usize; 7] = [0, 16, 9, 15, 7, 16, 7];
+const SIZE_MAX: usize = 16;
+/// `NVTX_CB_MODULE_CORE`, and in it `NVTX_CBID_CORE_RangePushA` and `..._RangePop`.
+const CORE: usize = 1;
+const RANGE_PUSH_A: usize = 9;
+const RANGE_POP: usize = 11;
+
+/// `NVTX_ETID_CALLBACKS` and `NVTX_ETID_VERSIONINFO`.
+const CALLBACKS: c_uint = 1;
+const VERSION_INFO: c_uint = 3;
+
+/// Where a profiler's functions go. One that we never call is written for nothing.
+struct Slots([[AtomicPtr<c_void>; SIZE_MAX]; MODULE_SIZES.len()]);
+
+static SLOTS: Slots = Slots([const { [const { AtomicPtr::new(ptr::null_mut()) }; SIZE_MAX] }; MODULE_SIZES.len()]);
+
+/// For each module the addresses of its slots, as the profiler wants them.
+struct Addresses([[*const AtomicPtr<c_void>; SIZE_MAX]; MODULE_SIZES.len()]);
+
+// SAFETY: addresses of a static of atomics, never written.
+unsafe impl Sync for Addresses {}
+
+static ADDRESSES: Addresses = {
+    let mut addresses = [[ptr::null(); SIZE_MAX]; MODULE_SIZES.len()];
+    let mut module = 1;
+    while module < MODULE_SIZES.len() {
+        // The first slot of each module is of no function, and has no address.
+        let mut function = 1;
+        while function < MODULE_SIZES[module] {
+            addresses[module][function] = &raw const SLOTS.0[module][function];
+            function += 1;
+        }
+        module += 1;
+    }
+    Addresses(addresses)
+};
+
+/// `NvtxExportTableCallbacks`.
+#[repr(C)]
+struct Callbacks {
+    struct_size: usize,
+    module_function_table: unsafe extern "C" fn(c_uint, *mut *const *const AtomicPtr<c_void>, *mut c_uint) -> c_int,
+}
+
+/// `NvtxExportTableVersionInfo`.
+#[repr(C)]
+struct VersionInfo {
+    struct_size: usize,
+    version: u32,
+    reserved: u32,
+    set_injection_version: extern "C" fn(u32),
+}
+
+static CALLBACK_TABLE: Callbacks =
+    Callbacks { struct_size: size_of::<Callbacks>(), module_function_table: give_functions };
+static VERSION_TABLE: VersionInfo =
+    VersionInfo { struct_size: size_of::<VersionInfo>(), version: 3, reserved: 0, set_injection_version: ignore };
+
+extern "C" fn ignore(_version: u32) {}
+
+unsafe extern "C" fn export_table(id: c_uint) -> *const c_void {
+    match id {
+        CALLBACKS => (&raw const CALLBACK_TABLE).cast(),
+        VERSION_INFO => (&raw const VERSION_TABLE).cast(),
+        _ => ptr::null(),
+    }
+}
+
+/// # Safety
+/// As in the protocol: each out pointer is null or valid.
+unsafe extern "C" fn give_functions(
+    module: c_uint,
+    table: *mut *const *const AtomicPtr<c_void>,
+    size: *mut c_uint,
+) -> c_int {
+    let Some((addresses, &count)) =
+        ADDRESSES.0.get(module as usize).zip(MODULE_SIZES.get(module as usize)).filter(|&(_, &count)| count > 0)
+    else {
+        return 0;
+    };
+    if !table.is_null() {
+        // SAFETY: valid, as the caller promises.
+        unsafe { table.write(addresses.as_ptr()) };
+    }
+    if !size.is_null() {
+        // SAFETY: valid, as the caller promises.
+        unsafe { size.write(count as c_uint) };
+    }
+    1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failure(state: State) -> String {
+        match state {
+            State::Failed(error) => error.to_string(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn without_being_asked_nothing_is_loaded() {
+        assert!(matches!(start(None, None), State::Off));
+        assert!(matches!(start(None, Some("".into())), State::Off));
+        assert!(matches!(start(Some("0".into()), Some("/no/such/library.so".into())), State::Off), "forbidden");
+    }
+
+    #[test]
+    fn a_library_that_is_not_there_or_no_profilers_is_told_with_its_name() {
+        let missing = failure(start(None, Some("/no/such/library.so".into())));
+        assert!(missing.contains("/no/such/library.so cannot be loaded"), "{missing}");
+        let other = failure(start(None, Some("libc.so.6".into())));
+        assert!(other.contains("libc.so.6 has no InitializeInjectionNvtx2"), "{other}");
+    }
+
+    #[test]
+    fn a_profiler_is_given_every_module_and_no_other() {
+        for (module, count) in [(0, 0), (1, 16), (2, 9), (3, 15), (4, 7), (5, 16), (6, 7), (7, 0), (u32::MAX, 0)] {
+            let (mut table, mut size) = (ptr::null(), 0);
+            // SAFETY: both out pointers are valid.
+            let given = unsafe { give_functions(module, &mut table, &mut size) };
+            assert_eq!((given, size), (c_int::from(count > 0), count), "module {module}");
+            // SAFETY: nobody is to write where the pointers are null.
+            unsafe { give_functions(module, ptr::null_mut(), ptr::null_mut()) };
+        }
+        assert!(ADDRESSES.0[CORE][0].is_null() && !ADDRESSES.0[CORE][RANGE_POP].is_null());
+    }
+}

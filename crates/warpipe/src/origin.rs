@@ -1,0 +1,129 @@
+//! Which process of which boot of which machine: what a handle says of where it came from.
+//!
+//! A process id alone is nobody in particular: it is used again, and means another process in another namespace. With
+//! the time at which its process started, its namespace, and the boot's id it is one process for good.
+
+use std::io;
+use std::sync::{Mutex, PoisonError};
+
+use crate::error::{Error, Result};
+
+/// A process, told apart from every other one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Origin {
+    /// The boot of the machine: a hash of `/proc/sys/kernel/random/boot_id`.
+    pub(crate) host: u64,
+    /// The PID namespace in which `pid` counts: the inode of `/proc/self/ns/pid`.
+    pub(crate) namespace: u64,
+    /// When the process started, in ticks since the boot (`/proc/PID/stat`, field 22).
+    pub(crate) started: u64,
+    /// Its number.
+    pub(crate) pid: i32,
+}
+
+/// What can be known of another process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Life {
+    Alive,
+    Gone,
+    /// It counts in another PID namespace, or on another machine.
+    Unknown,
+}
+
+impl Origin {
+    /// This process; read once, and again after a fork.
+    pub(crate) fn here() -> Result<Origin> {
+        static HERE: Mutex<Option<Origin>> = Mutex::new(None);
+        let mut here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
+        match *here {
+            Some(origin) if origin.pid == std::process::id() as i32 => Ok(origin),
+            _ => Ok(*here.insert(Origin::read()?)),
+        }
+    }
+
+    fn read() -> Result<Origin> {
+        let failed = |what: &'static str| move |error: io::Error| Error::os("read", what, error);
+        let boot =
+            std::fs::read("/proc/sys/kernel/random/boot_id").map_err(failed("/proc/sys/kernel/random/boot_id"))?;
+        let namespace = rustix::fs::stat("/proc/self/ns/pid").map_err(|e| Error::os("stat", "/proc/self/ns/pid", e))?;
+        let pid = std::process::id() as i32;
+        let started = Stat::of(pid).map_err(failed("/proc/self/stat"))?.started;
+        Ok(Origin { host: hash(boot.trim_ascii()), namespace: namespace.st_ino, started, pid })
+    }
+
+    /// Whether the process still lives, as seen from `here`. A zombie does not: its memory is gone.
+    pub(crate) fn life(&self, here: &Origin) -> Life {
+        if (self.host, self.namespace) != (here.host, here.namespace) {
+            return Life::Unknown;
+        }
+        match Stat::of(self.pid) {
+            Ok(stat) if stat.started == self.started && !matches!(stat.state, b'Z' | b'X') => Life::Alive,
+            Ok(_) => Life::Gone,
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => Life::Gone,
+            Err(_) => Life::Unknown,
+        }
+    }
+}
+
+/// What is looked at of `/proc/PID/stat`.
+struct Stat {
+    state: u8,
+    started: u64,
+}
+
+impl Stat {
+    fn of(pid: i32) -> io::Result<Stat> {
+        let text = std::fs::read(format!("/proc/{pid}/stat"))?;
+        Stat::parse(&text).ok_or_else(|| io::Error::other("it is not what proc(5) says"))
+    }
+
+    /// The name, in parentheses, may itself hold parentheses and blanks: the fields begin behind the last one.
+    fn parse(text: &[u8]) -> Option<Stat> {
+        let end = text.iter().rposition(|&byte| byte == b')')?;
+        let mut fields = text.get(end + 1..)?.split(|&byte| byte == b' ').filter(|field| !field.is_empty());
+        let state = *fields.next()?.first()?;
+        let started = std::str::from_utf8(fields.nth(18)?).ok()?.parse().ok()?;
+        Some(Stat { state, started })
+    }
+}
+
+/// FNV-1a (Fowler, Noll and Vo): tells values apart, keeps no secret.
+pub(crate) fn hash(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_process_lives_and_one_with_its_number_that_started_earlier_is_gone() {
+        let here = Origin::here().unwrap();
+        assert_eq!(here.life(&here), Life::Alive);
+        assert_eq!(Origin { started: here.started - 1, ..here }.life(&here), Life::Gone);
+        assert_eq!(Origin { namespace: 1, ..here }.life(&here), Life::Unknown);
+        assert_eq!(Origin { host: 1, ..here }.life(&here), Life::Unknown);
+    }
+
+    #[test]
+    fn a_killed_child_is_gone_before_its_parent_has_asked_for_it() {
+        let here = Origin::here().unwrap();
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = child.id() as i32;
+        let origin = Origin { pid, started: Stat::of(pid).unwrap().started, ..here };
+        assert_eq!(origin.life(&here), Life::Alive);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(origin.life(&here), Life::Gone);
+    }
+
+    #[test]
+    fn a_process_whose_name_holds_parentheses_is_read_right() {
+        let text = b"7 (a) b) c) Z 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20\n";
+        let stat = Stat::parse(text).unwrap();
+        assert_eq!((stat.state, stat.started), (b'Z', 4711));
+        for cut in 0..text.len() - 10 {
+            let _no_panic = Stat::parse(&text[..cut]);
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! Who has which block.
+
+use std::sync::Arc;
+
+use super::core::State;
+use super::{PAIRS_MAX, released_at};
+use crate::backend::{Access, TimelineWord};
+use crate::memory::arena::SlotId;
+use crate::memory::page::Page;
+
+/// A block that somebody has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Block {
+    is_owned: bool,
+    borrows: u32,
+}
+
+impl Block {
+    /// The owner's own.
+    pub(super) fn owned() -> Block {
+        Block { is_owned: true, borrows: 0 }
+    }
+
+    /// One that a peer has allocated.
+    pub(super) fn borrowed() -> Block {
+        Block { is_owned: false, borrows: 1 }
+    }
+}
+
+/// A block that is lent under a number.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Lend {
+    pub(super) slot: SlotId,
+    pub(super) bytes: u64,
+    pub(super) access: Access,
+}
+
+/// What is counted.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Counts {
+    pub(super) allocations: u64,
+    pub(super) waits: u64,
+    pub(super) high_water: u64,
+}
+
+/// A peer, and what it has.
+#[derive(Debug)]
+pub(super) struct Borrower {
+    pub(super) page: Arc<Page>,
+    open: Vec<Open>,
+    unused: Vec<u32>,
+    next_pair: u32,
+    values: u64,
+    /// It has said goodbye.
+    pub(super) is_leaving: bool,
+}
+
+/// A block that a peer has, and how it says that it has let it go.
+#[derive(Debug, Clone, Copy)]
+struct Open {
+    slot: SlotId,
+    pair: u32,
+    value: u64,
+}
+
+impl Borrower {
+    pub(super) fn new(page: Page) -> Borrower {
+        let page = Arc::new(page);
+        Borrower { page, open: vec![], unused: vec![], next_pair: 0, values: 0, is_leaving: false }
+    }
+
+    /// A pair of words that has nothing to say yet, and the value that it will come to. None if all are in use.
+    pub(super) fn open(&mut self, slot: SlotId) -> Option<(u32, u64)> {
+        let pair = match self.unused.pop() {
+            Some(pair) => pair,
+            None if self.next_pair < PAIRS_MAX => {
+                self.next_pair += 1;
+                self.next_pair - 1
+            }
+            None => return None,
+        };
+        // Counted for all pairs at once: no word has come to it before.
+        self.values += 1;
+        self.open.push(Open { slot, pair, value: self.values });
+        Some((pair, self.values))
+    }
+
+    /// Undoes [`open`](Self::open): the peer does not hear of it.
+    pub(super) fn close(&mut self, pair: u32) {
+        self.open.retain(|open| open.pair != pair);
+        self.unused.push(pair);
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.unused.is_empty() && self.next_pair >= PAIRS_MAX
+    }
+
+    /// Whether it has left, with nothing.
+    pub(super) fn is_done(&self) -> bool {
+        self.is_leaving && self.open.is_empty()
+    }
+
+    /// All that it has, whatever its words say.
+    pub(super) fn into_slots(self) -> (Arc<Page>, Vec<SlotId>) {
+        (self.page, self.open.iter().map(|open| open.slot).collect())
+    }
+
+    fn take_released(&mut self) -> Vec<SlotId> {
+        let page = &self.page;
+        // Exactly the value: what an honest peer leaves, and a scribbler hardly ever.
+        let is_released = |open: &mut Open| page.at::<TimelineWord>(released_at(open.pair)).is(open.value);
+        let released: Vec<Open> = self.open.extract_if(.., is_released).collect();
+        self.unused.extend(released.iter().map(|open| open.pair));
+        released.into_iter().map(|open| open.slot).collect()
+    }
+}
+
+impl State {
+    /// A peer has the block, too.
+    pub(super) fn borrow(&mut self, slot: SlotId) {
+        if let Some(block) = self.blocks.get_mut(&slot) {
+            block.borrows += 1;
+            self.arena.hold(slot);
+        }
+        self.note_use();
+    }
+
+    /// Takes back what peers have let go.
+    pub(super) fn collect_released(&mut self) {
+        let released: Vec<SlotId> = self.borrowers.values_mut().flat_map(Borrower::take_released).collect();
+        released.into_iter().for_each(|slot| self.borrower_lets_go(slot));
+    }
+
+    pub(super) fn borrower_lets_go(&mut self, slot: SlotId) {
+        if let Some(block) = self.blocks.get_mut(&slot) {
+            block.borrows -= 1;
+            self.let_go(slot);
+        }
+    }
+
+    pub(super) fn owner_lets_go(&mut self, slot: SlotId) {
+        self.lends.retain(|_, lend| lend.slot != slot);
+        if let Some(block) = self.blocks.get_mut(&slot) {
+            block.is_owned = false;
+            self.let_go(slot);
+        }
+    }
+
+    fn let_go(&mut self, slot: SlotId) {
+        self.blocks.retain(|&id, block| id != slot || *block != Block { is_owned: false, borrows: 0 });
+        self.arena.let_go(slot);
+    }
+
+    /// Bytes that are not free: held by anybody, or behind a stream that is not done.
+    pub(super) fn used(&self) -> u64 {
+        self.blocks.keys().map(|&slot| self.arena.slot(slot).bytes()).sum::<u64>() + self.arena.waiting_bytes()
+    }
+
+    /// Bytes that the owner has, and that peers have; what both have counts in both.
+    pub(super) fn held(&self) -> (u64, u64) {
+        let bytes = |is_so: fn(&Block) -> bool| {
+            let slots = self.blocks.iter().filter(|(_, block)| is_so(block));
+            slots.map(|(&slot, _)| self.arena.slot(slot).bytes()).sum()
+        };
+        (bytes(|block| block.is_owned), bytes(|block| block.borrows > 0))
+    }
+
+    pub(super) fn note_use(&mut self) {
+        self.counts.high_water = self.counts.high_water.max(self.used());
+    }
+}

@@ -1,0 +1,367 @@
+//! The owner's side: the pool and its blocks. **This module is marked for unsafe**: it copies to and from blocks by
+//! address.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::core::Core;
+use crate::backend::{Access, DevicePtr};
+use crate::device::Device;
+use crate::domain::{Domain, EndpointName};
+use crate::error::{Error, Result};
+use crate::link::proof::Streams;
+use crate::memory::arena::SlotId;
+use crate::memory::mapping::{check_range, copy_out, wait_for};
+use crate::memory::ticket::Ticket;
+use crate::rendezvous::{Address, Admission, Keeper, Kind};
+use crate::stream::Stream;
+
+/// How a pool is to be. See [`Pool::builder`].
+#[derive(Debug, Clone)]
+pub struct PoolBuilder {
+    name: String,
+    domain: Option<Domain>,
+    device: Option<Device>,
+    memory_limit: u64,
+    reserve: u64,
+    wait: Duration,
+    admission: Admission,
+}
+
+impl PoolBuilder {
+    /// The domain in which its name lies; the environment's by default.
+    pub fn domain(mut self, domain: &Domain) -> Self {
+        self.domain = Some(domain.clone());
+        self
+    }
+
+    /// The device whose memory it hands out; [`Device::preferred`] by default.
+    pub fn device(mut self, device: &Device) -> Self {
+        self.device = Some(device.clone());
+        self
+    }
+
+    /// The most device memory that it takes, in bytes: 4 GiB by default. It is taken as needed, in regions that double,
+    /// and kept until the pool ends.
+    pub fn memory_limit(mut self, bytes: u64) -> Self {
+        self.memory_limit = bytes;
+        self
+    }
+
+    /// Take this much, in bytes, at once; nothing by default.
+    pub fn reserve(mut self, bytes: u64) -> Self {
+        self.reserve = bytes;
+        self
+    }
+
+    /// How long [`Pool::allocate`] waits for memory that is in use: 0 by default.
+    pub fn wait(mut self, timeout: Duration) -> Self {
+        self.wait = timeout;
+        self
+    }
+
+    /// Admit these users beside the own one. The domain directory must let them in, too. A block that passes from one
+    /// user to another is cleared first; but who has had a block has mapped its whole region, and a mapping cannot be
+    /// taken back: users who must not read each other get a pool each.
+    pub fn allow_uids(mut self, uids: &[u32]) -> Self {
+        self.admission.uids.extend(uids);
+        self
+    }
+
+    /// Admit processes whose effective group is one of these.
+    pub fn allow_gids(mut self, gids: &[u32]) -> Self {
+        self.admission.gids.extend(gids);
+        self
+    }
+
+    /// The most peers at once: 256 by default.
+    pub fn peers_max(mut self, peers: usize) -> Self {
+        self.admission.visitors_max = peers;
+        self
+    }
+
+    /// Takes the name.
+    ///
+    /// # Errors
+    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`]; [`Error::MemoryLimit`] for a
+    /// reserve above the limit; [`Error::DeviceMemory`], [`Error::Driver`].
+    pub fn build(self) -> Result<Pool> {
+        let name = EndpointName::new(&self.name)?;
+        if self.reserve > self.memory_limit {
+            let (name, bytes, limit) = (self.name, self.reserve, self.memory_limit);
+            return Err(Error::MemoryLimit { name, bytes, used: 0, limit });
+        }
+        let domain = self.domain.map_or_else(Domain::from_environment, Ok)?;
+        let device = self.device.unwrap_or_else(|| Device::preferred().device);
+        let core = Core::new(name.clone(), domain.clone(), device, self.memory_limit)?;
+        if self.reserve > 0 {
+            core.reserve(self.reserve)?;
+        }
+        let at = Address { domain: &domain, name: &name, kind: Kind::Pool };
+        let keeper = Keeper::open(&at, self.admission, core.clone())?;
+        let _ = core.generation.set(keeper.desk().generation());
+        Ok(Pool { inner: Arc::new(Inner { _keeper: keeper, core, wait: self.wait }) })
+    }
+}
+
+/// Memory that is handed out in blocks, to this process and to others. Cheap to clone: all clones are one.
+///
+/// With its last clone it gives its name up, and peers get no more of it; blocks that somebody has stay good until they
+/// are let go.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpipe::{Device, Domain, LentBuffer, Pool, backend::Access};
+/// # let folder = std::env::temp_dir().join(format!("warpipe-pool-{}", std::process::id()));
+/// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+/// let pool = Pool::builder("scratch").domain(&domain).device(&device).memory_limit(64 << 20).build()?;
+/// let stream = device.stream()?;
+/// let buffer = pool.allocate(1 << 20)?;
+/// buffer.write(&stream, 0, b"for a peer")?;
+/// stream.synchronize(Duration::from_secs(1))?;
+/// let ticket = buffer.lend(Access::Read)?; // a text, for a peer
+///
+/// let lent = LentBuffer::open(&ticket, &device)?; // in any process of this user
+/// assert_eq!(&lent.to_vec(Duration::from_secs(1))?[..10], b"for a peer");
+/// lent.free(&stream)?; // behind the work on the stream
+/// buffer.free(&stream)?; // used again when both are past it
+/// # drop(pool); std::fs::remove_dir_all(folder).ok();
+/// # Ok::<(), warpipe::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Pool {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    /// Dropped first: nobody comes any more.
+    _keeper: Keeper,
+    core: Arc<Core>,
+    wait: Duration,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.core.home.is_here() {
+            self.core.lock().is_closed = true;
+        }
+    }
+}
+
+/// What a pool has, as [`Pool::stats`] shows it. What the owner and a peer both have counts in both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolStats {
+    /// Regions taken of the device.
+    pub regions: usize,
+    /// Their bytes.
+    pub total_bytes: u64,
+    /// The most bytes that they may come to.
+    pub limit_bytes: u64,
+    /// In the owner's blocks.
+    pub in_use_bytes: u64,
+    /// In blocks that peers have.
+    pub lent_bytes: u64,
+    /// In blocks that nobody has, and that a stream is not past yet.
+    pub waiting_bytes: u64,
+    /// The most that was not free at once.
+    pub high_water_bytes: u64,
+    /// Blocks handed out so far.
+    pub allocations: u64,
+    /// How many of them had to wait for others.
+    pub waits: u64,
+    /// Peers that are here, or hold something still.
+    pub peers: usize,
+}
+
+impl Pool {
+    /// A pool of `name`, to be built.
+    pub fn builder(name: &str) -> PoolBuilder {
+        PoolBuilder {
+            name: name.to_string(),
+            domain: None,
+            device: None,
+            memory_limit: 4 << 30,
+            reserve: 0,
+            wait: Duration::ZERO,
+            admission: Admission::default(),
+        }
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        self.inner.core.name.as_str()
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Device {
+        &self.inner.core.device
+    }
+
+    /// A block of `bytes` bytes, aligned to 512, that nobody uses any more: of what is free, else of a new region
+    /// (`cuMemCreate`). Its contents are what this user left there, or zeros.
+    ///
+    /// # Errors
+    /// [`Error::MemoryLimit`] when what is in use leaves no room ([`PoolBuilder::wait`]); [`Error::DeviceMemory`] when
+    /// the device has none; [`Error::Argument`] for 0 bytes; [`Error::Driver`]; [`Error::Forked`].
+    pub fn allocate(&self, bytes: u64) -> Result<Buffer> {
+        self.allocate_timeout(bytes, self.inner.wait)
+    }
+
+    /// [`allocate`](Self::allocate), waiting at most `timeout` for others to let go.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate).
+    pub fn allocate_timeout(&self, bytes: u64, timeout: Duration) -> Result<Buffer> {
+        let core = &self.inner.core;
+        let slot = core.allocate(bytes, timeout)?;
+        let ptr = core.address(slot);
+        Ok(Buffer { core: core.clone(), slot, ptr, bytes, streams: Arc::default(), is_free: false })
+    }
+
+    #[cfg(test)]
+    pub(super) fn core(&self) -> &Arc<Core> {
+        &self.inner.core
+    }
+
+    /// What it has now. In a forked child all is 0.
+    pub fn stats(&self) -> PoolStats {
+        let core = &self.inner.core;
+        let mut stats = PoolStats {
+            regions: 0,
+            total_bytes: 0,
+            limit_bytes: 0,
+            in_use_bytes: 0,
+            lent_bytes: 0,
+            waiting_bytes: 0,
+            high_water_bytes: 0,
+            allocations: 0,
+            waits: 0,
+            peers: 0,
+        };
+        if core.home.is_here() {
+            let mut state = core.lock();
+            core.reclaim(&mut state);
+            (stats.regions, stats.total_bytes) = (state.arena.chunks().len(), state.arena.total());
+            (stats.limit_bytes, stats.waiting_bytes) = (state.arena.limit(), state.arena.waiting_bytes());
+            (stats.in_use_bytes, stats.lent_bytes) = state.held();
+            let counts = state.counts;
+            (stats.high_water_bytes, stats.allocations, stats.waits) =
+                (counts.high_water, counts.allocations, counts.waits);
+            stats.peers = state.borrowers.len();
+        }
+        stats
+    }
+}
+
+/// A block of a pool of this process. Dropped, it is let go: used again when the streams that were named are past it, and
+/// the peers that it was lent to have let it go, too.
+#[derive(Debug)]
+pub struct Buffer {
+    core: Arc<Core>,
+    slot: SlotId,
+    ptr: DevicePtr,
+    bytes: u64,
+    streams: Arc<Streams>,
+    is_free: bool,
+}
+
+impl Buffer {
+    /// Its device address.
+    pub fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    /// Its length in bytes, as it was asked for.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Device {
+        &self.core.device
+    }
+
+    /// Says that `stream` is given work on this block. To be called before the work is enqueued: the block is not handed
+    /// out again before the stream has done it.
+    pub fn used_on(&self, stream: &Stream) {
+        self.streams.note(stream);
+        self.core.streams().note(stream);
+    }
+
+    /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be reused at once.
+    ///
+    /// # Errors
+    /// [`Error::Range`]; [`Error::Driver`]; [`Error::Forked`].
+    pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
+        check_range(self.core.name.as_str(), offset, bytes.len() as u64, self.bytes)?;
+        self.core.home.check()?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.used_on(stream);
+        // SAFETY: the stream is live; the range lies in this block, which is nobody else's to be handed, and stays mapped,
+        // until this stream, noted above, is past the copy.
+        unsafe { stream.backend().upload(stream.raw(), self.ptr + offset, bytes) }
+    }
+
+    /// Waits for the streams that were named, at most `timeout`, and copies all of it to host memory
+    /// (`cuMemcpyDtoHAsync`).
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`]; [`Error::Forked`].
+    pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
+        self.core.home.check()?;
+        wait_for(&self.streams, timeout)?;
+        // SAFETY: the block is mapped as long as self.
+        unsafe { copy_out(&self.core.device, self.ptr, self.bytes) }
+    }
+
+    /// A ticket with which peers may open this block ([`LentBuffer::open`](crate::LentBuffer::open)), as long as it is
+    /// not let go here; who has it open by then keeps it.
+    ///
+    /// # Errors
+    /// [`Error::OwnerGone`] when the pool is closed; [`Error::Os`]; [`Error::Forked`].
+    pub fn lend(&self, access: Access) -> Result<Ticket> {
+        self.core.lend(self.slot, self.bytes, access)
+    }
+
+    /// Lets the block go behind the work enqueued on `stream` so far, and on the other streams that were named
+    /// (`cuStreamWriteValue64`). Does not wait: the block is handed out again when that work is done.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], and the block is let go as if it were dropped; [`Error::Forked`].
+    pub fn free(mut self, stream: &Stream) -> Result<()> {
+        self.core.home.check()?;
+        self.used_on(stream);
+        self.streams.join(stream)?;
+        self.core.let_go_behind(self.slot, stream)?;
+        self.is_free = true;
+        Ok(())
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if self.is_free {
+            return;
+        }
+        if !self.core.home.is_here() {
+            // A forked child: the parent's blocks are not ours to give up.
+            return std::mem::forget(self.core.clone());
+        }
+        self.core.lock().lends.retain(|_, lend| lend.slot != self.slot);
+        let (mut proof, slot) = (self.streams.mark(), self.slot);
+        if proof.is_passed() {
+            return self.core.let_go(slot);
+        }
+        let core = self.core.clone();
+        self.core.watcher().retire(move || {
+            let is_passed = proof.is_passed();
+            if is_passed {
+                core.let_go(slot);
+            }
+            is_passed
+        });
+    }
+}

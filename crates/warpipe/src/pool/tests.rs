@@ -1,0 +1,273 @@
+//! A pool and its peers in one process; what needs another one is in the conformance suite.
+
+use std::path::PathBuf;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use super::block::Block;
+use super::core::Taken;
+use super::*;
+use crate::error::Expiry;
+use crate::{Device, Domain, Error, Kind, Memory, Stream, Ticket};
+
+const WAIT: Duration = Duration::from_secs(10);
+const MIB: u64 = 1 << 20;
+
+struct Stage {
+    folder: PathBuf,
+    domain: Domain,
+    device: Device,
+    pool: Pool,
+}
+
+impl Stage {
+    /// A pool of one region of 2 MiB.
+    fn new(title: &str) -> Stage {
+        let folder = std::env::temp_dir().join(format!("warpipe-pool-{title}-{}", std::process::id()));
+        let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
+        let pool = Pool::builder("pool").domain(&domain).device(&device).memory_limit(2 * MIB).build().unwrap();
+        Stage { folder, domain, device, pool }
+    }
+
+    fn client(&self) -> PoolClient {
+        PoolClient::open(&self.domain, "pool", &self.device).unwrap()
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// A stream that is stuck until the sender is dropped.
+fn busy(device: &Device) -> (Stream, mpsc::Sender<()>) {
+    let stream = device.stream().unwrap();
+    let (go, wait) = mpsc::channel::<()>();
+    stream.call(move || assert!(wait.recv().is_err())).unwrap();
+    (stream, go)
+}
+
+fn eventually(is_so: impl Fn() -> bool) -> bool {
+    let (start, mut backoff) = (Instant::now(), crate::stream::Backoff::default());
+    while !is_so() {
+        if start.elapsed() > WAIT {
+            return false;
+        }
+        backoff.pause();
+    }
+    true
+}
+
+fn is_limit<T: std::fmt::Debug>(result: crate::Result<T>) -> bool {
+    matches!(result, Err(Error::MemoryLimit { used, limit, .. }) if used == limit && limit == 2 * MIB)
+}
+
+#[test]
+fn blocks_come_back_and_the_limit_is_an_error_that_says_what_is_used() {
+    let stage = Stage::new("limit");
+    let blocks: Vec<_> = (0..2).map(|_| stage.pool.allocate(MIB).unwrap()).collect();
+    assert!(is_limit(stage.pool.allocate(1)));
+    let stats = stage.pool.stats();
+    assert_eq!((stats.regions, stats.total_bytes, stats.in_use_bytes), (1, 2 * MIB, 2 * MIB));
+    drop(blocks);
+    let stats = stage.pool.stats();
+    assert_eq!((stats.in_use_bytes, stats.high_water_bytes, stats.allocations), (0, 2 * MIB, 2));
+    drop(stage.pool.allocate(2 * MIB).unwrap());
+    assert!(matches!(stage.pool.allocate(0), Err(Error::Argument { .. })));
+    assert!(matches!(stage.pool.allocate(3 * MIB), Err(Error::MemoryLimit { .. })));
+    assert!(matches!(stage.pool.allocate(u64::MAX), Err(Error::MemoryLimit { .. })));
+}
+
+#[test]
+fn a_block_is_not_handed_out_before_the_stream_that_frees_it_is_past_it() {
+    let stage = Stage::new("fence");
+    for is_freed_on_it in [true, false] {
+        let (stream, go) = busy(&stage.device);
+        let idle = stage.device.stream().unwrap();
+        let block = stage.pool.allocate(2 * MIB).unwrap();
+        block.free(if is_freed_on_it { &stream } else { &idle }).unwrap();
+        // The control: freed on another stream, it is out at once.
+        assert_eq!(is_limit(stage.pool.allocate(1)), is_freed_on_it);
+        assert_eq!(stage.pool.stats().waiting_bytes, if is_freed_on_it { 2 * MIB } else { 0 });
+        drop(go);
+        drop(stage.pool.allocate_timeout(2 * MIB, WAIT).unwrap());
+    }
+}
+
+#[test]
+fn every_stream_that_was_named_is_waited_for() {
+    let stage = Stage::new("named");
+    for is_dropped in [true, false] {
+        let (stream, go) = busy(&stage.device);
+        let block = stage.pool.allocate(2 * MIB).unwrap();
+        block.used_on(&stream);
+        if is_dropped {
+            drop(block);
+        } else {
+            block.free(&stage.device.stream().unwrap()).unwrap();
+        }
+        assert!(is_limit(stage.pool.allocate_timeout(1, Duration::from_millis(30))));
+        drop(go);
+        drop(stage.pool.allocate_timeout(2 * MIB, WAIT).unwrap());
+    }
+    assert_eq!(stage.pool.stats().waits, 4, "two that ran out, two that did not");
+}
+
+#[test]
+fn a_lent_block_is_free_when_owner_and_borrower_have_let_it_go() {
+    let stage = Stage::new("lent");
+    for owner_is_first in [true, false] {
+        let block = stage.pool.allocate(2 * MIB).unwrap();
+        block.write(&stage.device.stream().unwrap(), 0, b"abc").unwrap();
+        let ticket = block.lend(Access::Read).unwrap();
+        let lent = LentBuffer::open(&ticket, &stage.device).unwrap();
+        assert_eq!(&lent.to_vec(WAIT).unwrap()[..3], b"abc");
+        assert_eq!(stage.pool.stats().lent_bytes, 2 * MIB);
+        if owner_is_first {
+            drop(block);
+            assert!(is_limit(stage.pool.allocate(1)));
+            drop(lent);
+        } else {
+            drop(lent);
+            assert!(is_limit(stage.pool.allocate(1)));
+            drop(block);
+        }
+        drop(stage.pool.allocate(2 * MIB).unwrap());
+        assert_eq!((stage.pool.stats().lent_bytes, stage.pool.stats().in_use_bytes), (0, 0));
+    }
+}
+
+#[test]
+fn a_borrowers_stream_is_waited_for_too() {
+    let stage = Stage::new("borrower");
+    let client = stage.client();
+    for way in ["free", "drop", "unnamed"] {
+        let (stream, go) = busy(&stage.device);
+        let lent = client.allocate(2 * MIB).unwrap();
+        match way {
+            "free" => lent.free(&stream).unwrap(),
+            "drop" => {
+                lent.used_on(&stream);
+                drop(lent);
+            }
+            // The control: a stream that was not named is not known.
+            _ => drop(lent),
+        }
+        let early = stage.pool.allocate_timeout(1, Duration::from_millis(30));
+        assert_eq!(is_limit(early), way != "unnamed", "{way}");
+        drop(go);
+        drop(stage.pool.allocate_timeout(2 * MIB, WAIT).unwrap());
+    }
+}
+
+#[test]
+fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
+    let stage = Stage::new("ticket");
+    let block = stage.pool.allocate(100).unwrap();
+    let ticket = block.lend(Access::ReadWrite).unwrap();
+    assert_eq!(ticket, block.lend(Access::ReadWrite).unwrap(), "lent again, it is the same");
+    assert!(matches!(ticket.open(&stage.device), Err(Error::OtherKind { wanted: Kind::Memory, .. })));
+    let text: Ticket = ticket.to_string().parse().unwrap();
+    let (one, two) =
+        (LentBuffer::open(&text, &stage.device).unwrap(), LentBuffer::open(&ticket, &stage.device).unwrap());
+    assert_eq!((one.ptr(), one.bytes()), (two.ptr(), 100), "a region is mapped once");
+    drop(block);
+    let returned = LentBuffer::open(&ticket, &stage.device).unwrap_err();
+    assert!(matches!(returned, Error::TicketExpired { expiry: Expiry::Returned, .. }), "{returned}");
+    drop((one, two));
+    let memory = Memory::allocate(&stage.device, 8).unwrap().publish(&stage.domain, "memory").unwrap();
+    let other = LentBuffer::open(&memory.ticket().unwrap(), &stage.device).unwrap_err();
+    assert!(matches!(other, Error::OtherKind { wanted: Kind::Pool, .. }), "{other}");
+}
+
+#[test]
+fn a_pool_that_has_ended_lends_and_grants_nothing() {
+    let mut stage = Stage::new("ended");
+    let (client, block) = (stage.client(), stage.pool.allocate(8).unwrap());
+    let ticket = block.lend(Access::Read).unwrap();
+    let lent = client.allocate(8).unwrap();
+    let other = Pool::builder("other").domain(&stage.domain).device(&stage.device).build().unwrap();
+    drop(std::mem::replace(&mut stage.pool, other));
+    assert!(matches!(block.lend(Access::Read), Err(Error::OwnerGone { kind: Kind::Pool, .. })));
+    assert!(eventually(|| client.is_owner_gone()));
+    assert!(matches!(client.allocate(8), Err(Error::OwnerGone { graceful: true, .. })));
+    let gone = LentBuffer::open(&ticket, &stage.device).unwrap_err();
+    assert!(matches!(gone, Error::TicketExpired { expiry: Expiry::Gone { died: false }, .. }), "{gone}");
+    assert_eq!((lent.to_vec(WAIT).unwrap(), block.to_vec(WAIT).unwrap()), (vec![0; 8], vec![0; 8]));
+}
+
+#[test]
+fn a_client_waits_for_what_others_let_go_and_has_a_limit_of_blocks() {
+    let stage = Stage::new("client");
+    let client = stage.client();
+    let lent = client.allocate(2 * MIB).unwrap();
+    assert!(is_limit(client.allocate(1)));
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| client.allocate_timeout(MIB, WAIT).map(drop));
+        assert!(is_limit(stage.pool.allocate(1)));
+        drop(lent);
+        waiting.join().unwrap().unwrap();
+    });
+    let blocks: Vec<_> = (0..PAIRS_MAX).map(|_| client.allocate(1).unwrap()).collect();
+    assert!(matches!(client.allocate(1), Err(Error::Argument { argument: "blocks", .. })));
+    drop(blocks);
+    drop(client.allocate(1).unwrap());
+    assert!(matches!(client.allocate(0), Err(Error::Argument { .. })));
+    drop(client);
+    assert!(eventually(|| stage.pool.stats().peers == 0), "who has left with nothing is forgotten");
+}
+
+#[test]
+fn a_block_that_passes_to_another_user_is_cleared_and_else_it_is_not() {
+    let stage = Stage::new("clear");
+    let core = stage.pool.core();
+    let stream = stage.device.stream().unwrap();
+    for (uid, is_cleared) in [(core.uid, false), (core.uid + 1, true)] {
+        let block = stage.pool.allocate(2 * MIB).unwrap();
+        block.write(&stream, MIB, b"secret").unwrap();
+        block.free(&stream).unwrap();
+        let Taken::Block { slot, cleared_at } = core.take(MIB + 8, uid, Block::owned()).unwrap() else {
+            panic!("it is free");
+        };
+        assert_eq!(cleared_at.is_some(), is_cleared);
+        core.wait_until_clear(slot, cleared_at).unwrap();
+        // SAFETY: the block is mapped as long as the pool is.
+        let bytes = unsafe { crate::memory::mapping::copy_out(&stage.device, core.address(slot), MIB + 8) }.unwrap();
+        assert_eq!(&bytes[MIB as usize..], if is_cleared { &[0; 8] } else { b"secret\0\0" });
+        core.let_go(slot);
+    }
+    let again = stage.pool.allocate(8).unwrap();
+    assert_eq!(again.to_vec(WAIT).unwrap(), [0; 8], "what the other user had is cleared for us, too");
+}
+
+#[test]
+fn ranges_and_access_are_kept_to() {
+    let stage = Stage::new("ranges");
+    let stream = stage.device.stream().unwrap();
+    let block = stage.pool.allocate(8).unwrap();
+    assert!(matches!(block.write(&stream, 1, &[0; 8]), Err(Error::Range { offset: 1, bytes: 8, available: 8, .. })));
+    assert!(matches!(block.write(&stream, u64::MAX, &[0]), Err(Error::Range { .. })));
+    let read = LentBuffer::open(&block.lend(Access::Read).unwrap(), &stage.device).unwrap();
+    assert!(matches!(read.write(&stream, 0, &[1]), Err(Error::Argument { .. })));
+    let write = LentBuffer::open(&block.lend(Access::ReadWrite).unwrap(), &stage.device).unwrap();
+    assert!(matches!(write.write(&stream, 8, &[1]), Err(Error::Range { .. })));
+    write.write(&stream, 7, &[1]).unwrap();
+    stream.synchronize(WAIT).unwrap();
+    assert_eq!(read.to_vec(WAIT).unwrap(), [0, 0, 0, 0, 0, 0, 0, 1]);
+}
+
+#[test]
+fn what_a_peer_scribbles_into_its_page_frees_nothing() {
+    let stage = Stage::new("scribble");
+    let client = stage.client();
+    let own = stage.pool.allocate(MIB).unwrap();
+    let lent = client.allocate(MIB).unwrap();
+    for value in [0, 2, 1 << 40, u64::MAX] {
+        (0..PAIRS_MAX).for_each(|pair| client.words().at::<TimelineWord>(released_at(pair)).store(value));
+        assert!(is_limit(stage.pool.allocate(1)), "{value}");
+    }
+    drop(lent);
+    drop(stage.pool.allocate(MIB).unwrap());
+    drop(own);
+}

@@ -1,0 +1,259 @@
+//! The books of a queue: its jobs, what became of each, and who is to get the next one. No shared memory, no driver.
+
+use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::owner::Order;
+use super::seat::Seat;
+use super::wire::Ticket;
+use crate::channel::{Arrival, Parcel};
+use crate::link::message::text;
+
+/// A job that somebody still has to do, or whose outcome nobody has taken yet.
+#[derive(Debug)]
+pub(super) struct Job {
+    /// The input; `None` once it has an outcome.
+    pub(super) parcel: Option<Arc<Parcel>>,
+    pub(super) metadata: Vec<u8>,
+    pub(super) deadline_ns: u64,
+    /// How often it has been given out.
+    tickets: u32,
+    /// One for each attempt that failed.
+    reasons: Vec<String>,
+    outcome: Option<Outcome>,
+}
+
+/// How a job ended.
+#[derive(Debug)]
+pub(super) enum Outcome {
+    Done {
+        arrival: Arrival,
+        attempt: u32,
+        pid: i32,
+    },
+    Buried {
+        reasons: Vec<String>,
+    },
+    /// Its worker said that nobody is to try again.
+    Rejected {
+        reason: String,
+    },
+    /// Its worker saw that the deadline had passed.
+    Expired,
+}
+
+/// What a queue goes by.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Rules {
+    pub(super) credits: u32,
+    pub(super) max_attempts: u32,
+    pub(super) lease_timeout: Option<Duration>,
+    pub(super) order: Order,
+}
+
+#[derive(Debug)]
+pub(super) struct Ledger {
+    pub(super) rules: Rules,
+    jobs: BTreeMap<u64, Job>,
+    /// Jobs to be given out, first first.
+    waiting: VecDeque<u64>,
+    /// Jobs with an outcome, as they came; those that were taken by their handle are stepped over.
+    finished: VecDeque<u64>,
+    unfinished: usize,
+    next_job: u64,
+    pub(super) seats: Vec<Seat>,
+    /// Subscribers that have a seat, are about to get one, or have been refused.
+    pub(super) known: HashSet<u64>,
+    /// Threads of users that look by themselves.
+    pub(super) pollers: u32,
+    /// Threads of users that sleep until something changes.
+    pub(super) sleepers: u32,
+    /// The queue's own thread sleeps until it is rung.
+    pub(super) sleeps_long: bool,
+    /// Counts what may end somebody's wait.
+    pub(super) changes: u64,
+    /// Nothing new is submitted.
+    pub(super) is_shut: bool,
+    /// The queue is gone.
+    pub(super) is_closed: bool,
+}
+
+impl Ledger {
+    pub(super) fn new(rules: Rules) -> Ledger {
+        Ledger {
+            rules,
+            jobs: BTreeMap::new(),
+            waiting: VecDeque::new(),
+            finished: VecDeque::new(),
+            unfinished: 0,
+            next_job: 1,
+            seats: Vec::new(),
+            known: HashSet::new(),
+            pollers: 0,
+            sleepers: 0,
+            sleeps_long: false,
+            changes: 0,
+            is_shut: false,
+            is_closed: false,
+        }
+    }
+
+    /// Jobs that are not done yet, or whose outcome was not taken.
+    pub(super) fn len(&self) -> usize {
+        self.jobs.len()
+    }
+
+    /// Jobs that are not done yet.
+    pub(super) fn unfinished(&self) -> usize {
+        self.unfinished
+    }
+
+    /// Jobs that nobody has leased.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// The number of the job to come, and whether it is its turn to be given out at once.
+    pub(super) fn next_job(&self) -> (u64, bool) {
+        (self.next_job, self.waiting.is_empty())
+    }
+
+    /// A number is spent, whatever became of its job.
+    pub(super) fn spend(&mut self) {
+        self.next_job += 1;
+    }
+
+    /// Takes in the job with the number spent last. It was given out already, or waits.
+    pub(super) fn enter(&mut self, parcel: Parcel, metadata: Vec<u8>, deadline_ns: u64, is_out: bool) {
+        let id = self.next_job - 1;
+        let (parcel, tickets) = (Some(Arc::new(parcel)), u32::from(is_out));
+        self.jobs.insert(id, Job { parcel, metadata, deadline_ns, tickets, reasons: Vec::new(), outcome: None });
+        self.unfinished += 1;
+        if !is_out {
+            self.waiting.push_back(id);
+        }
+    }
+
+    /// The first job that waits, with the ticket that it would get.
+    pub(super) fn first_waiting(&mut self) -> Option<(Ticket, &Job)> {
+        // A job that was called off leaves its number behind.
+        while self.waiting.front().is_some_and(|id| !self.jobs.contains_key(id)) {
+            self.waiting.pop_front();
+        }
+        let id = *self.waiting.front()?;
+        let job = self.jobs.get(&id)?;
+        let attempt = job.reasons.len() as u32 + 1;
+        Some((
+            Ticket { job: id, number: job.tickets.wrapping_add(1).max(1), attempt, deadline_ns: job.deadline_ns },
+            job,
+        ))
+    }
+
+    /// The first job that waits has been given out.
+    pub(super) fn hand_out(&mut self, ticket: Ticket) {
+        self.waiting.pop_front();
+        if let Some(job) = self.jobs.get_mut(&ticket.job) {
+            job.tickets = ticket.number;
+        }
+    }
+
+    /// The seat that gets the next job: of those with credit the one with the fewest leases.
+    pub(super) fn choose(&self, but: &[u64]) -> Option<u64> {
+        let able = self.seats.iter().filter(|seat| seat.has_credit(self.rules.credits) && !but.contains(&seat.id));
+        able.min_by_key(|seat| seat.leases.len()).map(|seat| seat.id)
+    }
+
+    pub(super) fn seat(&mut self, id: u64) -> Option<&mut Seat> {
+        self.seats.iter_mut().find(|seat| seat.id == id)
+    }
+
+    /// An attempt has failed: another one, or the end.
+    pub(super) fn charge(&mut self, id: u64, reason: String) {
+        let limit = self.rules.max_attempts as usize;
+        let Some(job) = self.open_job(id) else { return };
+        job.reasons.push(text(reason));
+        if job.reasons.len() < limit {
+            self.waiting.push_front(id);
+            self.changes += 1;
+        } else {
+            let reasons = std::mem::take(&mut job.reasons);
+            self.conclude(id, Outcome::Buried { reasons });
+        }
+    }
+
+    /// A lease came back and costs nothing.
+    pub(super) fn give_back(&mut self, id: u64) {
+        if self.open_job(id).is_some() {
+            self.waiting.push_front(id);
+            self.changes += 1;
+        }
+    }
+
+    /// Ends a job, once.
+    pub(super) fn conclude(&mut self, id: u64, outcome: Outcome) {
+        if let Some(job) = self.open_job(id) {
+            (job.outcome, job.parcel) = (Some(outcome), None);
+            self.unfinished -= 1;
+            self.finished.push_back(id);
+            self.changes += 1;
+        }
+    }
+
+    fn open_job(&mut self, id: u64) -> Option<&mut Job> {
+        self.jobs.get_mut(&id).filter(|job| job.outcome.is_none())
+    }
+
+    /// Forgets a job, whatever becomes of it: an answer that still comes is discarded. False if it is not there.
+    pub(super) fn call_off(&mut self, id: u64) -> bool {
+        let Some(job) = self.jobs.remove(&id) else { return false };
+        self.unfinished -= usize::from(job.outcome.is_none());
+        self.changes += 1;
+        true
+    }
+
+    /// The outcome of one job, if it is there; an error word if the job is not.
+    pub(super) fn take(&mut self, id: u64) -> Result<Option<(u64, Outcome)>, ()> {
+        let job = self.jobs.get(&id).ok_or(())?;
+        if job.outcome.is_none() {
+            return Ok(None);
+        }
+        // Somebody may wait for the room.
+        self.changes += 1;
+        if self.finished.len() > 2 * self.jobs.len() + 16 {
+            let jobs = &self.jobs;
+            self.finished.retain(|id| jobs.contains_key(id));
+        }
+        Ok(self.jobs.remove(&id).and_then(|job| job.outcome).map(|outcome| (id, outcome)))
+    }
+
+    /// The next outcome in the queue's order, if it is there.
+    pub(super) fn take_next(&mut self) -> Option<(u64, Outcome)> {
+        let id = match self.rules.order {
+            Order::Submission => *self.jobs.keys().next()?,
+            Order::Completion => {
+                while self.finished.front().is_some_and(|id| !self.jobs.contains_key(id)) {
+                    self.finished.pop_front();
+                }
+                self.finished.pop_front()?
+            }
+        };
+        self.take(id).ok().flatten()
+    }
+
+    /// When somebody must look again, though nothing rings: a device that completes a result cannot.
+    pub(super) fn patience(&self) -> Duration {
+        let unready = self.seats.iter().any(|seat| !seat.unready.is_empty());
+        let parting = self.seats.iter().any(|seat| seat.end.is_some());
+        let limit = match (unready, parting || !self.waiting.is_empty()) {
+            (true, _) => Duration::from_micros(250),
+            (false, true) => Duration::from_millis(50),
+            (false, false) => Duration::from_secs(3600),
+        };
+        let expiry = self.rules.lease_timeout.and_then(|timeout| {
+            let oldest = self.seats.iter().filter_map(Seat::oldest_lease).min()?;
+            Some((oldest + timeout).saturating_duration_since(Instant::now()) + Duration::from_millis(1))
+        });
+        limit.min(expiry.unwrap_or(limit))
+    }
+}

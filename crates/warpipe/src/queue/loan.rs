@@ -1,0 +1,66 @@
+//! A slot on loan for a job's input or its result.
+
+use crate::backend::DevicePtr;
+use crate::channel::SampleMut;
+use crate::error::Result;
+use crate::stream::Stream;
+use crate::tensor::Layout;
+
+use super::wire::check_user;
+
+/// Device memory on loan: of the queue for a job's input ([`Queue::loan`](super::Queue::loan)), or of the worker for
+/// its result ([`Lease::output`](super::Lease::output)). Fill it on a stream, then submit or complete with it on that
+/// stream. Dropped, it goes back.
+#[derive(Debug)]
+#[must_use = "a loan that is not used goes back"]
+pub struct Loan {
+    pub(super) sample: SampleMut,
+    pub(super) metadata: Vec<u8>,
+}
+
+impl Loan {
+    pub(super) fn new(sample: SampleMut) -> Loan {
+        Loan { sample, metadata: Vec::new() }
+    }
+
+    /// The device address of the element with all indices 0.
+    pub fn ptr(&self) -> DevicePtr {
+        self.sample.ptr()
+    }
+
+    /// The device address of the first byte; it is `layout().bytes()` long.
+    pub fn slot_ptr(&self) -> DevicePtr {
+        self.sample.slot_ptr()
+    }
+
+    /// The tensor's layout.
+    pub fn layout(&self) -> &Layout {
+        self.sample.layout()
+    }
+
+    /// Sets up to 200 bytes that travel with the tensor.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) for more.
+    pub fn set_metadata(&mut self, bytes: &[u8]) -> Result<()> {
+        self.metadata = check_user(bytes)?.to_vec();
+        Ok(())
+    }
+
+    /// Copies the whole contents from host memory, in the stream's order. `bytes` may be reused at once.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) unless there are exactly `layout().bytes()` bytes;
+    /// [`Error::Driver`](crate::Error::Driver).
+    pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
+        self.sample.write(stream, bytes)
+    }
+
+    /// Gives it back unused, once the work enqueued on `stream` so far is done.
+    ///
+    /// # Errors
+    /// [`Error::Driver`](crate::Error::Driver); it is back all the same.
+    pub fn discard(self, stream: &Stream) -> Result<()> {
+        self.sample.discard(stream)
+    }
+}

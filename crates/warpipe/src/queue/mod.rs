@@ -1,0 +1,35 @@
+//! Units of work: a [`Queue`] of jobs, each done once by one of any number of [`Worker`] processes.
+//!
+//! A job is a tensor in the queue owner's memory. A worker leases it, computes on its own stream, and completes it with
+//! a tensor in its own memory, which is the [`JobResult`]. When a worker dies, hangs or fails, the job goes to another
+//! one; the input is not copied, and the result of each attempt lies in another place, so that whoever comes late
+//! cannot write into a result that was accepted.
+//!
+//! Two links make one worker: the queue publishes jobs and the worker subscribes, the worker publishes answers and the
+//! queue subscribes. Both are the channel's; what is here is bookkeeping of the queue's owner alone ([`ledger`]), what
+//! is written beside the tensors ([`wire`]), and who looks when ([`desk`]).
+
+mod desk;
+mod handle;
+mod ledger;
+mod loan;
+mod owner;
+mod recruit;
+mod seat;
+pub(crate) mod wire;
+mod worker;
+
+pub use handle::{JobHandle, JobResult};
+pub use loan::Loan;
+pub use owner::{Order, Queue, QueueBuilder, QueueState, SubmitError};
+pub use worker::{Lease, Worker, WorkerBuilder};
+
+use crate::domain::EndpointName;
+use crate::error::Result;
+
+/// The name under which a worker that says it is `generation` publishes its answers.
+fn answers_of(queue: &str, generation: [u8; 16]) -> Result<EndpointName> {
+    let [a, b, ..] =
+        [&generation[..8], &generation[8..]].map(|half| half.iter().fold(0u64, |n, &b| n << 8 | u64::from(b)));
+    EndpointName::new(&format!("{queue}/worker-{:016x}", a ^ b.rotate_left(1)))
+}

@@ -1,0 +1,435 @@
+//! The queue as its owner holds it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::answers_of;
+use super::desk::Desk;
+use super::handle::{JobHandle, JobResult, receive};
+use super::ledger::{Ledger, Rules};
+use super::loan::Loan;
+use super::wire::Ticket;
+use crate::channel::{Observer, Policy, Publisher, SendError};
+use crate::device::Device;
+use crate::domain::{Domain, EndpointName};
+use crate::error::{Error, Result};
+use crate::stream::Stream;
+use crate::tensor::Layout;
+
+/// The most jobs that one worker may hold.
+const CREDITS_MAX: u32 = 256;
+
+/// In which order [`Queue::next_result`] gives results.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// As the jobs were submitted.
+    Submission,
+    /// As they are done.
+    Completion,
+}
+
+/// What a queue is made with. See [`Queue::builder`].
+#[derive(Debug, Clone)]
+pub struct QueueBuilder {
+    name: String,
+    domain: Option<Domain>,
+    device: Option<Device>,
+    credits: u32,
+    max_attempts: u32,
+    lease_timeout: Option<Duration>,
+    order: Order,
+    limit: usize,
+    submit_timeout: Duration,
+    memory_limit: u64,
+    workers_max: u32,
+    pub(super) spin: Duration,
+    pub(super) handshake_timeout: Duration,
+}
+
+impl QueueBuilder {
+    /// The domain to make it in; the environment's by default.
+    pub fn domain(mut self, domain: &Domain) -> Self {
+        self.domain = Some(domain.clone());
+        self
+    }
+
+    /// The device whose memory the inputs lie in; [`Device::preferred`] by default.
+    pub fn device(mut self, device: &Device) -> Self {
+        self.device = Some(device.clone());
+        self
+    }
+
+    /// How many jobs a worker may hold at once, 1 to 256: 2 by default, so that the next one is there when one is done.
+    pub fn credits(mut self, jobs: u32) -> Self {
+        self.credits = jobs;
+        self
+    }
+
+    /// How often a job is tried before it is buried: 3 by default.
+    pub fn max_attempts(mut self, attempts: u32) -> Self {
+        self.max_attempts = attempts;
+        self
+    }
+
+    /// How long a worker may hold jobs without answering any: then they go to others, its late answers do not count,
+    /// and it gets no new job before it has answered. `None`, the default, waits for its death.
+    pub fn lease_timeout(mut self, timeout: Option<Duration>) -> Self {
+        self.lease_timeout = timeout;
+        self
+    }
+
+    /// In which order results are given: [`Order::Submission`] by default.
+    pub fn order(mut self, order: Order) -> Self {
+        self.order = order;
+        self
+    }
+
+    /// The most jobs whose outcome was not taken yet: 1024 by default.
+    pub fn limit(mut self, jobs: usize) -> Self {
+        self.limit = jobs;
+        self
+    }
+
+    /// How long [`Queue::submit`] waits for room, and [`Queue::loan`] for memory: 5 s by default.
+    pub fn submit_timeout(mut self, timeout: Duration) -> Self {
+        self.submit_timeout = timeout;
+        self
+    }
+
+    /// The most device memory that inputs may take, in bytes: 4 GiB by default.
+    pub fn memory_limit(mut self, bytes: u64) -> Self {
+        self.memory_limit = bytes;
+        self
+    }
+
+    /// The most workers at once: 256 by default.
+    pub fn workers_max(mut self, workers: u32) -> Self {
+        self.workers_max = workers;
+        self
+    }
+
+    /// How long a wait polls before it sleeps: 20 µs by default, as [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
+    pub fn spin(mut self, spin: Duration) -> Self {
+        self.spin = spin;
+        self
+    }
+
+    /// How long a worker may take to attach: 5 s by default.
+    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
+        self.handshake_timeout = timeout;
+        self
+    }
+
+    /// With another name.
+    pub(crate) fn named(mut self, name: &str) -> Self {
+        self.name = name.to_string();
+        self
+    }
+
+    /// Takes the name and lets workers in.
+    ///
+    /// # Errors
+    /// [`Error::Name`] (at most 56 bytes: workers' names are longer by 24), [`Error::Argument`] and those of
+    /// [`PublisherBuilder::build`](crate::PublisherBuilder::build). Nothing is left behind.
+    pub fn build(self) -> Result<Queue> {
+        self.check()?;
+        let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
+        let observer = Arc::new(Observer::new()?);
+        let builder = Publisher::builder(&self.name)
+            .domain(&domain)
+            .policy(Policy::DropNewest)
+            // More than credits: what a late worker has not released takes a place.
+            .depth((2 * self.credits).next_power_of_two().max(16))
+            .memory_limit(self.memory_limit)
+            .loan_timeout(self.submit_timeout)
+            .subscribers_max(self.workers_max)
+            .handshake_timeout(self.handshake_timeout)
+            .observed_by(&observer);
+        let builder = self.device.iter().fold(builder, |builder, device| builder.device(device));
+        let rules = Rules {
+            credits: self.credits,
+            max_attempts: self.max_attempts,
+            lease_timeout: self.lease_timeout,
+            order: self.order,
+        };
+        let desk = Desk::new(self, domain, builder.build()?, observer, Ledger::new(rules))?;
+        Ok(Queue { desk })
+    }
+
+    fn check(&self) -> Result<()> {
+        EndpointName::new(&self.name)?;
+        answers_of(&self.name, [0; 16])?;
+        if self.credits == 0 || self.credits > CREDITS_MAX {
+            return Err(Error::argument("credits", self.credits, format!("1 to {CREDITS_MAX}")));
+        }
+        if self.max_attempts == 0 {
+            return Err(Error::argument("max_attempts", 0, "at least 1"));
+        }
+        if self.limit == 0 {
+            return Err(Error::argument("limit", 0, "at least 1"));
+        }
+        if self.lease_timeout.is_some_and(|timeout| timeout.is_zero()) {
+            return Err(Error::argument("lease_timeout", "0 s", "more, or none"));
+        }
+        Ok(())
+    }
+}
+
+/// How a queue fares.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct QueueState {
+    /// Process ids of the workers that can be given jobs.
+    pub workers: Vec<i32>,
+    /// Jobs that nobody has leased.
+    pub waiting: usize,
+    /// Jobs that workers hold.
+    pub leased: usize,
+    /// Jobs that are done or buried, and whose outcome was not taken.
+    pub finished: usize,
+}
+
+/// Hands jobs to workers, each to one, and gets each one's result once.
+///
+/// Owned by the process that submits; the inputs lie in its memory. Its methods may be called from any number of
+/// threads.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpipe::{DType, Device, Domain, Layout, Queue, Worker};
+/// # let folder = std::env::temp_dir().join(format!("warpipe-queue-{}", std::process::id()));
+/// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+/// let queue = Queue::builder("jobs").domain(&domain).device(&device).build()?;
+/// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?; // mostly another process
+///
+/// let stream = device.stream()?;
+/// let mut input = queue.loan(&Layout::bytes_only(3)?)?;
+/// input.write(&stream, &[1, 2, 3])?; // or a kernel of yours, on input.ptr()
+/// let job = queue.submit(input, &stream)?;
+///
+/// let lease = worker.lease(&stream)?;
+/// let mut output = lease.output(lease.layout())?;
+/// let doubled: Vec<u8> = lease.to_vec(Duration::from_secs(1))?.iter().map(|byte| 2 * byte).collect();
+/// output.write(&stream, &doubled)?; // or a kernel of yours, from lease.ptr() to output.ptr()
+/// lease.complete_with(output, &stream)?;
+///
+/// let result = job.wait(&stream, Duration::from_secs(5))?;
+/// assert_eq!((result.to_vec()?, result.attempt()), (vec![2, 4, 6], 1));
+/// # drop((result, worker, queue)); std::fs::remove_dir_all(folder).ok();
+/// # Ok::<(), warpipe::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Queue {
+    desk: Arc<Desk>,
+}
+
+impl Queue {
+    /// A queue of this name, to be built.
+    pub fn builder(name: &str) -> QueueBuilder {
+        QueueBuilder {
+            name: name.to_string(),
+            domain: None,
+            device: None,
+            credits: 2,
+            max_attempts: 3,
+            lease_timeout: None,
+            order: Order::Submission,
+            limit: 1024,
+            submit_timeout: Duration::from_secs(5),
+            memory_limit: 4 << 30,
+            workers_max: 256,
+            spin: Duration::from_micros(20),
+            handshake_timeout: Duration::from_secs(5),
+        }
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        self.desk.publisher.name()
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Device {
+        self.desk.publisher.device()
+    }
+
+    /// Lends memory for a job's input.
+    ///
+    /// # Errors
+    /// Those of [`Publisher::loan`](crate::Publisher::loan): inputs come back when their jobs are done.
+    pub fn loan(&self, layout: &Layout) -> Result<Loan> {
+        self.desk.publisher.loan(layout).map(Loan::new)
+    }
+
+    /// Hands in a job behind the work enqueued on `stream`. Waits for room, not for a worker, nor for the device.
+    ///
+    /// # Errors
+    /// [`Error::QueueFull`], with the loan to try again with; [`Error::QueueClosed`]; [`Error::Driver`];
+    /// [`Error::Forked`].
+    pub fn submit(&self, input: Loan, stream: &Stream) -> Result<JobHandle, SubmitError> {
+        self.submit_before(input, stream, 0, self.desk.options.submit_timeout)
+    }
+
+    /// Loans, copies `bytes` in and submits, as a one-dimensional `uint8` tensor.
+    ///
+    /// # Errors
+    /// As [`loan`](Self::loan) and [`submit`](Self::submit).
+    pub fn submit_bytes(&self, bytes: &[u8], stream: &Stream) -> Result<JobHandle> {
+        let mut input = self.loan(&Layout::bytes_only(bytes.len() as u64)?)?;
+        input.write(stream, bytes)?;
+        Ok(self.submit(input, stream)?)
+    }
+
+    /// With a deadline that the worker is told.
+    pub(crate) fn submit_before(
+        &self,
+        input: Loan,
+        stream: &Stream,
+        deadline_ns: u64,
+        timeout: Duration,
+    ) -> Result<JobHandle, SubmitError> {
+        let (desk, limit) = (&self.desk, self.desk.options.limit);
+        if !desk.publisher.lent(&input.sample) {
+            let error = Error::argument("input", "a loan of somebody else", "one of this queue's `loan`");
+            return Err(SubmitError { error, loan: Some(Box::new(input)) });
+        }
+        let mut input = Some(input);
+        let enter = |ledger: &mut Ledger| {
+            if ledger.is_shut {
+                return Some(Err(SubmitError { error: desk.gone(), loan: None }));
+            }
+            if ledger.len() >= limit {
+                return None;
+            }
+            Some(enter(ledger, input.take()?, stream, deadline_ns))
+        };
+        let full = || Error::QueueFull { name: self.name().to_string(), limit, waited: timeout };
+        let mut enter = enter;
+        let entered = desk.attend(timeout, |ledger| enter(ledger).map(Ok), full);
+        match entered {
+            Ok(Ok(id)) => Ok(JobHandle::new(&self.desk, id)),
+            Ok(Err(failed)) => Err(SubmitError { loan: failed.loan.or(input.map(Box::new)), ..failed }),
+            Err(error) => Err(SubmitError { error, loan: input.map(Box::new) }),
+        }
+    }
+
+    /// The next result, in the builder's [`Order`], of a job whose [`JobHandle`] has not taken it. Waits for it.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], also when there is no job; [`Error::Buried`] and [`Error::Rejected`], once, in that job's
+    /// place; [`Error::QueueClosed`]; [`Error::Forked`].
+    pub fn next_result(&self, stream: &Stream, timeout: Duration) -> Result<JobResult> {
+        let late = || Error::Timeout { what: format!("a result of {:?}", self.name()), waited: timeout };
+        let (id, outcome) = self.desk.attend(timeout, |ledger| ledger.take_next().map(Ok), late)?;
+        receive(self.name(), id, outcome, stream)
+    }
+
+    /// Waits until every job is done or buried. Their outcomes stay to be taken.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]; [`Error::QueueClosed`]; [`Error::Forked`].
+    pub fn drain(&self, timeout: Duration) -> Result<()> {
+        let late = || Error::Timeout { what: format!("the end of the jobs of {:?}", self.name()), waited: timeout };
+        self.desk.attend(timeout, |ledger| (ledger.unfinished() == 0).then_some(Ok(())), late)
+    }
+
+    /// Takes no more jobs, and waits until every one is done or buried. The outcomes stay to be taken, and the
+    /// workers stay attached, until the queue is dropped.
+    ///
+    /// # Errors
+    /// As [`drain`](Self::drain); the queue is shut all the same.
+    pub fn shutdown(&self, timeout: Duration) -> Result<()> {
+        self.desk.home.check()?;
+        self.desk.lock().is_shut = true;
+        self.drain(timeout)
+    }
+
+    /// Waits until there are `count` workers.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]; [`Error::QueueClosed`]; [`Error::Forked`].
+    pub fn wait_for_workers(&self, count: usize, timeout: Duration) -> Result<()> {
+        let late = || Error::Timeout { what: format!("worker {count} of {:?}", self.name()), waited: timeout };
+        let is_there = |ledger: &Ledger| ledger.seats.iter().filter(|seat| seat.is_open()).count() >= count;
+        self.desk.attend(timeout, |ledger| is_there(ledger).then_some(Ok(())), late)
+    }
+
+    /// How it fares just now.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn state(&self) -> Result<QueueState> {
+        self.desk.home.check()?;
+        let mut ledger = self.desk.lock();
+        self.desk.work(&mut ledger);
+        Ok(QueueState {
+            workers: ledger.seats.iter().filter(|seat| seat.is_open()).map(|seat| seat.pid).collect(),
+            waiting: ledger.waiting(),
+            leased: ledger.seats.iter().map(|seat| seat.leases.len()).sum(),
+            finished: ledger.len() - ledger.unfinished(),
+        })
+    }
+
+    /// Device memory taken for inputs so far and its limit, in bytes.
+    pub fn memory_in_use(&self) -> (u64, u64) {
+        self.desk.publisher.memory_in_use()
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        if self.desk.home.is_here() {
+            self.desk.close();
+        } else {
+            // A forked child: the parent's queue is not ours to close.
+            std::mem::forget(self.desk.clone());
+        }
+    }
+}
+
+/// Takes a job in, and gives it out at once if it is its turn and somebody has credit.
+fn enter(ledger: &mut Ledger, input: Loan, stream: &Stream, deadline_ns: u64) -> Result<u64, SubmitError> {
+    let Loan { sample, metadata } = input;
+    let (job, is_next) = ledger.next_job();
+    let ticket = Ticket { job, number: 1, attempt: 1, deadline_ns };
+    let encoded = match ticket.encode(&metadata) {
+        Ok(encoded) => encoded,
+        Err(error) => return Err(SubmitError { error, loan: Some(Box::new(Loan { sample, metadata })) }),
+    };
+    let to = if is_next { ledger.choose(&[]) } else { None };
+    match sample.post(to, &encoded, stream) {
+        Ok((parcel, position)) => {
+            ledger.spend();
+            ledger.enter(parcel, metadata, deadline_ns, position.is_some());
+            if let (Some(position), Some(seat)) = (position, to.and_then(|id| ledger.seat(id))) {
+                seat.lease(ticket, position);
+            }
+            Ok(job)
+        }
+        Err(SendError { error, sample: Some(sample) }) => {
+            Err(SubmitError { error, loan: Some(Box::new(Loan { sample: *sample, metadata })) })
+        }
+        Err(SendError { error, sample: None }) => {
+            // The worker may have been told of it: its answer is to find a lease, though no job.
+            ledger.spend();
+            to.and_then(|id| ledger.seat(id)).into_iter().for_each(|seat| seat.lease(ticket, 0));
+            Err(SubmitError { error, loan: None })
+        }
+    }
+}
+
+/// A job that was not taken in, and its input, to try again with.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct SubmitError {
+    /// Why.
+    #[source]
+    pub error: Error,
+    /// The input; `None` if the driver failed after a worker had been told of it.
+    pub loan: Option<Box<Loan>>,
+}
+
+impl From<SubmitError> for Error {
+    fn from(failed: SubmitError) -> Error {
+        failed.error
+    }
+}

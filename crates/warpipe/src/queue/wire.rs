@@ -1,0 +1,199 @@
+//! What is written beside the tensors of jobs and answers: at most 256 bytes of a sample's metadata.
+//!
+//! ```text
+//! job     1  job u64  ticket u32  attempt u32  deadline u64   then the user's bytes, at most 200
+//! answer  kind u8  job u64  ticket u32                        then the user's bytes, or a reason
+//! ```
+//!
+//! Little endian. A *ticket* counts how often a job was given out; an answer that names another one than its worker
+//! holds breaks the protocol.
+
+use crate::error::{Error, Result};
+use crate::link::entry::{Metadata, Violation};
+
+/// The most bytes of the user's own that travel with a job or its result.
+pub const JOB_META_BYTES_MAX: usize = 200;
+
+const JOB: u8 = 1;
+const JOB_BYTES: usize = 25;
+const ANSWER_BYTES: usize = 13;
+
+/// A job's place in its queue, as it is told to its worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Ticket {
+    pub(crate) job: u64,
+    /// How often the job has been given out, with this time.
+    pub(crate) number: u32,
+    /// From 1.
+    pub(crate) attempt: u32,
+    /// `CLOCK_MONOTONIC` nanoseconds after which it is not to be begun; 0 for none.
+    pub(crate) deadline_ns: u64,
+}
+
+impl Ticket {
+    /// With the user's bytes behind it.
+    pub(crate) fn encode(&self, user: &[u8]) -> Result<Metadata> {
+        let mut bytes = Vec::with_capacity(JOB_BYTES + user.len());
+        bytes.push(JOB);
+        bytes.extend(self.job.to_le_bytes());
+        bytes.extend(self.number.to_le_bytes());
+        bytes.extend(self.attempt.to_le_bytes());
+        bytes.extend(self.deadline_ns.to_le_bytes());
+        bytes.extend(check_user(user)?);
+        Metadata::new(&bytes)
+    }
+
+    /// The ticket; the user's bytes begin at [`user_of_job`].
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Ticket, Violation> {
+        let wrong = || violation("job metadata", format!("{} bytes", bytes.len()), "a job's ticket");
+        let (head, user) = bytes.split_at_checked(JOB_BYTES).ok_or_else(wrong)?;
+        if head[0] != JOB || user.len() > JOB_META_BYTES_MAX {
+            return Err(wrong());
+        }
+        let ticket = Ticket {
+            job: u64_at(head, 1),
+            number: u32_at(head, 9),
+            attempt: u32_at(head, 13),
+            deadline_ns: u64_at(head, 17),
+        };
+        if ticket.job == 0 || ticket.number == 0 || ticket.attempt == 0 {
+            return Err(violation("job ticket", format!("{ticket:?}"), "numbers from 1"));
+        }
+        Ok(ticket)
+    }
+}
+
+/// The user's bytes in the metadata of a job that was decoded.
+pub(crate) fn user_of_job(bytes: &[u8]) -> &[u8] {
+    bytes.get(JOB_BYTES..).unwrap_or_default()
+}
+
+/// The user's bytes in the metadata of a result that was decoded.
+pub(crate) fn user_of_answer(bytes: &[u8]) -> &[u8] {
+    bytes.get(ANSWER_BYTES..).unwrap_or_default()
+}
+
+/// What became of a lease.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// The sample is the result.
+    Completed,
+    /// It costs an attempt.
+    Failed(String),
+    /// Not begun, or to be done by somebody else; costs nothing.
+    Returned,
+    /// Nobody is to try again.
+    Rejected(String),
+    /// Its deadline had passed.
+    Expired,
+}
+
+/// One answer of a worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Answer {
+    pub(crate) job: u64,
+    pub(crate) number: u32,
+    pub(crate) verdict: Verdict,
+}
+
+impl Answer {
+    pub(crate) fn encode(&self, user: &[u8]) -> Result<Metadata> {
+        let (kind, rest) = match &self.verdict {
+            Verdict::Completed => (1, check_user(user)?),
+            Verdict::Failed(reason) => (2, cut(reason)),
+            Verdict::Returned => (3, &[][..]),
+            Verdict::Rejected(reason) => (4, cut(reason)),
+            Verdict::Expired => (5, &[][..]),
+        };
+        let mut bytes = vec![kind];
+        bytes.extend(self.job.to_le_bytes());
+        bytes.extend(self.number.to_le_bytes());
+        bytes.extend(rest);
+        Metadata::new(&bytes)
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Answer, Violation> {
+        let wrong = || violation("answer metadata", format!("{} bytes", bytes.len()), "an answer to a job");
+        let (head, rest) = bytes.split_at_checked(ANSWER_BYTES).ok_or_else(wrong)?;
+        if rest.len() > JOB_META_BYTES_MAX {
+            return Err(wrong());
+        }
+        let reason = || String::from_utf8_lossy(rest).chars().filter(|c| !c.is_control()).collect::<String>();
+        let verdict = match (head[0], rest.is_empty()) {
+            (1, _) => Verdict::Completed,
+            (2, _) => Verdict::Failed(reason()),
+            (3, true) => Verdict::Returned,
+            (4, _) => Verdict::Rejected(reason()),
+            (5, true) => Verdict::Expired,
+            (kind, _) => return Err(violation("answer kind", kind, "1 to 5")),
+        };
+        Ok(Answer { job: u64_at(head, 1), number: u32_at(head, 9), verdict })
+    }
+}
+
+pub(crate) fn check_user(user: &[u8]) -> Result<&[u8]> {
+    if user.len() <= JOB_META_BYTES_MAX {
+        return Ok(user);
+    }
+    Err(Error::argument("metadata", format!("{} bytes", user.len()), format!("at most {JOB_META_BYTES_MAX} bytes")))
+}
+
+fn cut(reason: &str) -> &[u8] {
+    let end = (0..=JOB_META_BYTES_MAX.min(reason.len())).rev().find(|&end| reason.is_char_boundary(end));
+    &reason.as_bytes()[..end.unwrap_or(0)]
+}
+
+pub(crate) fn violation(field: &'static str, found: impl ToString, allowed: impl ToString) -> Violation {
+    Violation { field, found: found.to_string(), allowed: allowed.to_string() }
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    bytes.get(at..at + 8).and_then(|part| part.try_into().ok()).map_or(0, u64::from_le_bytes)
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    bytes.get(at..at + 4).and_then(|part| part.try_into().ok()).map_or(0, u32::from_le_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ticket_comes_out_as_it_went_in() {
+        let ticket = Ticket { job: 7, number: 3, attempt: 2, deadline_ns: 9 };
+        let metadata = ticket.encode(b"mine").unwrap();
+        assert_eq!(Ticket::decode(metadata.as_bytes()).unwrap(), ticket);
+        assert_eq!(user_of_job(metadata.as_bytes()), b"mine");
+        assert!(ticket.encode(&[0; JOB_META_BYTES_MAX]).is_ok());
+        assert!(ticket.encode(&[0; JOB_META_BYTES_MAX + 1]).is_err());
+    }
+
+    #[test]
+    fn every_answer_comes_out_as_it_went_in_and_long_reasons_are_cut() {
+        let verdicts = [Verdict::Completed, Verdict::Failed("why".into()), Verdict::Returned, Verdict::Expired];
+        for verdict in verdicts {
+            let answer = Answer { job: 1, number: 2, verdict };
+            assert_eq!(Answer::decode(answer.encode(b"").unwrap().as_bytes()).unwrap(), answer);
+        }
+        let long = Answer { job: 1, number: 2, verdict: Verdict::Rejected("é".repeat(500)) };
+        let Verdict::Rejected(reason) = Answer::decode(long.encode(b"").unwrap().as_bytes()).unwrap().verdict else {
+            panic!("another verdict")
+        };
+        assert_eq!(reason, "é".repeat(100));
+    }
+
+    #[test]
+    fn no_bytes_make_a_decoder_panic_and_garbage_is_refused() {
+        for length in 0..=256 {
+            for fill in [0u8, 1, 2, 3, 5, 9, 0xff] {
+                let bytes = vec![fill; length];
+                let _ = (Ticket::decode(&bytes), Answer::decode(&bytes));
+            }
+        }
+        assert!(Answer::decode(&[9; 20]).is_err());
+        assert!(Answer::decode(&[3; 20]).is_err(), "a return says nothing more");
+        assert!(Ticket::decode(&[0; 25]).is_err());
+        assert!(Ticket::decode(&[1; 24]).is_err());
+    }
+}

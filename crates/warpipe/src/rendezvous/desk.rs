@@ -1,0 +1,410 @@
+//! The keeper's side: who is here, and what they say.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::{Address, Admission, Answer, Caller, Ending, FDS_MAX, Keep, Kind, Refusal};
+use crate::domain::Claim;
+use crate::error::{Error, Result};
+use crate::fork::{Home, PrivateFd};
+use crate::link::message::{self, Farewell, Message, Received};
+use crate::link::peer::Peer;
+use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
+
+/// Connections that have not said what they come for.
+const MUTES_MAX: usize = 64;
+
+/// How long they may take.
+const MUTE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Connections accepted, and messages of one visitor answered, before others have their turn.
+const TURN: usize = 16;
+
+const LISTENER: u64 = 0;
+const SOCKET: u64 = 0;
+const PIDFD: u64 = 1;
+
+fn tag(id: u64, kind: u64) -> u64 {
+    id << 1 | kind
+}
+
+/// Holds a name and what is kept under it; dropped, it says goodbye to all and gives the name up.
+#[derive(Debug)]
+pub(crate) struct Keeper {
+    desk: Arc<Desk>,
+}
+
+impl Keeper {
+    /// Takes the name. `keep` is called from then on.
+    pub(crate) fn open(at: &Address<'_>, admission: Admission, keep: Arc<dyn Keep>) -> Result<Keeper> {
+        let watcher = Watcher::of_process()?;
+        let claim = at.domain.claim(at.name, admission.is_open_to_others())?;
+        let desk = Arc::new_cyclic(|me: &Weak<Desk>| Desk {
+            home: Home::here(),
+            name: at.name.to_string(),
+            kind: at.kind,
+            generation: new_generation(),
+            admission,
+            keep,
+            me: me.clone(),
+            watcher: watcher.clone(),
+            guests: Mutex::default(),
+            next_id: AtomicU64::new(1),
+            listener_watch: Mutex::new(None),
+            is_deaf: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
+            claim,
+        });
+        desk.listen()?;
+        watcher.tick(desk.me.clone());
+        Ok(Keeper { desk })
+    }
+
+    pub(crate) fn desk(&self) -> &Arc<Desk> {
+        &self.desk
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        if self.desk.home.is_here() {
+            self.desk.close();
+        } else {
+            // A forked child: nothing of it is ours to close.
+            std::mem::forget(self.desk.clone());
+        }
+    }
+}
+
+/// One connection.
+struct Guest {
+    /// Declared first: they end before their descriptors are closed.
+    watches: Vec<Watch>,
+    socket: Arc<PrivateFd>,
+    peer: Peer,
+    phase: Phase,
+}
+
+enum Phase {
+    /// It has not said what it comes for.
+    Mute {
+        since: Instant,
+    },
+    Present(Caller),
+    /// It has said goodbye.
+    Leaving(Caller),
+    /// Its socket has closed without one.
+    Suspect(Caller),
+}
+
+/// A keeper's shared part.
+pub(crate) struct Desk {
+    home: Home,
+    name: String,
+    kind: Kind,
+    generation: [u8; 16],
+    admission: Admission,
+    keep: Arc<dyn Keep>,
+    me: Weak<Desk>,
+    watcher: Arc<Watcher>,
+    guests: Mutex<HashMap<u64, Guest>>,
+    next_id: AtomicU64,
+    listener_watch: Mutex<Option<Watch>>,
+    /// Out of descriptors: the listener is not watched until the next tick.
+    is_deaf: AtomicBool,
+    is_closed: AtomicBool,
+    claim: Claim,
+}
+
+impl std::fmt::Debug for Desk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Desk").field("name", &self.name).field("kind", &self.kind).finish_non_exhaustive()
+    }
+}
+
+impl Desk {
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// This incarnation of the name.
+    pub(crate) fn generation(&self) -> [u8; 16] {
+        self.generation
+    }
+
+    pub(crate) fn watcher(&self) -> &Arc<Watcher> {
+        &self.watcher
+    }
+
+    /// A descriptor that tells of a visitor's death, for others to watch.
+    pub(crate) fn pidfd_of(&self, id: u64) -> Result<Option<PrivateFd>> {
+        let guests = self.lock();
+        let Some(guest) = guests.get(&id) else { return Ok(None) };
+        let copy = rustix::io::fcntl_dupfd_cloexec(guest.peer.pidfd(), 0);
+        copy.map(|fd| Some(PrivateFd::new(fd))).map_err(|e| Error::os("fcntl(F_DUPFD)", "a visitor's pidfd", e))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Guest>> {
+        self.guests.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn socket_of(&self, id: u64) -> Option<Arc<PrivateFd>> {
+        self.lock().get(&id).map(|guest| guest.socket.clone())
+    }
+
+    fn watched(&self) -> Weak<dyn Watched> {
+        self.me.clone()
+    }
+
+    fn listen(&self) -> Result<()> {
+        let watch = self.watcher.watch(self.claim.listener.as_fd(), &self.watched(), LISTENER)?;
+        *self.listener_watch.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+        Ok(())
+    }
+
+    fn close(&self) {
+        self.is_closed.store(true, Ordering::SeqCst);
+        self.claim.withdraw();
+        *self.listener_watch.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        let guests = std::mem::take(&mut *self.lock());
+        for guest in guests.values() {
+            let _ = message::send(guest.socket.as_fd(), &Message::Bye(Farewell::Closed), &[]);
+        }
+    }
+
+    fn accept(&self) -> Next {
+        use rustix::net::{SocketFlags, accept_with};
+        for _ in 0..TURN {
+            match accept_with(&self.claim.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(socket) => self.greet(PrivateFd::new(socket)),
+                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
+                Err(_) => {
+                    self.is_deaf.store(true, Ordering::Relaxed);
+                    return Next::Stop;
+                }
+            }
+        }
+        Next::Keep
+    }
+
+    /// Looks who is there before a byte is read.
+    fn greet(&self, socket: PrivateFd) {
+        let peer = match Peer::of(socket.as_fd(), &self.name) {
+            Ok(peer) => peer,
+            Err(error) => return refuse(socket.as_fd(), false, error),
+        };
+        if !self.admission.admits(peer.uid, peer.gid) {
+            return refuse(socket.as_fd(), true, format!("uid {} is not on its list", peer.uid));
+        }
+        let mut guests = self.lock();
+        let mutes: Vec<u64> =
+            guests.iter().filter(|(_, g)| matches!(g.phase, Phase::Mute { .. })).map(|(id, _)| *id).collect();
+        if guests.len() - mutes.len() >= self.admission.visitors_max {
+            return refuse(socket.as_fd(), false, format!("it has its {} visitors", self.admission.visitors_max));
+        }
+        if mutes.len() >= MUTES_MAX {
+            // Who says nothing makes way for who may: a crowd of mutes keeps nobody out.
+            let mute = mutes.iter().min().and_then(|oldest| guests.remove(oldest));
+            mute.into_iter().for_each(|mute| refuse(mute.socket.as_fd(), false, "too many connect and say nothing"));
+        }
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        match self.watcher.watch(socket.as_fd(), &self.watched(), tag(id, SOCKET)) {
+            Ok(watch) => {
+                let phase = Phase::Mute { since: Instant::now() };
+                guests.insert(id, Guest { watches: vec![watch], socket: Arc::new(socket), peer, phase });
+            }
+            Err(error) => refuse(socket.as_fd(), false, error),
+        }
+    }
+
+    /// A visitor's socket speaks.
+    fn on_socket(&self, id: u64) -> Next {
+        for _ in 0..TURN {
+            let Some(socket) = self.socket_of(id) else { return Next::Stop };
+            match message::receive(socket.as_fd(), &self.name) {
+                Ok(Received::Nothing) => return Next::Keep,
+                Ok(Received::Message(message, _)) => {
+                    if let Err(reason) = self.on_message(id, &socket, message) {
+                        refuse(socket.as_fd(), false, reason);
+                        return self.on_end(id);
+                    }
+                }
+                Ok(Received::End) => return self.on_end(id),
+                Err(error) => {
+                    refuse(socket.as_fd(), false, error);
+                    return self.on_end(id);
+                }
+            }
+        }
+        Next::Keep
+    }
+
+    /// An error ends the visit.
+    fn on_message(&self, id: u64, socket: &PrivateFd, message: Message) -> Result<(), Refusal> {
+        let caller = match self.lock().get(&id).map(|guest| &guest.phase) {
+            Some(Phase::Present(caller)) => Some(caller.clone()),
+            _ => None,
+        };
+        match (message, caller) {
+            (Message::Visit { device, kind, body, .. }, None) => self.admit(id, socket, device, kind, &body),
+            (Message::Ask { serial, body }, Some(caller)) => {
+                let sent = match self.keep.answer(self, &caller, &body) {
+                    Ok(Answer { body, fds }) => {
+                        let message = Message::Answer { serial, body, fds: fds.len().min(FDS_MAX) as u8 };
+                        send_with(socket, &message, &fds)
+                    }
+                    Err(Refusal(text)) => {
+                        send_with(socket, &Message::Declined { serial, text: message::text(text) }, &[])
+                    }
+                };
+                sent.map_err(|error| Refusal(format!("the answer could not be sent: {error}")))
+            }
+            (Message::Bye(_), Some(caller)) => {
+                self.lock().get_mut(&id).into_iter().for_each(|guest| guest.phase = Phase::Leaving(caller.clone()));
+                Ok(())
+            }
+            (other, None) => Err(Refusal(other.unexpected("Visit").to_string())),
+            (other, Some(_)) => Err(Refusal(other.unexpected("Ask or Bye").to_string())),
+        }
+    }
+
+    fn admit(
+        &self,
+        id: u64,
+        socket: &PrivateFd,
+        device: Option<crate::backend::DeviceId>,
+        kind: Kind,
+        body: &[u8],
+    ) -> Result<(), Refusal> {
+        if kind != self.kind {
+            let _ = message::send(socket.as_fd(), &Message::OtherKind { found: self.kind }, &[]);
+            return Err(Refusal(format!("it is a {}, not a {kind}", self.kind)));
+        }
+        let Some(caller) = self.enter(id, device)? else { return Ok(()) };
+        let answer = self.keep.admit(self, &caller, body)?;
+        // Present before it is told so: whatever happens from here, `gone` is due.
+        if let Some(guest) = self.lock().get_mut(&id) {
+            guest.phase = Phase::Present(caller);
+        }
+        let fds = answer.fds.len().min(FDS_MAX) as u8;
+        let message = Message::Granted { generation: self.generation, body: answer.body, fds };
+        send_with(socket, &message, &answer.fds)
+            .map_err(|error| Refusal(format!("the admission could not be sent: {error}")))
+    }
+
+    /// Watches for the death of who comes in.
+    fn enter(&self, id: u64, device: Option<crate::backend::DeviceId>) -> Result<Option<Caller>, Refusal> {
+        let mut guests = self.lock();
+        let Some(guest) = guests.get_mut(&id) else { return Ok(None) };
+        let watch = self.watcher.watch(guest.peer.pidfd(), &self.watched(), tag(id, PIDFD))?;
+        guest.watches.push(watch);
+        Ok(Some(Caller { id, uid: guest.peer.uid, device }))
+    }
+
+    /// A visitor's socket is at its end, or is put to it.
+    fn on_end(&self, id: u64) -> Next {
+        let mut guests = self.lock();
+        let Some(mut guest) = guests.remove(&id) else { return Next::Stop };
+        match guest.phase {
+            Phase::Mute { .. } => {}
+            Phase::Leaving(ref caller) => {
+                drop(guests);
+                self.keep.gone(self, caller, Ending::Left);
+            }
+            Phase::Suspect(_) => drop(guests.insert(id, guest)),
+            Phase::Present(ref caller) => {
+                let caller = caller.clone();
+                guest.phase = Phase::Suspect(caller.clone());
+                let _ = rustix::net::shutdown(&*guest.socket, rustix::net::Shutdown::Both);
+                guests.insert(id, guest);
+                drop(guests);
+                self.keep.suspect(self, &caller);
+            }
+        }
+        Next::Stop
+    }
+
+    fn on_death(&self, id: u64) -> Next {
+        let Some(guest) = self.lock().remove(&id) else { return Next::Stop };
+        match &guest.phase {
+            Phase::Mute { .. } => {}
+            Phase::Present(caller) | Phase::Suspect(caller) | Phase::Leaving(caller) => {
+                self.keep.gone(self, caller, Ending::Died);
+            }
+        }
+        Next::Stop
+    }
+}
+
+impl Watched for Desk {
+    fn is_attended(&self) -> bool {
+        true
+    }
+
+    fn on_ready(&self, tag: u64) -> Next {
+        if !self.home.is_here() || self.is_closed.load(Ordering::SeqCst) {
+            return Next::Stop;
+        }
+        match (tag, tag >> 1, tag & 1) {
+            (LISTENER, ..) => self.accept(),
+            (_, id, PIDFD) => self.on_death(id),
+            (_, id, _) => self.on_socket(id),
+        }
+    }
+
+    fn on_tick(&self, now_ns: u64) {
+        if self.is_closed.load(Ordering::SeqCst) {
+            return;
+        }
+        if self.is_deaf.swap(false, Ordering::Relaxed) && self.listen().is_err() {
+            self.is_deaf.store(true, Ordering::Relaxed);
+        }
+        let is_late = |guest: &Guest| matches!(guest.phase, Phase::Mute { since } if since.elapsed() > MUTE_TIMEOUT);
+        self.lock().retain(|_, guest| !is_late(guest));
+        self.keep.tick(self, now_ns);
+    }
+}
+
+fn send_with(socket: &PrivateFd, message: &Message, fds: &[PrivateFd]) -> std::result::Result<(), Errno> {
+    if fds.len() > FDS_MAX {
+        return Err(Errno::INVAL);
+    }
+    let borrowed: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+    message::send(socket.as_fd(), message, &borrowed)
+}
+
+fn refuse(socket: BorrowedFd<'_>, denied: bool, reason: impl Into<Reason>) {
+    let _ = message::send(socket, &Message::Refused { denied, text: message::text(reason.into().0) }, &[]);
+}
+
+/// Whatever can be told of why.
+struct Reason(String);
+
+impl From<&str> for Reason {
+    fn from(text: &str) -> Reason {
+        Reason(text.to_owned())
+    }
+}
+
+impl From<String> for Reason {
+    fn from(text: String) -> Reason {
+        Reason(text)
+    }
+}
+
+impl From<Refusal> for Reason {
+    fn from(refusal: Refusal) -> Reason {
+        Reason(refusal.0)
+    }
+}
+
+impl From<crate::Error> for Reason {
+    fn from(error: crate::Error) -> Reason {
+        Reason(error.to_string())
+    }
+}

@@ -1,0 +1,131 @@
+//! A keeper and its visitors, in one process.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+
+use super::*;
+
+/// Answers with what it is asked, and tells what it sees.
+struct Echo(Mutex<Sender<String>>);
+
+impl Keep for Echo {
+    fn admit(&self, _: &Desk, caller: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
+        if body == b"stranger" {
+            return Err(Refusal("no strangers".into()));
+        }
+        assert_eq!(caller.uid, rustix::process::geteuid().as_raw());
+        Ok(Answer { body: body.to_vec(), fds: vec![] })
+    }
+
+    fn answer(&self, _: &Desk, _: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
+        if body == b"no" { Err(Refusal("I will not".into())) } else { Ok(Answer { body: body.to_vec(), fds: vec![] }) }
+    }
+
+    fn gone(&self, _: &Desk, _: &Caller, ending: Ending) {
+        let _ = self.0.lock().unwrap().send(format!("{ending:?}"));
+    }
+}
+
+struct Ear(Mutex<Sender<String>>);
+
+impl Visit for Ear {
+    fn ended(&self, graceful: bool) {
+        let _ = self.0.lock().unwrap().send(format!("ended {graceful}"));
+    }
+}
+
+struct Stage {
+    domain: Domain,
+    name: EndpointName,
+    seen: Receiver<String>,
+    keeper: Option<Keeper>,
+    heard: Receiver<String>,
+    ear: Arc<Ear>,
+}
+
+const WAIT: Duration = Duration::from_secs(10);
+
+impl Stage {
+    fn new(title: &str) -> Stage {
+        let folder = std::env::temp_dir().join(format!("warpipe-rendezvous-{title}-{}", std::process::id()));
+        let (domain, name) = (Domain::at(folder).unwrap(), EndpointName::new("kept").unwrap());
+        let ((saw, seen), (hears, heard)) = (channel(), channel());
+        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
+        let keeper = Keeper::open(&at, Admission::default(), Arc::new(Echo(Mutex::new(saw)))).unwrap();
+        Stage { keeper: Some(keeper), seen, heard, ear: Arc::new(Ear(Mutex::new(hears))), domain, name }
+    }
+
+    fn visit(&self, kind: Kind, body: &[u8]) -> Result<(Visitor, Gift)> {
+        let at = Address { domain: &self.domain, name: &self.name, kind };
+        let (visitor, gift) = Visitor::attach(&at, None, body, Duration::ZERO)?;
+        visitor.listen(self.ear.clone())?;
+        Ok((visitor, gift))
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        self.keeper = None;
+        let _ = std::fs::remove_dir_all(self.domain.path());
+    }
+}
+
+#[test]
+fn a_visitor_is_admitted_answered_and_seen_off() {
+    let stage = Stage::new("visit");
+    let (visitor, gift) = stage.visit(Kind::Timeline, b"hello").unwrap();
+    assert_eq!(gift.body, b"hello");
+    assert_eq!(visitor.ask(b"what?", WAIT).unwrap().body, b"what?");
+    let refused = visitor.ask(b"no", WAIT).unwrap_err();
+    assert!(matches!(&refused, Error::Refused { text, .. } if text == "I will not"), "{refused}");
+    drop(visitor);
+    assert_eq!(stage.seen.recv_timeout(WAIT).unwrap(), "Left");
+}
+
+#[test]
+fn who_comes_for_something_else_or_is_refused_hears_why() {
+    let stage = Stage::new("refused");
+    let other = stage.visit(Kind::Pool, b"").unwrap_err();
+    assert!(matches!(&other, Error::OtherKind { found, .. } if found == "timeline"), "{other}");
+    let refused = stage.visit(Kind::Timeline, b"stranger").unwrap_err();
+    assert!(matches!(&refused, Error::Refused { text, .. } if text == "no strangers"), "{refused}");
+    assert!(stage.seen.try_recv().is_err(), "nobody was admitted, so nobody is gone");
+}
+
+#[test]
+fn a_visitor_hears_of_a_graceful_end_and_asks_in_vain_afterwards() {
+    let mut stage = Stage::new("end");
+    let (visitor, _) = stage.visit(Kind::Timeline, b"").unwrap();
+    stage.keeper = None;
+    assert_eq!(stage.heard.recv_timeout(WAIT).unwrap(), "ended true");
+    let gone = visitor.ask(b"still there?", WAIT).unwrap_err();
+    assert!(matches!(gone, Error::OwnerGone { graceful: true, .. }), "{gone}");
+    let nobody = stage.visit(Kind::Timeline, b"").unwrap_err();
+    assert!(matches!(nobody, Error::NoOwner { was_there: false, .. }), "{nobody}");
+}
+
+#[test]
+fn a_visitor_who_waits_finds_the_keeper_that_comes_later() {
+    let mut stage = Stage::new("wait");
+    stage.keeper = None;
+    let at = Address { domain: &stage.domain, name: &stage.name, kind: Kind::Timeline };
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| Visitor::attach(&at, None, b"early", WAIT).map(|(_, gift)| gift.body));
+        let keeper = Keeper::open(&at, Admission::default(), Arc::new(Echo(Mutex::new(channel().0)))).unwrap();
+        assert_eq!(waiting.join().unwrap().unwrap(), b"early");
+        drop(keeper);
+    });
+    let absent = Visitor::attach(&at, None, b"", Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(absent, Error::NoOwner { .. }), "{absent}");
+}
+
+#[test]
+fn bodies_that_are_too_long_or_garbled_are_errors() {
+    let stage = Stage::new("bodies");
+    let (visitor, gift) = stage.visit(Kind::Timeline, b"\xff\xff").unwrap();
+    assert!(matches!(visitor.ask(&[0; BODY_BYTES_MAX + 1], WAIT), Err(Error::Argument { .. })));
+    assert!(matches!(gift.open::<u8, 0>("kept"), Err(Error::Protocol { field: "message", .. })));
+    let gift = visitor.ask(&encode(&7u64).unwrap(), WAIT).unwrap();
+    assert!(matches!(gift.open::<u64, 1>("kept"), Err(Error::Protocol { field: "descriptors", .. })));
+    assert!(encode(&vec![0u8; 2 * BODY_BYTES_MAX]).is_err());
+}

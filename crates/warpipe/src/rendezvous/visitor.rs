@@ -1,0 +1,424 @@
+//! The visitor's side: comes in, asks, and hears of its keeper's end.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::{ANSWER_TIMEOUT, Address, BODY_BYTES_MAX, Gift, Kind, Visit};
+use crate::backend::DeviceId;
+use crate::clock::Stopwatch;
+use crate::error::{Error, HandshakeFault, Result};
+use crate::fork::{Home, PrivateFd};
+use crate::link::message::{self, Farewell, Message, Received};
+use crate::link::peer::Peer;
+use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
+
+/// Questions of this process that one keeper has not answered.
+const ASKED_MAX: usize = 64;
+
+/// Messages read before other sockets have their turn.
+const TURN: usize = 16;
+
+/// How long a visitor that waits for its keeper sleeps at most between looks: what the domain tells wakes it earlier.
+const LOOK: Duration = Duration::from_millis(100);
+
+const SOCKET: u64 = 0;
+const PIDFD: u64 = 1;
+
+/// A visit at a keeper of this or another process; dropped, it says goodbye.
+pub(crate) struct Visitor {
+    inner: Arc<Inner>,
+}
+
+impl std::fmt::Debug for Visitor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Visitor")
+            .field("name", &self.inner.name)
+            .field("kind", &self.inner.kind)
+            .finish_non_exhaustive()
+    }
+}
+
+struct Inner {
+    /// Declared first: they end before their descriptors are closed.
+    watches: Mutex<Vec<Watch>>,
+    home: Home,
+    name: String,
+    kind: Kind,
+    peer: Peer,
+    generation: [u8; 16],
+    socket: PrivateFd,
+    visit: Mutex<Option<Arc<dyn Visit>>>,
+    is_graceful: AtomicBool,
+    is_dead: AtomicBool,
+    next_serial: AtomicU64,
+    desk: Mutex<Questions>,
+    answered: Condvar,
+    watcher: Arc<Watcher>,
+}
+
+#[derive(Default)]
+struct Questions {
+    /// By serial number; `None` until the answer comes.
+    open: HashMap<u64, Option<Result<Gift>>>,
+    /// No more answers will come.
+    is_over: bool,
+}
+
+/// Who stands at a keeper's door, and has not been let in yet.
+#[derive(Debug)]
+pub(crate) struct Call {
+    socket: PrivateFd,
+    peer: Peer,
+    name: String,
+    kind: Kind,
+    watcher: Arc<Watcher>,
+}
+
+/// A keeper's word that a call may come in.
+#[derive(Debug)]
+pub(crate) struct Granted {
+    generation: [u8; 16],
+    gift: Gift,
+}
+
+impl Call {
+    /// Connects and says what it comes for. Waits only while the keeper's backlog is full, at most `patience`.
+    pub(crate) fn begin(at: &Address<'_>, device: Option<DeviceId>, body: &[u8], patience: Duration) -> Result<Call> {
+        let (name, kind) = (at.name.to_string(), at.kind);
+        let watcher = Watcher::of_process()?;
+        let absent = |was_there| Error::NoOwner { kind, name: name.clone(), was_there };
+        let socket = PrivateFd::new(at.domain.connect_or(at.name, patience, absent)?);
+        let peer = Peer::of(socket.as_fd(), &name)?;
+        if peer.uid != at.domain.owner() {
+            let detail = format!("uid {} listens in a domain of uid {}", peer.uid, at.domain.owner());
+            return Err(Error::AccessDenied { name, detail });
+        }
+        let hello = Message::Visit { generation: new_generation(), device, kind, body: body.to_vec() };
+        say(&socket, &hello, &name)?;
+        Ok(Call { socket, peer, name, kind, watcher })
+    }
+
+    /// What the keeper has said by now; `None` when that is nothing.
+    pub(crate) fn hear(&self) -> Result<Option<Granted>> {
+        let name = &self.name;
+        match message::receive(self.socket.as_fd(), name)? {
+            Received::Message(Message::Granted { generation, body, .. }, fds) => {
+                Ok(Some(Granted { generation, gift: Gift { body, fds } }))
+            }
+            Received::Message(Message::OtherKind { found }, _) => {
+                Err(Error::OtherKind { name: name.clone(), wanted: self.kind, found: found.to_string() })
+            }
+            Received::Message(Message::Refused { denied: true, text }, _) => {
+                Err(Error::AccessDenied { name: name.clone(), detail: text })
+            }
+            Received::Message(Message::Refused { text, .. }, _) => Err(Error::Refused { name: name.clone(), text }),
+            Received::Message(Message::Bye(_), _) | Received::End => Err(self.fault(HandshakeFault::Closed)),
+            Received::Message(other, _) => Err(self.fault(other.unexpected("Granted"))),
+            Received::Nothing => Ok(None),
+        }
+    }
+
+    pub(crate) fn enter(self, granted: Granted) -> (Visitor, Gift) {
+        let inner = Arc::new(Inner {
+            watches: Mutex::default(),
+            home: Home::here(),
+            name: self.name,
+            kind: self.kind,
+            peer: self.peer,
+            generation: granted.generation,
+            socket: self.socket,
+            visit: Mutex::new(None),
+            is_graceful: AtomicBool::new(false),
+            is_dead: AtomicBool::new(false),
+            next_serial: AtomicU64::new(1),
+            desk: Mutex::default(),
+            answered: Condvar::new(),
+            watcher: self.watcher,
+        });
+        (Visitor { inner }, granted.gift)
+    }
+
+    /// Who listens: asked of the kernel.
+    pub(crate) fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    fn fault(&self, fault: HandshakeFault) -> Error {
+        Error::Handshake { name: self.name.clone(), fault }
+    }
+}
+
+impl AsFd for Call {
+    /// Readable once the keeper has said something.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Visitor {
+    /// Comes in, and waits up to `wait` for the keeper to be there. Returns what the admission brought.
+    ///
+    /// [`Error::NoOwner`] when there is nobody, [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Refused`],
+    /// [`Error::Handshake`].
+    pub(crate) fn attach(
+        at: &Address<'_>,
+        device: Option<DeviceId>,
+        body: &[u8],
+        wait: Duration,
+    ) -> Result<(Visitor, Gift)> {
+        let mut clock = Stopwatch::default();
+        // Before the first look, so that an arrival in between is not missed.
+        let arrivals = if wait.is_zero() { None } else { Some(PrivateFd::new(at.domain.arrivals()?)) };
+        loop {
+            let absent = match Visitor::attach_now(at, device, body) {
+                Err(error @ (Error::NoOwner { .. } | Error::Handshake { fault: HandshakeFault::Closed, .. })) => error,
+                other => return other,
+            };
+            let left = wait.saturating_sub(clock.elapsed());
+            let Some(arrivals) = arrivals.as_ref().filter(|_| !left.is_zero()) else { return Err(absent) };
+            message::wait_readable(arrivals.as_fd(), left.min(LOOK));
+            drain(arrivals);
+        }
+    }
+
+    fn attach_now(at: &Address<'_>, device: Option<DeviceId>, body: &[u8]) -> Result<(Visitor, Gift)> {
+        let call = Call::begin(at, device, body, ANSWER_TIMEOUT)?;
+        let start = Instant::now();
+        loop {
+            if let Some(granted) = call.hear()? {
+                return Ok(call.enter(granted));
+            }
+            let left = ANSWER_TIMEOUT.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return Err(call.fault(HandshakeFault::Silent(ANSWER_TIMEOUT)));
+            }
+            message::wait_readable(call.as_fd(), left);
+        }
+    }
+
+    /// Begins to hear what the keeper says, and of its end: `visit` is called at once if that has come already.
+    pub(crate) fn listen(&self, visit: Arc<dyn Visit>) -> Result<()> {
+        *self.inner.visit.lock().unwrap_or_else(PoisonError::into_inner) = Some(visit);
+        let me: Weak<dyn Watched> = Arc::downgrade(&self.inner) as Weak<dyn Watched>;
+        let watcher = &self.inner.watcher;
+        let watches = [
+            watcher.watch(self.inner.socket.as_fd(), &me, SOCKET)?,
+            watcher.watch(self.inner.peer.pidfd(), &me, PIDFD)?,
+        ];
+        self.inner.watches.lock().unwrap_or_else(PoisonError::into_inner).extend(watches);
+        Ok(())
+    }
+
+    /// Asks the keeper and waits for the answer. To be used after [`listen`](Self::listen), and never on the
+    /// watcher's thread, which reads the answer.
+    ///
+    /// [`Error::Refused`], [`Error::OwnerGone`], [`Error::Timeout`].
+    pub(crate) fn ask(&self, body: &[u8], timeout: Duration) -> Result<Gift> {
+        let inner = &self.inner;
+        inner.home.check()?;
+        if body.len() > BODY_BYTES_MAX {
+            return Err(Error::argument("message", format!("{} bytes", body.len()), format!("up to {BODY_BYTES_MAX}")));
+        }
+        let serial = inner.next_serial.fetch_add(1, SeqCst);
+        let mut desk = inner.lock();
+        if desk.is_over {
+            return Err(inner.owner_gone());
+        }
+        if desk.open.len() >= ASKED_MAX {
+            return Err(Error::Timeout { what: format!("an answer of {:?}", inner.name), waited: Duration::ZERO });
+        }
+        desk.open.insert(serial, None);
+        drop(desk);
+        if let Err(error) = inner.send(&Message::Ask { serial, body: body.to_vec() }) {
+            inner.lock().open.remove(&serial);
+            return Err(error);
+        }
+        inner.wait_for(serial, timeout)
+    }
+
+    /// Tells the keeper something, as a question whose answer nobody waits for: for threads that must not wait.
+    ///
+    /// [`Error::OwnerGone`], [`Error::Timeout`] when it does not read what it is sent.
+    pub(crate) fn post(&self, body: &[u8]) -> Result<()> {
+        let inner = &self.inner;
+        inner.home.check()?;
+        if inner.lock().is_over {
+            return Err(inner.owner_gone());
+        }
+        inner.send(&Message::Ask { serial: inner.next_serial.fetch_add(1, SeqCst), body: body.to_vec() })
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.inner.name
+    }
+
+    /// The keeper's process.
+    pub(crate) fn pid(&self) -> i32 {
+        self.inner.peer.pid
+    }
+
+    /// Its user.
+    pub(crate) fn uid(&self) -> u32 {
+        self.inner.peer.uid
+    }
+
+    /// The keeper's incarnation.
+    pub(crate) fn generation(&self) -> [u8; 16] {
+        self.inner.generation
+    }
+
+    pub(crate) fn watcher(&self) -> &Arc<Watcher> {
+        &self.inner.watcher
+    }
+
+    /// Whether the keeper is there no more (it may not be proven dead yet).
+    pub(crate) fn is_over(&self) -> bool {
+        self.inner.lock().is_over
+    }
+
+    /// Whether the keeper is proven dead.
+    pub(crate) fn is_dead(&self) -> bool {
+        self.inner.is_dead.load(SeqCst) || self.inner.peer.is_proven_dead()
+    }
+
+    /// The error of who needs a keeper that is there no more.
+    pub(crate) fn owner_gone(&self) -> Error {
+        self.inner.owner_gone()
+    }
+}
+
+impl Drop for Visitor {
+    fn drop(&mut self) {
+        if !self.inner.home.is_here() {
+            return std::mem::forget(self.inner.clone());
+        }
+        let _ = message::send(self.inner.socket.as_fd(), &Message::Bye(Farewell::Closed), &[]);
+        self.inner.watches.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        // Should the watcher's thread hold the last reference for a moment, the keeper still sees the end now.
+        let _ = rustix::net::shutdown(&self.inner.socket, rustix::net::Shutdown::Both);
+    }
+}
+
+impl Inner {
+    fn lock(&self) -> MutexGuard<'_, Questions> {
+        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn owner_gone(&self) -> Error {
+        let graceful = self.is_graceful.load(SeqCst);
+        Error::OwnerGone { kind: self.kind, name: self.name.clone(), pid: self.peer.pid, graceful }
+    }
+
+    fn send(&self, message: &Message) -> Result<()> {
+        message::send(self.socket.as_fd(), message, &[]).map_err(|error| match error {
+            Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN => self.owner_gone(),
+            // Nobody reads: it is stopped, or hung.
+            Errno::AGAIN => {
+                Error::Timeout { what: format!("{:?} to read its socket", self.name), waited: Duration::ZERO }
+            }
+            other => Error::os("sendmsg", format!("a question to {:?}", self.name), other),
+        })
+    }
+
+    fn wait_for(&self, serial: u64, timeout: Duration) -> Result<Gift> {
+        let start = Instant::now();
+        let mut desk = self.lock();
+        loop {
+            if let Some(Some(_)) = desk.open.get(&serial)
+                && let Some(Some(answer)) = desk.open.remove(&serial)
+            {
+                return answer;
+            }
+            let left = timeout.saturating_sub(start.elapsed());
+            if desk.is_over || left.is_zero() {
+                desk.open.remove(&serial);
+                let what = || format!("an answer of {:?} (process {})", self.name, self.peer.pid);
+                return Err(if desk.is_over {
+                    self.owner_gone()
+                } else {
+                    Error::Timeout { what: what(), waited: timeout }
+                });
+            }
+            desk = self.answered.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// An answer; one that nobody waits for any more is dropped with its descriptors.
+    fn on_answer(&self, serial: u64, answer: Result<Gift>) {
+        if let Some(place) = self.lock().open.get_mut(&serial) {
+            *place = Some(answer);
+        }
+        self.answered.notify_all();
+    }
+
+    fn on_socket(&self) -> Next {
+        for _ in 0..TURN {
+            match message::receive(self.socket.as_fd(), &self.name) {
+                Ok(Received::Nothing) => return Next::Keep,
+                Ok(Received::Message(Message::Answer { serial, body, .. }, fds)) => {
+                    self.on_answer(serial, Ok(Gift { body, fds }));
+                }
+                Ok(Received::Message(Message::Declined { serial, text }, _)) => {
+                    self.on_answer(serial, Err(Error::Refused { name: self.name.clone(), text }));
+                }
+                Ok(Received::Message(Message::Bye(_), _)) => self.is_graceful.store(true, SeqCst),
+                // Anything else, a refusal among them, is the end of what we have to say to each other.
+                Ok(Received::Message(..) | Received::End) | Err(_) => {
+                    self.over();
+                    return Next::Stop;
+                }
+            }
+        }
+        Next::Keep
+    }
+
+    fn over(&self) {
+        if std::mem::replace(&mut self.lock().is_over, true) {
+            return;
+        }
+        self.answered.notify_all();
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        let graceful = self.is_graceful.load(SeqCst);
+        self.visit().into_iter().for_each(|visit| visit.ended(graceful));
+    }
+
+    fn visit(&self) -> Option<Arc<dyn Visit>> {
+        self.visit.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Watched for Inner {
+    fn on_ready(&self, tag: u64) -> Next {
+        match tag {
+            _ if !self.home.is_here() => Next::Stop,
+            PIDFD => {
+                // What it said last is still there to be read, its goodbye for one.
+                while self.on_socket() == Next::Keep && !self.lock().is_over {}
+                self.is_dead.store(true, SeqCst);
+                self.over();
+                self.visit().into_iter().for_each(|visit| visit.proven_dead());
+                Next::Stop
+            }
+            _ => self.on_socket(),
+        }
+    }
+}
+
+fn say(socket: &PrivateFd, message: &Message, name: &str) -> Result<()> {
+    message::send(socket.as_fd(), message, &[]).or_else(|error| match error {
+        // The refusal that explains it may be waiting to be read.
+        Errno::PIPE | Errno::CONNRESET => Ok(()),
+        other => Err(Error::os("sendmsg", format!("the handshake with {name:?}"), other)),
+    })
+}
+
+/// Takes in what a domain told of arrivals, so that the next one wakes again.
+pub(crate) fn drain(arrivals: &PrivateFd) {
+    let mut events = [0u8; 4096];
+    while matches!(rustix::io::read(arrivals, &mut events), Ok(1..)) {}
+}

@@ -1,0 +1,144 @@
+//! What a member does by itself when others die: the creator may be among them.
+//!
+//! A stream of ours may wait for what another member's device has not signalled yet. The creator lets it go if that
+//! member dies; if both die, nobody would. So before a stream of ours is made to wait, we have asked the creator for
+//! the pidfd of everybody it waits for, directly or through others, and watch these ourselves.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use super::room::{CREATOR, Room};
+use crate::error::{Error, Result};
+use crate::fork::{Home, PrivateFd};
+use crate::link::watcher::{Next, Watch, Watched, Watcher};
+use crate::rendezvous::Visit;
+
+/// More members than this are looked through for such as owe nothing any more.
+const PRUNE_FROM: usize = 64;
+
+/// Watches the creator and those whose signals our streams wait for.
+pub(super) struct Survivor {
+    home: Home,
+    room: Arc<Room>,
+    me: Weak<Survivor>,
+    member: u32,
+    /// The creator is there no more.
+    is_over: AtomicBool,
+    /// Proven dead, and perhaps owing something behind the work of the living.
+    dead: Mutex<BTreeSet<u32>>,
+    /// By member; the watch ends before its descriptor is closed.
+    known: Mutex<BTreeMap<u32, (Watch, PrivateFd)>>,
+}
+
+impl std::fmt::Debug for Survivor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Survivor").field("member", &self.member).finish_non_exhaustive()
+    }
+}
+
+impl Survivor {
+    pub(super) fn new(room: Arc<Room>, member: u32) -> Arc<Survivor> {
+        Arc::new_cyclic(|me: &Weak<Survivor>| Survivor {
+            home: Home::here(),
+            room,
+            me: me.clone(),
+            member,
+            is_over: AtomicBool::new(false),
+            dead: Mutex::default(),
+            known: Mutex::default(),
+        })
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.is_over.load(SeqCst)
+    }
+
+    pub(super) fn watched(&self) -> Weak<dyn Watched> {
+        self.me.clone()
+    }
+
+    /// Whether this process will hear of the member's death.
+    pub(super) fn knows(&self, member: u32) -> bool {
+        member == self.member || member == CREATOR || self.known().contains_key(&member)
+    }
+
+    /// Begins to watch a member. At once [`Watched::on_ready`] if it is dead already.
+    pub(super) fn learn(&self, member: u32, pidfd: OwnedFd, watcher: &Arc<Watcher>, name: &str) -> Result<()> {
+        check_pidfd(&pidfd).map_err(|found| Error::Protocol {
+            name: name.to_string(),
+            field: "descriptor of a member",
+            found,
+            allowed: "a pidfd".into(),
+        })?;
+        let pidfd = PrivateFd::new(pidfd);
+        let watch = watcher.watch(pidfd.as_fd(), &self.watched(), member.into())?;
+        let mut forgotten = Vec::new();
+        let mut known = self.known();
+        if known.len() >= PRUNE_FROM {
+            let quiet: Vec<u32> = known.keys().copied().filter(|&member| !self.room.owes(member)).collect();
+            forgotten.extend(quiet.iter().filter_map(|member| known.remove(member)));
+        }
+        forgotten.extend(known.insert(member, (watch, pidfd)));
+        drop(known);
+        drop(forgotten);
+        Ok(())
+    }
+
+    fn known(&self) -> MutexGuard<'_, BTreeMap<u32, (Watch, PrivateFd)>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn dead(&self) -> MutexGuard<'_, BTreeSet<u32>> {
+        self.dead.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn bury(&self, member: u32) {
+        self.dead().insert(member);
+        self.settle();
+    }
+
+    fn settle(&self) {
+        let mut dead = self.dead();
+        if !dead.is_empty() {
+            self.room.settle(|member| dead.contains(&member));
+            // The creator's death concerns whatever is promised by then, and it promises nothing afterwards.
+            dead.retain(|&member| self.room.owes(member));
+        }
+    }
+}
+
+impl Visit for Survivor {
+    fn ended(&self, _graceful: bool) {
+        self.is_over.store(true, SeqCst);
+        self.room.ring_own(self.member);
+    }
+
+    fn proven_dead(&self) {
+        self.bury(CREATOR);
+    }
+}
+
+impl Watched for Survivor {
+    fn on_ready(&self, tag: u64) -> Next {
+        if self.home.is_here()
+            && let Ok(member) = u32::try_from(tag)
+        {
+            self.bury(member);
+        }
+        Next::Stop
+    }
+
+    fn on_tick(&self, _now_ns: u64) {
+        self.settle();
+    }
+}
+
+/// Anything else could be readable while the member lives, and its signals would be stored before its work is done.
+fn check_pidfd(fd: &OwnedFd) -> Result<(), String> {
+    use std::os::fd::AsRawFd;
+    let path = format!("/proc/self/fdinfo/{}", fd.as_raw_fd());
+    let info = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
+    if info.lines().any(|line| line.starts_with("Pid:")) { Ok(()) } else { Err("another kind of descriptor".into()) }
+}

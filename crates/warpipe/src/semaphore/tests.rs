@@ -1,0 +1,392 @@
+//! The words alone, with threads and numbers as members, and the face in one process.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use std::sync::{Mutex, mpsc};
+use std::time::Instant;
+
+use super::*;
+use crate::backend::testing::{Delaying, Wrapped};
+
+const WAIT: Duration = Duration::from_secs(20);
+
+fn room(permits: u32) -> Room {
+    Room::new(Page::create(None, room::bytes_for(permits)).unwrap().0, permits)
+}
+
+fn granted(look: Look) -> u32 {
+    match look {
+        Look::Granted { permit, .. } => permit,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn permits_go_to_who_has_waited_longest_and_then_become_free() {
+    let room = room(1);
+    assert_eq!(room.take_free(7, 0), Some(0));
+    assert_eq!(room.take_free(8, 0), None);
+    let places: Vec<Place> = (1..=3).map(|member| room.line_up(member).unwrap()).collect();
+    let mut holder = 7;
+    for (member, place) in (1..=3).zip(places) {
+        assert_eq!(room.look(place, member), Look::Waiting);
+        room.hand_on(0, holder);
+        assert_eq!(room.take_free(9, 0), None, "nobody overtakes");
+        let Look::Granted { permit: 0, passed } = room.look(place, member) else { panic!("not {member}'s") };
+        assert_eq!(passed, u64::from(member) - 1);
+        holder = member;
+    }
+    assert!(!room.has_waiters());
+    room.hand_on(0, holder);
+    assert_eq!(room.available(), 1);
+}
+
+#[test]
+fn a_waiter_that_gives_up_leaves_nothing_and_keeps_what_it_was_given_meanwhile() {
+    let room = room(1);
+    room.take_free(1, 0).unwrap();
+    let (early, late) = (room.line_up(2).unwrap(), room.line_up(3).unwrap());
+    assert_eq!(room.withdraw(early, 2), Look::Waiting);
+    room.hand_on(0, 1);
+    assert_eq!(granted(room.withdraw(late, 3)), 0);
+    assert!(!room.has_waiters());
+    room.hand_on(0, 3);
+    assert_eq!(room.available(), 1);
+}
+
+#[test]
+fn a_permit_that_became_free_unseen_is_brought_to_who_waits() {
+    let room = room(2);
+    let place = room.line_up(5).unwrap();
+    room.serve(6);
+    granted(room.look(place, 5));
+    assert_eq!(room.available(), 1);
+}
+
+#[test]
+fn wherever_a_member_dies_its_permit_comes_back_once() {
+    // Dead: 1. Holding; waiting; granted to and not taken over; granted to and taken over.
+    let is_here = |member| member != 1;
+    let holding = room(1);
+    holding.take_free(1, 0).unwrap();
+    let place = holding.line_up(2).unwrap();
+    holding.sweep(is_here);
+    assert_eq!(granted(holding.look(place, 2)), 0, "passed on to who waits");
+
+    let waiting = room(1);
+    waiting.take_free(2, 0).unwrap();
+    waiting.line_up(1).unwrap();
+    waiting.sweep(is_here);
+    waiting.hand_on(0, 2);
+    assert_eq!((waiting.available(), waiting.has_waiters()), (1, false));
+
+    for is_taken_over in [false, true] {
+        let granted_to = room(1);
+        granted_to.take_free(2, 0).unwrap();
+        let place = granted_to.line_up(1).unwrap();
+        granted_to.hand_on(0, 2);
+        if is_taken_over {
+            granted(granted_to.look(place, 1));
+        }
+        assert_eq!(granted_to.available(), 0);
+        granted_to.sweep(is_here);
+        assert_eq!((granted_to.available(), granted_to.has_waiters()), (1, false));
+    }
+}
+
+#[test]
+fn a_permit_that_a_dead_member_has_handed_over_stays_with_the_living_one() {
+    let room = room(1);
+    room.take_free(1, 0).unwrap();
+    let place = room.line_up(2).unwrap();
+    room.hand_on(0, 1);
+    room.sweep(|member| member != 1);
+    assert_eq!(room.available(), 0);
+    assert_eq!(granted(room.look(place, 2)), 0);
+    room.sweep(|member| member != 1);
+    assert_eq!(room.available(), 0);
+}
+
+#[test]
+fn what_the_dead_owe_is_stored_only_behind_what_the_living_do() {
+    let room = room(1);
+    for member in [1, 2, 3] {
+        room.take_free(member, 0).unwrap();
+        room.promise(0, member);
+        room.hand_on(0, member);
+    }
+    let is_dead = |member| member == 2;
+    room.settle(is_dead);
+    assert_eq!(room.word(0).load(), 0, "the first is alive and its work under way");
+    room.word(0).store(1);
+    room.settle(is_dead);
+    assert_eq!(room.word(0).load(), 2, "the second's, and not the third's");
+    room.word(0).store(3);
+    room.settle(is_dead);
+    assert_eq!(room.word(0).load(), 3, "no word goes back");
+}
+
+#[test]
+fn whatever_a_wrong_member_writes_nobody_panics_or_loops() {
+    let mut x = 0x9e37_79b9_7f4a_7c15u64;
+    let mut any = move || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        x
+    };
+    for round in 0..60 {
+        let (page, _fd) = Page::create(None, room::bytes_for(3)).unwrap();
+        for word in 0..page.bytes() / 8 {
+            // Few distinct values in half of the rounds: phases and owners that look right.
+            let value = if round % 2 == 0 { any() } else { any() & 0x0000_0003_0000_0fff };
+            page.at::<AtomicU64>(8 * word).store(value, SeqCst);
+        }
+        let room = Room::new(page, 3);
+        let place = room.line_up(1);
+        room.serve(1);
+        if let Some(place) = place {
+            let _ = (room.look(place, 1), room.withdraw(place, 1));
+        }
+        room.hand_on(2, 1);
+        room.promise(1, 1);
+        room.settle(|_| true);
+        room.sweep(|member| member == 1);
+        room.ring_own(1);
+        assert!(room.available() <= 3 && room.waiting() <= room::PLACES && room.under_way(0).count() <= 8);
+    }
+}
+
+/// Threads as members that take, wait, give up and die at any point, beside one that sweeps.
+#[test]
+fn never_more_than_the_maximum_are_inside_and_all_permits_are_back_at_the_end() {
+    const PERMITS: u32 = 3;
+    let (room, next, here) = (room(PERMITS), AtomicU32::new(1), Mutex::new(BTreeSet::from([CREATOR])));
+    let (inside, is_done) = (AtomicU32::new(0), AtomicBool::new(false));
+    let arrive = || {
+        let member = next.fetch_add(1, SeqCst);
+        here.lock().unwrap().insert(member);
+        member
+    };
+    let live = |seed: u64| {
+        let (mut x, mut me) = (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1, arrive());
+        let mut once_in = |times: u64| {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            x % times == 0
+        };
+        for _ in 0..3_000 {
+            let direct = if room.has_waiters() { None } else { room.take_free(me, 0) };
+            let permit = direct.or_else(|| {
+                let place = room.line_up(me)?;
+                room.serve(me);
+                loop {
+                    if once_in(40) {
+                        return match room.withdraw(place, me) {
+                            Look::Granted { permit, .. } => Some(permit),
+                            _ => None,
+                        };
+                    }
+                    match room.look(place, me) {
+                        Look::Granted { permit, .. } => return Some(permit),
+                        Look::Waiting if once_in(500) => return None, // and stays there, for the dead one to be swept
+                        Look::Waiting => std::thread::yield_now(),
+                        Look::Lost => panic!("nobody overwrites places"),
+                    }
+                }
+            });
+            let is_dying = once_in(50);
+            if let Some(permit) = permit {
+                assert!(inside.fetch_add(1, SeqCst) < PERMITS, "more inside than there are permits");
+                std::hint::spin_loop();
+                inside.fetch_sub(1, SeqCst);
+                if !is_dying {
+                    room.hand_on(permit, me);
+                }
+            }
+            if is_dying || permit.is_none() {
+                here.lock().unwrap().remove(&me);
+                me = arrive();
+            }
+        }
+        here.lock().unwrap().remove(&me);
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_done.load(SeqCst) {
+                let here = here.lock().unwrap();
+                room.sweep(|member| here.contains(&member));
+                drop(here);
+                std::thread::yield_now();
+            }
+        });
+        let live = &live;
+        let lives: Vec<_> = (1..=6).map(|seed| scope.spawn(move || live(seed))).collect();
+        let ended: Vec<_> = lives.into_iter().map(|life| life.join()).collect();
+        is_done.store(true, SeqCst);
+        ended.into_iter().for_each(|end| end.unwrap());
+    });
+    room.sweep(|member| member == CREATOR);
+    assert_eq!((room.available(), room.waiting(), room.has_waiters()), (PERMITS, 0, false));
+}
+
+struct Stage {
+    domain: Domain,
+}
+
+impl Stage {
+    fn new(title: &str) -> Stage {
+        let folder = std::env::temp_dir().join(format!("warpipe-semaphore-{title}-{}", std::process::id()));
+        Stage { domain: Domain::at(folder).unwrap() }
+    }
+
+    fn both(&self, device: &Device, permits: u32) -> (Semaphore, Semaphore) {
+        let creator = Semaphore::create(&self.domain, "turns", device, permits).unwrap();
+        (creator, Semaphore::open(&self.domain, "turns", device).unwrap())
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(self.domain.path());
+    }
+}
+
+#[test]
+fn a_permit_that_is_held_makes_others_time_out_until_it_is_released() {
+    let (stage, device) = (Stage::new("timeout"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let stream = device.stream().unwrap();
+    let held = member.acquire(&stream, WAIT).unwrap();
+    assert!(creator.try_acquire(&stream).unwrap().is_none() && creator.try_acquire_host().unwrap().is_none());
+    let late = creator.acquire_host(Duration::from_millis(20)).unwrap_err();
+    assert!(matches!(late, Error::Timeout { .. }), "{late}");
+    assert_eq!((creator.available(), creator.waiting()), (0, 0));
+    held.release(&stream).unwrap();
+    drop(creator.acquire_host(WAIT).unwrap());
+    assert_eq!(member.available(), 1);
+}
+
+#[test]
+fn who_waits_is_handed_the_permit_and_nobody_overtakes_it() {
+    let (stage, device) = (Stage::new("queue"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let held = creator.acquire_host(WAIT).unwrap();
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| member.acquire_host(WAIT).unwrap().release_now());
+        let start = Instant::now();
+        while creator.waiting() == 0 && start.elapsed() < WAIT {
+            std::thread::yield_now();
+        }
+        assert!(creator.try_acquire_host().unwrap().is_none());
+        held.release_now();
+        waiter.join().unwrap();
+    });
+    assert_eq!(creator.available(), 1);
+}
+
+#[test]
+fn who_waits_is_told_when_the_creator_closes_and_what_is_held_stays_valid() {
+    let (stage, device) = (Stage::new("closing"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let held = member.acquire_host(WAIT).unwrap();
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| member.acquire_host(WAIT).unwrap_err());
+        let start = Instant::now();
+        while creator.waiting() == 0 && start.elapsed() < WAIT {
+            std::thread::yield_now();
+        }
+        drop(creator);
+        let told = waiter.join().unwrap();
+        assert!(matches!(told, Error::OwnerGone { graceful: true, kind: Kind::Semaphore, .. }), "{told}");
+    });
+    held.release_now();
+    assert!(matches!(member.try_acquire_host(), Err(Error::OwnerGone { .. })));
+}
+
+#[test]
+fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
+    let (stage, device) = (Stage::new("wrong"), Device::host());
+    for permits in [0, PERMITS_MAX + 1] {
+        let error = Semaphore::create(&stage.domain, "turns", &device, permits).unwrap_err();
+        assert!(matches!(error, Error::Argument { argument: "permits", .. }), "{error}");
+    }
+    let nobody = Semaphore::open(&stage.domain, "turns", &device).unwrap_err();
+    assert!(matches!(nobody, Error::NoOwner { kind: Kind::Semaphore, .. }), "{nobody}");
+    let first = Semaphore::create(&stage.domain, "turns", &device, 1).unwrap();
+    let taken = Semaphore::create(&stage.domain, "turns", &device, 1).unwrap_err();
+    assert!(matches!(taken, Error::NameTaken { .. }), "{taken}");
+    drop(first);
+}
+
+/// What the next holder's stream sees of work that is not done until `go` is dropped.
+fn seen_by_the_next_holder(stage: &Stage, device: &Device) -> (bool, u64) {
+    let (creator, member) = stage.both(device, 1);
+    let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
+    let (written, seen) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(u64::MAX)));
+    let (go, wait) = mpsc::channel::<()>();
+    let permit = creator.acquire(&first, WAIT).unwrap();
+    let data = written.clone();
+    first
+        .call(move || {
+            let _ = wait.recv();
+            data.store(1, SeqCst);
+        })
+        .unwrap();
+    permit.release(&first).unwrap();
+    let permit = member.acquire(&second, WAIT).unwrap();
+    let (data, into) = (written.clone(), seen.clone());
+    second.call(move || into.store(data.load(SeqCst), SeqCst)).unwrap();
+    let was_early = second.synchronize(Duration::from_millis(50)).is_ok();
+    drop(go);
+    second.synchronize(WAIT).unwrap();
+    permit.release(&second).unwrap();
+    first.synchronize(WAIT).unwrap();
+    (was_early, seen.load(SeqCst))
+}
+
+#[test]
+fn the_next_holders_stream_waits_for_the_last_ones_work_and_without_the_wait_it_does_not() {
+    let stage = Stage::new("order");
+    assert_eq!(seen_by_the_next_holder(&stage, &Device::host()), (false, 1));
+    let control = Delaying { signal_late: Duration::ZERO, waits: false };
+    let control = Device::from_backend(Wrapped::new(Device::host().backend().clone(), control));
+    assert_eq!(seen_by_the_next_holder(&stage, &control), (true, 0));
+}
+
+#[test]
+fn a_release_on_another_stream_is_behind_the_last_holders_work_too() {
+    let (stage, device) = (Stage::new("other"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let streams: Vec<Stream> = (0..3).map(|_| device.stream().unwrap()).collect();
+    let (go, wait) = mpsc::channel::<()>();
+    let first = creator.acquire(&streams[0], WAIT).unwrap();
+    streams[0].call(move || assert!(wait.recv().is_err())).unwrap();
+    first.release(&streams[0]).unwrap();
+    member.acquire(&streams[1], WAIT).unwrap().release(&streams[2]).unwrap();
+    let third = creator.acquire_host(Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(third, Error::Timeout { .. }), "{third}");
+    drop(go);
+    drop(creator.acquire_host(WAIT).unwrap());
+    streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+}
+
+#[test]
+fn so_many_works_may_be_under_way_and_no_more() {
+    let (stage, device) = (Stage::new("depth"), Device::host());
+    let (creator, _member) = stage.both(&device, 1);
+    let stream = device.stream().unwrap();
+    let (go, wait) = mpsc::channel::<()>();
+    stream.call(move || assert!(wait.recv().is_err())).unwrap();
+    for _ in 0..UNDER_WAY_MAX {
+        creator.acquire(&stream, WAIT).unwrap().release(&stream).unwrap();
+    }
+    assert!(creator.try_acquire(&stream).unwrap().is_none());
+    let full = creator.acquire(&stream, Duration::from_millis(20)).unwrap_err();
+    assert!(matches!(full, Error::Timeout { .. }), "{full}");
+    drop(go);
+    drop(creator.acquire(&stream, WAIT).unwrap());
+    stream.synchronize(WAIT).unwrap();
+}

@@ -1,0 +1,405 @@
+//! Who answers.
+
+use std::collections::HashSet;
+use std::ops::Deref;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+
+use super::clients_of;
+use crate::device::Device;
+use crate::domain::{Domain, EndpointName};
+use crate::error::{Error, Result};
+use crate::fork::{Home, PrivateFd};
+use crate::link::message::timespec;
+use crate::link::wake::Bell;
+use crate::link::watcher::Watcher;
+use crate::queue::{Lease, Loan, Worker, WorkerBuilder};
+use crate::stream::Stream;
+
+/// The most clients that are attached to at the same time.
+const GREETED_AT_ONCE: usize = 32;
+
+/// A look at the directory at least this often: a client that could not be attached to is tried again.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+const ARRIVALS: u64 = 0;
+const BELL: u64 = 1;
+
+/// What a server is made with. See [`Server::builder`].
+#[derive(Debug, Clone)]
+pub struct ServerBuilder {
+    service: String,
+    domain: Option<Domain>,
+    device: Option<Device>,
+    spin: Duration,
+    memory_limit: u64,
+    handshake_timeout: Duration,
+    clients_max: usize,
+}
+
+impl ServerBuilder {
+    /// The domain to look in; the environment's by default.
+    pub fn domain(mut self, domain: &Domain) -> Self {
+        self.domain = Some(domain.clone());
+        self
+    }
+
+    /// The device to work with, in whose memory the replies lie; [`Device::preferred`] by default.
+    pub fn device(mut self, device: &Device) -> Self {
+        self.device = Some(device.clone());
+        self
+    }
+
+    /// How long a wait polls before it sleeps: 20 µs by default.
+    pub fn spin(mut self, spin: Duration) -> Self {
+        self.spin = spin;
+        self
+    }
+
+    /// The most device memory that the replies to one client may take, in bytes: 4 GiB by default.
+    pub fn memory_limit(mut self, bytes: u64) -> Self {
+        self.memory_limit = bytes;
+        self
+    }
+
+    /// How long a client may take to let it in: 5 s by default. Others are served meanwhile.
+    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
+        self.handshake_timeout = timeout;
+        self
+    }
+
+    /// The most clients at once: 256 by default. Each takes about a dozen descriptors.
+    pub fn clients_max(mut self, clients: usize) -> Self {
+        self.clients_max = clients;
+        self
+    }
+
+    /// Begins to look for clients; there need not be any yet.
+    ///
+    /// # Errors
+    /// [`Error::Name`] (at most 40 bytes), [`Error::Domain`], or what the system says.
+    pub fn build(self) -> Result<Server> {
+        EndpointName::new(&format!("{}00000000", clients_of(&self.service)))?;
+        let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
+        let device = self.device.clone().unwrap_or_else(|| Device::preferred().device);
+        let readable = epoll::create(epoll::CreateFlags::CLOEXEC);
+        let readable = PrivateFd::new(readable.map_err(|e| Error::os("epoll_create1", "a server", e))?);
+        let arrivals = PrivateFd::new(domain.arrivals()?);
+        let door = Arc::new(Door { let_in: Mutex::default(), bell: Bell::new()? });
+        listen_to(&readable, arrivals.as_fd(), ARRIVALS)?;
+        listen_to(&readable, door.bell.as_fd(), BELL)?;
+        Ok(Server {
+            home: Home::here(),
+            options: self,
+            domain,
+            device,
+            clients: Vec::new(),
+            greeted: HashSet::new(),
+            gone: HashSet::new(),
+            door,
+            arrivals,
+            readable,
+            looked: None,
+            turn: 0,
+            next_id: BELL + 1,
+        })
+    }
+}
+
+/// Where clients that were attached to on other threads come in.
+#[derive(Debug)]
+struct Door {
+    let_in: Mutex<Vec<(EndpointName, Result<Worker>)>>,
+    bell: Bell,
+}
+
+#[derive(Debug)]
+struct Guest {
+    id: u64,
+    name: EndpointName,
+    worker: Worker,
+}
+
+/// Answers the requests of all clients of a service, together with the others that do. Belongs to one thread at a time;
+/// its requests may go anywhere. For an example see [`Client`](super::Client).
+///
+/// Dropped, it takes no more: what it was sent and has not accepted goes to other servers.
+#[derive(Debug)]
+pub struct Server {
+    home: Home,
+    options: ServerBuilder,
+    domain: Domain,
+    device: Device,
+    clients: Vec<Guest>,
+    /// Being attached to.
+    greeted: HashSet<EndpointName>,
+    /// Names that nobody holds any more.
+    gone: HashSet<EndpointName>,
+    door: Arc<Door>,
+    arrivals: PrivateFd,
+    readable: PrivateFd,
+    looked: Option<Instant>,
+    /// Whose turn it is.
+    turn: usize,
+    next_id: u64,
+}
+
+impl Server {
+    /// A server of this service, to be built.
+    pub fn builder(service: &str) -> ServerBuilder {
+        ServerBuilder {
+            service: service.to_string(),
+            domain: None,
+            device: None,
+            spin: Duration::from_micros(20),
+            memory_limit: 4 << 30,
+            handshake_timeout: Duration::from_secs(5),
+            clients_max: 256,
+        }
+    }
+
+    /// The service's name.
+    pub fn service(&self) -> &str {
+        &self.options.service
+    }
+
+    /// How many clients it is attached to.
+    pub fn clients(&self) -> usize {
+        self.clients.len()
+    }
+
+    /// Waits for the next request of any client; they take turns. `stream` will wait, on the device, until the input is
+    /// complete. A request whose deadline has passed is not given out. A client that goes, or breaks its link's
+    /// protocol, is let go, and nothing else is touched.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]; [`Error::Os`] when the directory cannot be read; [`Error::Forked`]; [`Error::Driver`].
+    pub fn accept(&mut self, stream: &Stream, timeout: Duration) -> Result<Request> {
+        self.home.check()?;
+        let start = Instant::now();
+        loop {
+            self.look_around()?;
+            if let Some(request) = self.poll(stream)? {
+                return Ok(request);
+            }
+            let waited = start.elapsed();
+            if waited >= timeout {
+                return Err(Error::Timeout { what: format!("a request to {:?}", self.service()), waited: timeout });
+            }
+            if waited < self.options.spin {
+                std::hint::spin_loop();
+            } else {
+                self.sleep((timeout - waited).min(LOOK_EVERY));
+            }
+        }
+    }
+
+    /// One look at each client, beginning with the one whose turn it is.
+    fn poll(&mut self, stream: &Stream) -> Result<Option<Request>> {
+        let mut left = self.clients.len();
+        while left > 0 && !self.clients.is_empty() {
+            left -= 1;
+            self.turn = (self.turn + 1) % self.clients.len();
+            let guest = &mut self.clients[self.turn];
+            if !guest.worker.may_have_news() {
+                continue;
+            }
+            match guest.worker.try_lease(stream) {
+                Ok(None) => {}
+                Ok(Some(lease)) => return Ok(Some(Request { client_pid: guest.worker.queue_pid(), lease })),
+                Err(error @ (Error::Driver { .. } | Error::Argument { .. } | Error::Injected { .. })) => {
+                    return Err(error);
+                }
+                Err(_) => self.see_off(self.turn),
+            }
+        }
+        Ok(None)
+    }
+
+    /// A client has gone, or its link has failed.
+    fn see_off(&mut self, index: usize) {
+        let Guest { name, worker, .. } = self.clients.swap_remove(index);
+        let _ = epoll::delete(&self.readable, worker.descriptor());
+        self.gone.insert(name);
+    }
+
+    /// Looks for new clients, when something new has appeared in the directory or a while has passed.
+    fn look_around(&mut self) -> Result<()> {
+        self.take_in();
+        if self.looked.is_some_and(|looked| looked.elapsed() < LOOK_EVERY) {
+            return Ok(());
+        }
+        self.looked = Some(Instant::now());
+        let names = self.domain.names_after(&clients_of(self.service()))?;
+        self.gone.retain(|name| names.contains(name));
+        self.clear_away();
+        for name in names {
+            let is_known = self.clients.iter().any(|guest| guest.name == name)
+                || self.greeted.contains(&name)
+                || self.gone.contains(&name);
+            let has_room = self.greeted.len() < GREETED_AT_ONCE
+                && self.clients.len() + self.greeted.len() < self.options.clients_max;
+            if !is_known && has_room {
+                self.greet(name);
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes what dead clients left: their names were for once, and nobody will take them again. A name that is held
+    /// stays.
+    fn clear_away(&self) {
+        let Ok(watcher) = Watcher::of_process() else { return };
+        for name in &self.gone {
+            let (domain, name) = (self.domain.clone(), name.clone());
+            let _ = watcher.attend(Box::new(move || _ = domain.clear_name(&name)));
+        }
+    }
+
+    /// Attaches to a client, on a thread of its own: it may be stopped, and others are not to wait for it.
+    fn greet(&mut self, name: EndpointName) {
+        let builder: WorkerBuilder = Worker::builder(name.as_str())
+            .domain(&self.domain)
+            .device(&self.device)
+            .memory_limit(self.options.memory_limit)
+            .handshake_timeout(self.options.handshake_timeout);
+        let (door, guest) = (Arc::downgrade(&self.door), name.clone());
+        let meet = move || {
+            let built = builder.build();
+            if let Some(door) = door.upgrade() {
+                door.let_in.lock().unwrap_or_else(PoisonError::into_inner).push((guest, built));
+                door.bell.ring();
+            }
+        };
+        if std::thread::Builder::new().name("warpipe-greeter".into()).spawn(meet).is_ok() {
+            self.greeted.insert(name);
+        }
+    }
+
+    /// Takes in the clients that were attached to. Those that could not be are tried again with the next look, unless
+    /// nobody is there.
+    fn take_in(&mut self) {
+        if self.greeted.is_empty() {
+            return;
+        }
+        let let_in = std::mem::take(&mut *self.door.let_in.lock().unwrap_or_else(PoisonError::into_inner));
+        for (name, built) in let_in {
+            self.greeted.remove(&name);
+            match built {
+                Ok(worker) if listen_to(&self.readable, worker.descriptor(), self.next_id).is_ok() => {
+                    self.clients.push(Guest { id: self.next_id, name, worker });
+                    self.next_id += 1;
+                }
+                Err(Error::NoPublisher { .. }) => drop(self.gone.insert(name)),
+                _ => {}
+            }
+        }
+    }
+
+    /// Sleeps until a client, or the directory, speaks.
+    fn sleep(&mut self, limit: Duration) {
+        self.clients.iter().for_each(|guest| guest.worker.set_asleep(true));
+        // Whatever came before the clients were asked to ring did not.
+        if !self.clients.iter().any(|guest| guest.worker.may_have_news()) {
+            let mut room = [const { std::mem::MaybeUninit::uninit() }; 16];
+            if let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) {
+                for event in events {
+                    self.hear(event.data.u64());
+                }
+            }
+        }
+        self.clients.iter().for_each(|guest| guest.worker.set_asleep(false));
+    }
+
+    fn hear(&mut self, id: u64) {
+        match id {
+            ARRIVALS => {
+                let _ = rustix::io::read(&self.arrivals, &mut [0u8; 4096]);
+                self.looked = None;
+            }
+            BELL => self.door.bell.drain(),
+            id => self.clients.iter().filter(|guest| guest.id == id).for_each(|guest| guest.worker.quiet()),
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if !self.home.is_here() {
+            // The list's lock may have been held by another thread at the fork.
+            std::mem::forget(self.door.clone());
+        }
+    }
+}
+
+/// A request, to be answered: [`reply`](Self::reply), [`reject`](Self::reject), or [`fail`](Self::fail) so that another
+/// server tries. What can be read of it is its [`Lease`]'s. Dropped, it counts as failed.
+#[derive(Debug)]
+#[must_use = "a request that is dropped is a failed attempt"]
+pub struct Request {
+    lease: Lease,
+    client_pid: i32,
+}
+
+impl Deref for Request {
+    type Target = Lease;
+
+    fn deref(&self) -> &Lease {
+        &self.lease
+    }
+}
+
+impl Request {
+    /// The process that asks.
+    pub fn client_pid(&self) -> i32 {
+        self.client_pid
+    }
+
+    /// Replies without a tensor once the work enqueued on `stream` is done.
+    ///
+    /// # Errors
+    /// [`Error::QueueGone`] when the client has; the others of [`Lease::complete`].
+    pub fn reply(self, stream: &Stream) -> Result<()> {
+        self.lease.complete(stream)
+    }
+
+    /// Replies with `output`, of [`Lease::output`], once the work enqueued on `stream` is done.
+    ///
+    /// # Errors
+    /// As [`reply`](Self::reply).
+    pub fn reply_with(self, output: Loan, stream: &Stream) -> Result<()> {
+        self.lease.complete_with(output, stream)
+    }
+
+    /// Says no: the client gets [`Error::Rejected`]. Of the reason, 200 bytes.
+    ///
+    /// # Errors
+    /// As [`reply`](Self::reply).
+    pub fn reject(self, reason: &str) -> Result<()> {
+        self.lease.reject(reason)
+    }
+
+    /// This server cannot: another one tries.
+    ///
+    /// # Errors
+    /// As [`reply`](Self::reply).
+    pub fn fail(self, reason: &str) -> Result<()> {
+        self.lease.fail(reason)
+    }
+
+    /// Another server is to do it, and it costs no attempt: for a server that leaves.
+    ///
+    /// # Errors
+    /// As [`reply`](Self::reply).
+    pub fn give_back(self) -> Result<()> {
+        self.lease.give_back()
+    }
+}
+
+fn listen_to(readable: &PrivateFd, fd: std::os::fd::BorrowedFd<'_>, what: u64) -> Result<()> {
+    epoll::add(readable, fd, epoll::EventData::new_u64(what), epoll::EventFlags::IN)
+        .map_err(|e| Error::os("epoll_ctl", "a server's descriptor", e))
+}

@@ -1,0 +1,187 @@
+//! Owner and guests in one process; other processes' deaths are the conformance suite's.
+
+use std::sync::mpsc::{Sender, channel};
+
+use super::*;
+
+const WAIT: Duration = Duration::from_secs(10);
+
+struct Stage {
+    domain: Domain,
+    device: Device,
+}
+
+impl Stage {
+    fn new(title: &str) -> Stage {
+        let folder = std::env::temp_dir().join(format!("warpipe-timeline-{title}-{}", std::process::id()));
+        Stage { domain: Domain::at(folder).unwrap(), device: Device::host() }
+    }
+
+    fn create(&self) -> Timeline {
+        Timeline::create(&self.domain, "steps", &self.device).unwrap()
+    }
+
+    fn open(&self) -> Timeline {
+        Timeline::open(&self.domain, "steps", &self.device).unwrap()
+    }
+
+    fn stream(&self) -> Stream {
+        self.device.stream().unwrap()
+    }
+
+    /// A stream that does nothing until the sender is dropped.
+    fn held(&self) -> (Stream, Sender<()>) {
+        let (go, held) = channel::<()>();
+        let stream = self.stream();
+        stream.call(move || assert!(held.recv().is_err())).unwrap();
+        (stream, go)
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(self.domain.path());
+    }
+}
+
+#[test]
+fn a_stream_waits_until_the_owners_stream_has_come_to_its_signal() {
+    let stage = Stage::new("waits");
+    let (owner, guest) = (stage.create(), stage.open());
+    let ((slow, go), reading) = (stage.held(), stage.stream());
+    owner.signal(&slow, 3).unwrap();
+    guest.wait(&reading, 2).unwrap();
+    assert!(!guest.check(2).unwrap() && !reading.is_idle().unwrap());
+    drop(go);
+    reading.synchronize(WAIT).unwrap();
+    guest.wait_host(3, WAIT).unwrap();
+    assert_eq!((guest.value(), owner.value(), guest.check(3).unwrap()), (3, 3, true));
+}
+
+#[test]
+fn a_value_that_does_not_grow_is_refused_and_changes_nothing() {
+    let stage = Stage::new("backwards");
+    let (owner, stream) = (stage.create(), stage.stream());
+    owner.signal(&stream, 5).unwrap();
+    for value in [0, 4, 5] {
+        let signalled = owner.signal(&stream, value);
+        assert!(matches!(signalled, Err(Error::Backwards { last: 5, .. })), "{signalled:?}");
+        assert!(matches!(owner.signal_now(value), Err(Error::Backwards { .. })));
+    }
+    assert!(matches!(owner.signal(&stream, Timeline::VALUE_MAX + 1), Err(Error::Argument { .. })));
+    stream.synchronize(WAIT).unwrap();
+    assert_eq!(owner.value(), 5);
+    owner.signal_now(Timeline::VALUE_MAX).unwrap();
+    assert_eq!(owner.value(), Timeline::VALUE_MAX);
+}
+
+#[test]
+fn only_the_owner_signals() {
+    let stage = Stage::new("owner");
+    let (_owner, guest) = (stage.create(), stage.open());
+    let pid = std::process::id() as i32;
+    let refused = guest.signal(&stage.stream(), 1).unwrap_err();
+    assert!(matches!(&refused, Error::NotOwner { pid: told, .. } if *told == pid), "{refused}");
+    assert!(matches!(guest.signal_now(1), Err(Error::NotOwner { .. })));
+    assert!(!guest.is_owner());
+}
+
+#[test]
+fn the_cpu_cannot_overtake_a_stream() {
+    let stage = Stage::new("overtake");
+    let owner = stage.create();
+    let (slow, go) = stage.held();
+    owner.signal(&slow, 3).unwrap();
+    let pending = owner.signal_now(4).unwrap_err();
+    assert!(matches!(pending, Error::SignalPending { value: 4, last: 3, reached: 0, .. }), "{pending}");
+    drop(go);
+    owner.wait_host(3, WAIT).unwrap();
+    slow.synchronize(WAIT).unwrap();
+    owner.signal_now(4).unwrap();
+    assert_eq!(owner.value(), 4);
+}
+
+#[test]
+fn an_owner_waits_only_for_what_was_signalled() {
+    let stage = Stage::new("own-wait");
+    let (owner, stream) = (stage.create(), stage.stream());
+    assert!(matches!(owner.wait(&stream, 1), Err(Error::Argument { .. })));
+    owner.signal_now(1).unwrap();
+    owner.wait(&stream, 1).unwrap();
+    assert!(matches!(owner.wait_host(2, Duration::from_millis(1)), Err(Error::Timeout { .. })));
+}
+
+#[test]
+fn an_owner_that_closes_signals_what_it_promised_and_lets_the_others_go() {
+    let stage = Stage::new("close");
+    let (owner, guest) = (stage.create(), stage.open());
+    let ((slow, go), early, late) = (stage.held(), stage.stream(), stage.stream());
+    owner.signal(&slow, 3).unwrap();
+    guest.wait(&early, 3).unwrap();
+    guest.wait(&late, 4).unwrap();
+    drop(owner);
+    assert!(!guest.check(3).unwrap(), "it is still to come");
+    drop(go);
+    early.synchronize(WAIT).unwrap();
+    assert!(guest.check(3).unwrap());
+    late.synchronize(WAIT).unwrap();
+    let gone = guest.check(4).unwrap_err();
+    assert!(matches!(gone, Error::OwnerGone { kind: Kind::Timeline, graceful: true, .. }), "{gone}");
+    assert!(matches!(guest.wait(&late, 4), Err(Error::OwnerGone { .. })));
+    assert!(matches!(guest.wait_host(4, WAIT), Err(Error::OwnerGone { .. })));
+    assert_eq!(guest.value(), 3);
+    assert!(matches!(Timeline::open(&stage.domain, "steps", &stage.device), Err(Error::NoOwner { .. })));
+}
+
+#[test]
+fn a_guest_that_leaves_early_leaves_its_stream_waiting_for_the_right_value() {
+    let stage = Stage::new("leave");
+    let (owner, guest, stream) = (stage.create(), stage.open(), stage.stream());
+    guest.wait(&stream, 1).unwrap();
+    drop(guest);
+    assert!(!stream.is_idle().unwrap());
+    owner.signal_now(1).unwrap();
+    stream.synchronize(WAIT).unwrap();
+}
+
+#[test]
+fn who_waits_for_a_timeline_finds_the_one_that_comes_later() {
+    let stage = Stage::new("later");
+    let absent = Timeline::open(&stage.domain, "steps", &stage.device).unwrap_err();
+    assert!(matches!(absent, Error::NoOwner { kind: Kind::Timeline, .. }), "{absent}");
+    std::thread::scope(|scope| {
+        let guest = scope.spawn(|| Timeline::open_timeout(&stage.domain, "steps", &stage.device, WAIT).unwrap());
+        let owner = stage.create();
+        owner.signal_now(7).unwrap();
+        guest.join().unwrap().wait_host(7, WAIT).unwrap();
+    });
+}
+
+#[test]
+fn handles_go_between_threads() {
+    fn is_free<T: Send + Sync>() {}
+    is_free::<Timeline>();
+    is_free::<crate::Event>();
+}
+
+#[test]
+fn a_guest_that_scribbles_holds_up_neither_the_owners_streams_nor_its_end() {
+    let stage = Stage::new("scribble");
+    let (owner, guest) = (stage.create(), stage.open());
+    let word = || guest.page.at::<crate::backend::TimelineWord>(LANE);
+    let streams = [stage.stream(), stage.stream()];
+    for value in 1..=20 {
+        owner.signal(&streams[value as usize % 2], value).unwrap();
+        word().store(if value % 3 == 0 { u64::MAX } else { 0 });
+    }
+    streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+    owner.signal_now(21).unwrap();
+    word().store(3);
+    let waiting = stage.stream();
+    guest.wait(&waiting, 21).unwrap();
+    assert!(!waiting.is_idle().unwrap(), "it can hold up itself and its kind");
+    drop(owner);
+    waiting.synchronize(WAIT).unwrap();
+    assert!(guest.check(21).unwrap(), "the owner's own word counts in the end");
+    assert!(matches!(guest.check(22), Err(Error::OwnerGone { .. })));
+}

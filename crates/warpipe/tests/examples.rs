@@ -1,0 +1,189 @@
+//! Every example as a newcomer runs it: a program of its own, that must end well, in time, with its stated last line.
+//!
+//! `WARPIPE_TEST_DEVICE` names another device than the host (`cuda`, `cuda:1`).
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+
+/// Far beyond what any of them takes: only a hang reaches it.
+const LIMIT: Duration = Duration::from_secs(240);
+
+/// What a program said, and how it ended.
+#[derive(Debug)]
+struct Ended {
+    code: Option<i32>,
+    out: String,
+    err: String,
+}
+
+/// Runs one example in a temporary folder of its own, and leaves nothing of it.
+fn run(example: &str, arguments: &[&str]) -> Ended {
+    let folder = Folder::new(example);
+    let device = std::env::var("WARPIPE_TEST_DEVICE").unwrap_or_else(|_| "host".into());
+    let mut command = Command::new(built(example));
+    command.args(["--device", &device]).args(arguments).current_dir(&folder.0).env("TMPDIR", &folder.0);
+    let ended = Running::start(command).end();
+    let left: Vec<_> = std::fs::read_dir(&folder.0).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(left.iter().all(|name| !name.to_string_lossy().starts_with("warpipe-")), "{example} left {left:?}");
+    ended
+}
+
+/// Runs one example, which must end well and with this last line (`*` stands for any text).
+fn ends_with(example: &str, arguments: &[&str], last_line: &str) -> Ended {
+    let ended = run(example, arguments);
+    assert_eq!(ended.code, Some(0), "{example}: {ended:#?}");
+    let last = ended.out.lines().last().unwrap_or_default();
+    let parts: Vec<&str> = last_line.split('*').collect();
+    let mut rest = last;
+    let matches = parts.iter().all(|part| rest.find(part).map(|place| rest = &rest[place + part.len()..]).is_some());
+    assert!(matches && last.starts_with(parts[0]), "{example} ended with {last:?}, not with {last_line:?}");
+    ended
+}
+
+/// Where Cargo, or the bundle for a GPU machine, put the example. `cargo test -p warpipe` builds them all; with
+/// `--test examples` it does not.
+fn built(example: &str) -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let path = test.parent().and_then(Path::parent).unwrap().join("examples").join(example);
+    assert!(path.exists(), "{} is not built; run `cargo build -p warpipe --examples` first", path.display());
+    path
+}
+
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(example: &str) -> Folder {
+        let name = format!("examples-test-{}-{example}-{:?}", std::process::id(), std::thread::current().id());
+        let path = std::env::temp_dir().join(name);
+        std::fs::create_dir_all(&path).unwrap();
+        Folder(path)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A process group that is killed if the test ends first.
+struct Running {
+    child: Child,
+}
+
+impl Running {
+    fn start(mut command: Command) -> Running {
+        use std::os::unix::process::CommandExt;
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+        Running { child: command.spawn().unwrap() }
+    }
+
+    fn end(mut self) -> Ended {
+        let [out, err] = [read(self.child.stdout.take().unwrap()), read(self.child.stderr.take().unwrap())];
+        let pidfd = pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty()).unwrap();
+        let limit = Timespec { tv_sec: LIMIT.as_secs() as _, tv_nsec: 0 };
+        let in_time = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)).unwrap() == 1;
+        if !in_time {
+            // Its children, too: they hold the pipes open.
+            kill_process_group(Pid::from_child(&self.child), Signal::KILL).unwrap();
+        }
+        let code = self.child.wait().unwrap().code();
+        let ended = Ended { code, out: out.join().unwrap(), err: err.join().unwrap() };
+        assert!(in_time, "it did not end within {LIMIT:?}: {ended:#?}");
+        ended
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if self.child.try_wait().is_ok_and(|status| status.is_none()) {
+            let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
+            let _ = self.child.wait();
+        }
+    }
+}
+
+fn read(mut pipe: impl Read + Send + 'static) -> std::thread::JoinHandle<String> {
+    std::thread::spawn(move || {
+        let mut text = Vec::new();
+        pipe.read_to_end(&mut text).unwrap();
+        String::from_utf8_lossy(&text).into_owned()
+    })
+}
+
+#[test]
+fn fibonacci_numbers_cross_between_two_processes() {
+    ends_with("fibonacci", &[], "ok: 65536 Fibonacci numbers crossed, every one of them right");
+}
+
+#[test]
+fn ring_loses_nothing_to_a_slow_reader_and_its_sender_waits() {
+    ends_with("ring", &[], "ok: 200 of 200 frames in order, none lost; the sender found the ring full * times");
+}
+
+#[test]
+fn consumer_first_gives_up_clearly_or_waits() {
+    ends_with("consumer_first", &[], "ok: gave up twice, then waited, and received: hello from a latecomer");
+}
+
+#[test]
+fn threads_alias_one_publishers_memory() {
+    let last = "ok: 4 threads read 20 frames each in the publisher's own memory; nothing was copied";
+    ends_with("threads", &[], last);
+}
+
+#[test]
+fn an_option_that_no_example_knows_is_refused() {
+    let ended = run("fibonacci", &["--colour", "red"]);
+    assert_eq!(ended.code, Some(1), "{ended:?}");
+    assert!(ended.err.contains("\"--colour\" is no option here"), "{ended:?}");
+}
+
+#[test]
+fn a_device_that_there_is_not_ends_the_example_with_a_clear_error() {
+    let folder = Folder::new("alone");
+    let mut command = Command::new(built("consumer_first"));
+    command.args(["--device", "nowhere", "--role", "consumer"]).env("WARPIPE_DOMAIN", &folder.0);
+    let ended = Running::start(command).end();
+    assert_eq!(ended.code, Some(1), "{ended:?}");
+    assert!(ended.err.contains("--device is auto, host, cuda or cuda:N"), "{ended:?}");
+}
+
+#[test]
+fn pipeline_goes_on_when_its_middle_stage_is_killed_and_started_again() {
+    ends_with("pipeline", &[], "ok: 400 frames: * verified, none wrong; * lost with 1 killed filters (9 each at most)");
+}
+
+#[test]
+fn render_draws_every_frame_as_in_the_reference() {
+    ends_with("render", &["--frames", "12"], "ok: 12 of 12 frames, 0 lost, * frames/s, as in the reference");
+}
+
+#[test]
+fn render_loses_at_most_the_frames_in_flight_when_its_renderer_is_killed() {
+    let last = "ok: * of 24 frames, * lost, * frames/s, as in the reference";
+    let ended = ends_with("render", &["--frames", "24", "--kill"], last);
+    assert!(ended.out.contains("killing the renderer"), "{ended:#?}");
+}
+
+#[test]
+fn render_refuses_a_picture_that_is_not_the_reference() {
+    let folder = Folder::new("another");
+    let other = folder.0.join("another-frame.png");
+    std::fs::write(&other, include_bytes!("examples/another-frame.png")).unwrap();
+    let ended = run("render", &["--frames", "12", "--reference", other.to_str().unwrap()]);
+    assert_eq!(ended.code, Some(1), "{ended:#?}");
+    assert!(ended.err.contains("pixels are not as in the reference"), "{ended:#?}");
+}
+
+#[test]
+fn crash_recovery_tells_a_stopped_worker_from_a_dead_one_and_clears_up_after_the_dead() {
+    let last = "ok: * frames of 4 workers verified; one stalled and recovered, one died and was replaced, 3 left";
+    let ended = ends_with("crash_recovery", &[], last);
+    assert!(ended.out.contains("worker-2: died, and left frames/worker-2 and members/worker-2"), "{ended:#?}");
+}
