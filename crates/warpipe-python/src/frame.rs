@@ -25,7 +25,7 @@ use crate::wait::{Timeout, in_slices, late, none_if_late};
 /// The memory stays lent while this object, or any array made of it, lives, and goes back behind the work that the
 /// streams of those arrays had been given by then. ``release()``, ``finish()`` and the end of a ``with`` block give up
 /// this object's part. It is read only: NumPy knows that, PyTorch does not and faults on a write.
-#[pyclass(frozen, module = "warpipe", weakref)]
+#[pyclass(frozen, module = "warpipe", name = "Sample", weakref)]
 #[derive(Debug)]
 pub struct Frame {
     home: Home,
@@ -93,7 +93,7 @@ impl Frame {
 
     fn lent(&self) -> Outcome<Arc<Lent>> {
         let lent = self.state()?.lent.clone();
-        lent.ok_or_else(|| Fault::released(&format!("frame {}", self.sequence)))
+        lent.ok_or_else(|| Fault::released(&format!("sample {}", self.sequence)))
     }
 
     fn memory(&self) -> Outcome<Memory> {
@@ -224,7 +224,7 @@ impl Frame {
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn finish(&self, py: Python<'_>, timeout: Timeout) -> PyResult<()> {
         let timeout = timeout.or(self.patience);
-        let lent = self.give_up()?.ok_or_else(|| Fault::released(&format!("frame {}", self.sequence)))?;
+        let lent = self.give_up()?.ok_or_else(|| Fault::released(&format!("sample {}", self.sequence)))?;
         match Arc::try_unwrap(lent) {
             Ok(sole) => {
                 let receipt = sole.release()?;
@@ -353,6 +353,6 @@ impl Frame {
     }
 
     fn __repr__(&self) -> String {
-        format!("Frame({:?}, sequence={}, {})", self.layout, self.sequence, self.device)
+        format!("Sample({:?}, sequence={}, {})", self.layout, self.sequence, self.device)
     }
 }

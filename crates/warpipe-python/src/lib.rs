@@ -3,7 +3,7 @@
 //! | room | what is in it |
 //! | --- | --- |
 //! | `device`, `domain`, `stream` | where memory lies, where names live, the order of work and who uses what |
-//! | `publisher`, `loan`, `subscriber`, `frame` | the channel |
+//! | `publisher`, `loan`, `subscriber`, `frame` | the channel; `loan` is its `SampleMut`, `frame` its `Sample` with what Python adds |
 //! | `memory` | what arrays are made of, and when it goes back |
 //! | `array`, `dlpack` | memory of ours as arrays of others |
 //! | `source`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |

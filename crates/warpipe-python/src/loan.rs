@@ -55,7 +55,7 @@ pub fn dispatch(py: Python<'_>, sample: SampleMut, stream: &warpipe::Stream, blo
 /// Fill it through any array made of it (``torch()``, ``cupy()``, ``numpy()`` on the host, DLPack), with
 /// ``out[...] = values``, or with ``out.copy_from(tensor)``. It is sent behind the work of all streams that arrays of it
 /// were made on. Its contents are whatever was there. Do not write once it is sent.
-#[pyclass(frozen, module = "warpipe", weakref)]
+#[pyclass(frozen, module = "warpipe", name = "SampleMut", weakref)]
 #[derive(Debug)]
 pub struct Loan {
     home: Home,
@@ -370,6 +370,6 @@ impl Loan {
     }
 
     fn __repr__(&self) -> String {
-        format!("Loan({:?}, {})", self.layout, self.device)
+        format!("SampleMut({:?}, {})", self.layout, self.device)
     }
 }

@@ -234,7 +234,7 @@ impl Publisher {
         dispatch(py, sample, &filled_on, self.block)
     }
 
-    /// Lends a slot for a tensor of this shape and element type, to be filled in place: see ``Loan``. ``dtype`` is a name
+    /// Lends a slot for a tensor of this shape and element type, to be filled in place: see ``SampleMut``. ``dtype`` is a name
     /// (``"float32"``, ``"bfloat16"``, ...) or a dtype of NumPy, ml_dtypes, PyTorch or JAX.
     ///
     /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``, ``DeviceMemoryError``,

@@ -11,7 +11,7 @@ GPU the same programs run on memory that is shared through memfds.
 >>> for frame in warpipe.Subscriber("camera/front"):         # doctest: +SKIP
 ...     print(frame.torch().float().mean())
 
-Everything that holds memory (``Frame``, ``Loan``) speaks DLPack and the array interfaces, so any framework can use it;
+Everything that holds memory (``Sample``, ``SampleMut``) speaks DLPack and the array interfaces, so any framework can use it;
 ``Publisher.send`` takes any object that does. Errors are subclasses of ``warpipe.Error`` and say the next step. Objects
 belong to the process that made them: use ``multiprocessing`` with ``spawn``; after a ``fork`` they raise ``ForkedError``.
 """
@@ -66,9 +66,9 @@ from ._warpipe import (
     Device,
     Discontinuity,
     Domain,
-    Frame,
-    Loan,
     Publisher,
+    Sample,
+    SampleMut,
     Stream,
     SubscriberInfo,
     __version__,
@@ -96,14 +96,12 @@ __all__ = [
     "ExportError",
     "ForeignFileError",
     "ForkedError",
-    "Frame",
     "FullError",
     "HandshakeError",
     "InjectedError",
     "InvalidNameError",
     "LayoutError",
     "LinkClosedError",
-    "Loan",
     "MemoryLimitError",
     "MetadataError",
     "NameTakenError",
@@ -118,7 +116,9 @@ __all__ = [
     "Publisher",
     "PublisherGoneError",
     "ReleasedError",
+    "Sample",
     "SampleLostError",
+    "SampleMut",
     "Stream",
     "Subscriber",
     "SubscriberInfo",

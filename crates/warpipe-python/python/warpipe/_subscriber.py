@@ -16,7 +16,7 @@ _LOOK_SECONDS = 0.1
 class Subscriber(_warpipe._Subscriber):
     __doc__ = _warpipe._Subscriber.__doc__
 
-    async def receive_async(self, timeout: float | None | EllipsisType = ...) -> _warpipe.Frame:
+    async def receive_async(self, timeout: float | None | EllipsisType = ...) -> _warpipe.Sample:
         """Waits for the next frame in the running event loop: ``receive`` for asyncio.
 
         ``timeout`` is in seconds (default: the subscriber's; None: as long as it takes). The loop sleeps in its poller
@@ -43,7 +43,7 @@ class Subscriber(_warpipe._Subscriber):
     def __aiter__(self) -> Subscriber:
         return self
 
-    async def __anext__(self) -> _warpipe.Frame:
+    async def __anext__(self) -> _warpipe.Sample:
         """The next frame; the iteration ends when the publisher says goodbye."""
         try:
             return await self.receive_async()
