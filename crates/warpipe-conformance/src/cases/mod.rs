@@ -7,6 +7,7 @@ mod death;
 mod event;
 mod fault;
 mod fork;
+mod handles;
 mod layout;
 mod legacy;
 mod members;
@@ -14,6 +15,7 @@ mod memory;
 mod model;
 mod names;
 mod policy;
+mod pool;
 mod queue;
 mod semaphore;
 mod service;
@@ -87,6 +89,8 @@ pub fn all() -> Vec<Case> {
         channel::CASES,
         consumers::CASES,
         memory::CASES,
+        handles::CASES,
+        pool::CASES,
         legacy::CASES,
         policy::CASES,
         semaphore::CASES,
