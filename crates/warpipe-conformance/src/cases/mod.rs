@@ -2,6 +2,7 @@
 
 mod backend;
 mod channel;
+mod consumers;
 mod death;
 mod event;
 mod fault;
@@ -86,6 +87,7 @@ pub fn all() -> Vec<Case> {
         backend::CASES,
         layout::CASES,
         channel::CASES,
+        consumers::CASES,
         memory::CASES,
         handles::CASES,
         pool::CASES,

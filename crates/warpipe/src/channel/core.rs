@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use super::outlet::{Outlet, Parts, Phase, share_memory};
-use super::publisher::{Policy, PublisherBuilder, SubscriberInfo};
+use super::publisher::{Policy, PublisherBuilder, SlotHold, SubscriberInfo};
 use crate::backend::{Access, DeviceKind, StreamOp};
 use crate::clock::{Stopwatch, now_ns};
 use crate::device::Device;
@@ -225,6 +225,13 @@ impl Core {
             }
             state = self.wait_for_release(state, left, &mut backoff, |_| true);
         }
+    }
+
+    /// Keeps the region of a slot mapped.
+    pub(super) fn hold(&self, slot: SlotId) -> SlotHold {
+        let state = self.lock();
+        let region = state.arena.chunks()[state.arena.slot(slot).region as usize].region.clone();
+        SlotHold { region: Some(region), streams: self.streams.clone(), watcher: self.watcher.clone(), home: self.home }
     }
 
     /// Returns a slot that was loaned and not sent. What `stream` still does to it is waited for on the device.
