@@ -1,0 +1,97 @@
+//! What nobody rings for, and what comes when it is not looked for: each would cost a wait, or a job, if it were missed.
+
+use std::os::fd::AsFd;
+use std::sync::mpsc;
+use std::time::Instant;
+
+use super::super::tests::{Place, SOON};
+use super::super::{Queue, Worker};
+use super::*;
+use crate::channel::{Member, Subscriber};
+use crate::link::message::wait_readable;
+
+/// Longer than any of these tests waits.
+const LONG: Duration = Duration::from_secs(600);
+
+/// Makes the queue's own thread leave everything to a thread of a user's that does not exist.
+fn with_a_leader(queue: &Queue) -> MutexGuard<'_, Ledger> {
+    let desk = &queue.desk;
+    desk.lock().has_leader = true;
+    desk.observer.bell.ring();
+    let start = Instant::now();
+    loop {
+        let ledger = desk.lock();
+        if ledger.is_parked {
+            desk.observer.bell.drain();
+            return ledger;
+        }
+        drop(ledger);
+        assert!(start.elapsed() < SOON, "the queue's thread does not leave");
+        std::thread::yield_now();
+    }
+}
+
+fn has_rung(desk: &Desk) -> bool {
+    wait_readable(desk.observer.bell.as_fd(), Duration::ZERO)
+}
+
+fn one_worker(place: &Place, queue: &Queue) -> Worker {
+    let worker = place.worker();
+    queue.wait_for_workers(1, SOON).unwrap();
+    worker
+}
+
+#[test]
+fn who_waits_for_room_is_woken_when_an_outcome_is_taken_or_a_job_called_off() {
+    let place = Place::new("room");
+    let queue = place.queue();
+    let job = queue.submit_bytes(b"work", &place.stream).unwrap();
+    let (told, woken) = mpsc::channel();
+    let desk = queue.desk.clone();
+    std::thread::spawn(move || {
+        let ledger = desk.lock();
+        drop(desk.follow(ledger, LONG));
+        let _ = told.send(());
+    });
+    while queue.desk.lock().sleepers == 0 {
+        std::thread::yield_now();
+    }
+    assert!(job.call_off().unwrap());
+    assert!(woken.recv_timeout(SOON).is_ok(), "it sleeps although there is room");
+}
+
+#[test]
+fn who_sleeps_on_the_descriptors_is_woken_for_an_answer_that_came_while_another_polled() {
+    let place = Place::new("polled");
+    let queue = place.queue();
+    let mut worker = one_worker(&place, &queue);
+    queue.submit_bytes(b"work", &place.stream).unwrap();
+    let lease = worker.lease(&place.stream).unwrap();
+    let (desk, mut ledger) = (&queue.desk, with_a_leader(&queue));
+    ledger.sleeps_long = false;
+    desk.begin_polling(&mut ledger);
+    lease.complete(&place.stream).unwrap();
+    while !ledger.seats[0].subscriber.may_have_news() {
+        std::thread::yield_now();
+    }
+    assert!(!has_rung(desk), "who is polled does not ring");
+    desk.end_polling(&mut ledger);
+    assert!(has_rung(desk), "nobody looks at the answer");
+    ledger.has_leader = false;
+}
+
+#[test]
+fn a_job_left_waiting_although_a_worker_has_credit_is_looked_at_soon() {
+    let place = Place::new("credit");
+    let queue = place.build(|it| it.credits(1));
+    let mut worker = one_worker(&place, &queue);
+    let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &place.stream).unwrap());
+    let lease = worker.lease(&place.stream).unwrap();
+    let (desk, mut ledger) = (&queue.desk, with_a_leader(&queue));
+    assert_eq!(ledger.waiting(), 1);
+    (ledger.rules.credits, ledger.sleeps_long) = (2, true);
+    desk.look_soon(&mut ledger);
+    assert!(has_rung(desk), "nobody gives the job out");
+    ledger.has_leader = false;
+    drop((ledger, lease, jobs));
+}
