@@ -295,12 +295,16 @@ impl Desk {
         }
         let Ledger { known, seats, .. } = &mut *ledger;
         known.retain(|id| members.iter().any(|member| member.id == *id) || seats.iter().any(|seat| seat.id == *id));
-        for member in members {
+        for member in &members {
             if ledger.known.insert(member.id) {
-                self.recruit(member);
+                self.recruit(*member);
             }
         }
         for (member, subscriber) in self.recruits.take() {
+            if !members.iter().any(|present| present.id == member.id) {
+                // Gone meanwhile, and nobody will say so again.
+                continue;
+            }
             let id = epoll::EventData::new_u64(member.id);
             if epoll::add(&self.readable, subscriber.descriptor(), id, LISTEN).is_err() {
                 self.publisher.expel(member.id, "its queue has no room for it");

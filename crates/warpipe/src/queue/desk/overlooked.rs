@@ -95,3 +95,22 @@ fn a_job_left_waiting_although_a_worker_has_credit_is_looked_at_soon() {
     ledger.has_leader = false;
     drop((ledger, lease, jobs));
 }
+
+#[test]
+fn a_worker_that_left_before_it_got_its_seat_gets_none() {
+    let place = Place::new("phantom");
+    let queue = place.queue();
+    let name = answers_of("jobs", [7; 16]).unwrap();
+    let answers = Publisher::builder(name.as_str()).domain(&place.domain).device(&place.device).build().unwrap();
+    let subscriber = Subscriber::builder(name.as_str()).domain(&place.domain).device(&place.device).build().unwrap();
+    let pid = std::process::id() as i32;
+    queue.desk.recruits.add(Member { id: 99, pid, generation: [7; 16] }, subscriber);
+    queue.desk.observer.tell();
+    let start = Instant::now();
+    while !queue.desk.recruits.is_empty() {
+        let _ = queue.state().unwrap();
+        assert!(start.elapsed() < SOON);
+    }
+    assert_eq!(queue.state().unwrap().workers, [], "nobody would ever say that it is gone");
+    drop(answers);
+}
