@@ -114,3 +114,36 @@ fn a_worker_that_left_before_it_got_its_seat_gets_none() {
     assert_eq!(queue.state().unwrap().workers, [], "nobody would ever say that it is gone");
     drop(answers);
 }
+
+#[test]
+fn a_lease_without_an_end_is_no_overflow() {
+    let place = Place::new("endless");
+    let queue = place.build(|it| it.lease_timeout(Some(Duration::MAX)));
+    let mut worker = one_worker(&place, &queue);
+    let job = queue.submit_bytes(b"work", &place.stream).unwrap();
+    let lease = worker.lease(&place.stream).unwrap();
+    assert!(queue.desk.lock().patience() <= Duration::from_secs(10));
+    lease.complete(&place.stream).unwrap();
+    assert_eq!(job.wait(&place.stream, SOON).unwrap().attempt(), 1);
+}
+
+#[test]
+fn jobs_that_were_called_off_leave_nothing_behind() {
+    let place = Place::new("off");
+    let queue = place.queue();
+    for _ in 0..100 {
+        assert!(queue.submit_bytes(b"work", &place.stream).unwrap().call_off().unwrap());
+    }
+    assert_eq!(queue.state().unwrap().waiting, 0, "jobs wait that nobody wants");
+    let left = queue.desk.lock().waiting.len();
+    assert!(left <= 32, "{left} numbers of jobs that nobody wants");
+    let mut worker = one_worker(&place, &queue);
+    for _ in 0..100 {
+        let job = queue.submit_bytes(b"work", &place.stream).unwrap();
+        worker.lease(&place.stream).unwrap().complete(&place.stream).unwrap();
+        queue.drain(SOON).unwrap();
+        assert!(job.call_off().unwrap());
+    }
+    let left = queue.desk.lock().finished.len();
+    assert!(left <= 32, "{left} outcomes that nobody can take");
+}
