@@ -147,3 +147,27 @@ fn jobs_that_were_called_off_leave_nothing_behind() {
     let left = queue.desk.lock().finished.len();
     assert!(left <= 32, "{left} outcomes that nobody can take");
 }
+
+#[test]
+fn what_was_under_way_when_its_worker_said_goodbye_counts_however_long_it_takes() {
+    let place = Place::new("goodbye");
+    let queue = place.build(|it| it.max_attempts(1));
+    let mut worker = one_worker(&place, &queue);
+    let job = queue.submit_bytes(b"work", &place.stream).unwrap();
+    let slow = place.device.stream().unwrap();
+    let (go, wait) = mpsc::channel::<()>();
+    let lease = worker.lease(&slow).unwrap();
+    slow.call(move || assert!(wait.recv().is_err())).unwrap();
+    lease.complete(&slow).unwrap();
+    drop(worker);
+    let start = Instant::now();
+    while queue.desk.lock().seats.iter().all(|seat| seat.end.is_none()) {
+        let _ = queue.state().unwrap();
+        assert!(start.elapsed() < SOON);
+    }
+    // As if it had been a while.
+    queue.desk.lock().seats.iter_mut().filter_map(|seat| seat.end.as_mut()).for_each(|end| end.2 -= SOON);
+    let _ = queue.state().unwrap();
+    drop(go);
+    assert_eq!(job.wait(&place.stream, SOON).unwrap().attempt(), 1);
+}
