@@ -229,7 +229,7 @@ impl Desk {
             ledger.seats.iter().for_each(|seat| seat.subscriber.set_asleep(true));
             let has_news = |seat: &Seat| seat.end.is_none() && seat.subscriber.may_have_news();
             let is_due = ledger.seats.iter().any(|seat| has_news(seat) || !seat.unready.is_empty());
-            if is_due && (std::mem::take(&mut ledger.sleeps_long) || ledger.has_leader) {
+            if is_due && (ledger.sleeps_long || ledger.has_leader) {
                 self.observer.bell.ring();
             }
         }
@@ -239,7 +239,7 @@ impl Desk {
     /// soon, and rings nobody.
     pub(super) fn look_soon(&self, ledger: &mut Ledger) {
         let is_due = ledger.first_waiting().is_some_and(|job| ledger.choose(job, &[]).is_some());
-        if is_due && std::mem::take(&mut ledger.sleeps_long) {
+        if is_due && ledger.sleeps_long {
             self.observer.bell.ring();
         }
     }
@@ -382,6 +382,8 @@ impl Desk {
         loop {
             let patience = {
                 let mut ledger = self.lock();
+                // Said by this thread alone: a ring that was for it may have woken another one.
+                ledger.sleeps_long = false;
                 if ledger.is_closed {
                     return self.observer.bell.ring();
                 }

@@ -124,8 +124,8 @@ impl Ledger {
     }
 
     /// The number of the job to come, and whether it is its turn to be given out at once.
-    pub(super) fn next_job(&self) -> (u64, bool) {
-        (self.next_job, self.waiting.is_empty())
+    pub(super) fn next_job(&mut self) -> (u64, bool) {
+        (self.next_job, self.first_waiting().is_none())
     }
 
     /// A number is spent, whatever became of its job.

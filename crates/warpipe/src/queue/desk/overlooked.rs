@@ -92,6 +92,10 @@ fn a_job_left_waiting_although_a_worker_has_credit_is_looked_at_soon() {
     (ledger.rules.credits, ledger.sleeps_long) = (2, true);
     desk.look_soon(&mut ledger);
     assert!(has_rung(desk), "nobody gives the job out");
+    // Whom it woke was another thread, and the queue's own still sleeps.
+    desk.observer.bell.drain();
+    desk.look_soon(&mut ledger);
+    assert!(has_rung(desk), "nobody gives the job out that came after that");
     ledger.has_leader = false;
     drop((ledger, lease, jobs));
 }
