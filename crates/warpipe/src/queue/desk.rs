@@ -235,11 +235,9 @@ impl Desk {
         }
     }
 
-    /// A worker that had credit may have had no room in its ring for what was just submitted. Its device may make some
-    /// soon, and rings nobody.
+    /// A job that waits is looked at in slices: what makes room for it, a device or the release of a result, rings nobody.
     pub(super) fn look_soon(&self, ledger: &mut Ledger) {
-        let is_due = ledger.first_waiting().is_some_and(|job| ledger.choose(job, &[]).is_some());
-        if is_due && ledger.sleeps_long {
+        if ledger.sleeps_idle && ledger.first_waiting().is_some() && !ledger.seats.is_empty() {
             self.observer.bell.ring();
         }
     }
@@ -383,7 +381,7 @@ impl Desk {
             let patience = {
                 let mut ledger = self.lock();
                 // Said by this thread alone: a ring that was for it may have woken another one.
-                ledger.sleeps_long = false;
+                (ledger.sleeps_long, ledger.sleeps_idle) = (false, false);
                 if ledger.is_closed {
                     return self.observer.bell.ring();
                 }
@@ -394,7 +392,7 @@ impl Desk {
                     continue;
                 }
                 let patience = if ledger.pollers > 0 { SLICE } else { ledger.patience() };
-                ledger.sleeps_long = patience >= SLICE;
+                (ledger.sleeps_long, ledger.sleeps_idle) = (patience >= SLICE, patience > SLICE);
                 patience
             };
             has_rung = self.sleep(patience);

@@ -76,8 +76,10 @@ pub(super) struct Ledger {
     pub(super) has_leader: bool,
     /// The queue's own thread leaves the descriptors to that one.
     pub(super) is_parked: bool,
-    /// The queue's own thread sleeps until it is rung.
+    /// The queue's own thread sleeps for a slice or more.
     pub(super) sleeps_long: bool,
+    /// It sleeps until it is rung, and looks at nothing meanwhile.
+    pub(super) sleeps_idle: bool,
     /// Counts what may end somebody's wait.
     pub(super) changes: u64,
     /// Nothing new is submitted.
@@ -102,6 +104,7 @@ impl Ledger {
             has_leader: false,
             is_parked: false,
             sleeps_long: false,
+            sleeps_idle: false,
             changes: 0,
             is_shut: false,
             is_closed: false,
