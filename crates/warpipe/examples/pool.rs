@@ -2,8 +2,8 @@
 //!
 //! The owner keeps four blocks of memory and hands all of them out. A borrower opens the tickets, finds in each block
 //! what the owner's device wrote, works on it there, and gives it back behind its own device work. A second borrower
-//! is killed (`SIGKILL`) with a block in its hands and a kernel under way that is to write into it: the block comes back
-//! when its death is proven, and is the owner's alone.
+//! is killed (`SIGKILL`) with a block in its hands and a kernel under way that is to write into it: the block comes
+//! back when its death is proven, and is the owner's alone.
 //!
 //! **This module is marked for unsafe**: it launches kernels on device memory.
 //!

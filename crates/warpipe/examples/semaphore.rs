@@ -1,9 +1,10 @@
 //! Six processes share a stretch of device work in which two may be at once, and another in which one may be.
 //!
 //! Each enqueues 20 rounds. A permit is given back while its holder's device work is still to be done, and the next
-//! holder's *stream* waits for that work; its CPU goes on (until 8 holders' works of one permit are under way). Two things show that the streams do wait:
-//! functions in the streams' order count who is inside, never more than two; and under the semaphore of one permit all
-//! add to the same numbers on the device, without atomics, so that an addition beside another would be lost.
+//! holder's *stream* waits for that work; its CPU goes on (until 8 holders' works of one permit are under way). Two
+//! things show that the streams do wait: functions in the streams' order count who is inside, never more than two; and
+//! under the semaphore of one permit all add to the same numbers on the device, without atomics, so that an addition
+//! beside another would be lost.
 //!
 //! **This module is marked for unsafe**: it launches kernels on shared device memory, and counts in shared memory.
 //!
