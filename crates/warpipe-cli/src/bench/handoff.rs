@@ -170,7 +170,7 @@ fn exchange(control: &Control, device: &Device, own: &Memory) -> anyhow::Result<
 }
 
 /// One who polls: the round trip's cost is asked for, not that of a sleep.
-fn subscriber(name: &str, domain: &Domain, device: &Device) -> anyhow::Result<Subscriber> {
+pub fn subscriber(name: &str, domain: &Domain, device: &Device) -> anyhow::Result<Subscriber> {
     let spin = if Device::host().info().id == device.info().id { 20 } else { 5_000 };
     let builder = Subscriber::builder(name).domain(domain).device(device);
     Ok(builder

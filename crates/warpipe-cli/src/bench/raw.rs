@@ -187,7 +187,18 @@ impl Memory {
     }
 
     pub fn import(device: &Device, fd: OwnedFd, bytes: u64, owner: DeviceId) -> anyhow::Result<Memory> {
-        let region = device.backend().import(fd.as_fd(), bytes, Access::Read, owner)?;
+        Memory::import_for(Access::Read, device, fd, bytes, owner)
+    }
+
+    /// The same, to be written by both.
+    pub fn import_for(
+        access: Access,
+        device: &Device,
+        fd: OwnedFd,
+        bytes: u64,
+        owner: DeviceId,
+    ) -> anyhow::Result<Memory> {
+        let region = device.backend().import(fd.as_fd(), bytes, access, owner)?;
         Ok(Memory { device: device.clone(), region })
     }
 

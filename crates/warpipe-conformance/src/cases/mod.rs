@@ -6,6 +6,7 @@ mod death;
 mod event;
 mod fault;
 mod fork;
+mod handles;
 mod layout;
 mod legacy;
 mod members;
@@ -13,6 +14,7 @@ mod memory;
 mod model;
 mod names;
 mod policy;
+mod pool;
 mod queue;
 mod semaphore;
 mod service;
@@ -85,6 +87,8 @@ pub fn all() -> Vec<Case> {
         layout::CASES,
         channel::CASES,
         memory::CASES,
+        handles::CASES,
+        pool::CASES,
         legacy::CASES,
         policy::CASES,
         semaphore::CASES,

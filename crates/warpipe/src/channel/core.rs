@@ -4,7 +4,7 @@ mod direct;
 mod reception;
 
 pub(super) use direct::Recipients;
-pub(crate) use direct::{Member, Observer, Parcel};
+pub(crate) use direct::{Departures, Member, Observer, Parcel};
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;
@@ -96,8 +96,8 @@ pub(super) struct State {
     closed: bool,
     ops: Vec<StreamOp>,
     places: Vec<(usize, u64)>,
-    /// What those who have gone had been given and not taken: their number, the position. Only with an observer.
-    untaken: Vec<(u64, u64)>,
+    /// Of those who have gone. Only with an observer.
+    departures: Departures,
 }
 
 /// A sample that was announced and is not complete yet.
@@ -164,7 +164,7 @@ impl Core {
                 closed: false,
                 ops: Vec::new(),
                 places: Vec::new(),
-                untaken: Vec::new(),
+                departures: Departures::default(),
             }),
             streams: Arc::new(streams),
             greetings: Mutex::default(),
