@@ -324,7 +324,7 @@ mod tests {
         let (mut input, mut bias) = ([1f32, 2.0, -3.0, 4.0], [10f32, -20.0, 0.0]);
         let mut weights = [1f32, 2.0, 3.0, 4.0, 5.0, 6.0];
         let places = [address(&mut input), address(&mut weights), address(&mut bias)];
-        let mut through = |relu: u64| {
+        let through = |relu: u64| {
             let mut out = [7f32; 8];
             let [input, weights, bias] = places;
             run("dense", &[address(&mut out[1..]), input, weights, bias, 2, 2, 3, relu]);

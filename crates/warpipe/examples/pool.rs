@@ -143,7 +143,8 @@ fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
 fn fill(block: &Buffer, stream: &warpipe::Stream, seed: u64) -> Outcome {
     block.used_on(stream);
     // SAFETY: the block's bytes are whole words, and nobody else uses them while it is not lent.
-    Ok(unsafe { warpipe_kernels::fill(stream, block.ptr(), block.bytes() / 8, seed)? })
+    unsafe { warpipe_kernels::fill(stream, block.ptr(), block.bytes() / 8, seed)? };
+    Ok(())
 }
 
 /// Whether each word is the seed's, and so much more.
