@@ -187,3 +187,35 @@ fn crash_recovery_tells_a_stopped_worker_from_a_dead_one_and_clears_up_after_the
     let ended = ends_with("crash_recovery", &[], last);
     assert!(ended.out.contains("worker-2: died, and left frames/worker-2 and members/worker-2"), "{ended:#?}");
 }
+
+#[test]
+fn workers_do_every_task_though_one_of_them_is_killed() {
+    let last = "ok: 200 of 200 tasks right; 1 worker was killed, and * tasks were redone";
+    let ended = ends_with("workers", &[], last);
+    assert!(ended.out.contains("killing a worker"), "{ended:#?}");
+}
+
+#[test]
+fn pool_gets_its_blocks_back_from_a_borrower_and_from_a_dead_one() {
+    let last = "ok: 4 blocks lent and given back, 1 taken back from the dead; all of 8192 KiB free at the end";
+    let ended = ends_with("pool", &[], last);
+    assert!(ended.out.contains("held by the doomed: owner 0 KiB, lent 2048 KiB"), "{ended:#?}");
+}
+
+#[test]
+fn semaphore_lets_no_more_in_than_it_has_permits() {
+    let last = "ok: never more than 2 of 6 processes inside; 120 turns, and no addition lost";
+    ends_with("semaphore", &[], last);
+}
+
+#[test]
+fn without_the_semaphore_more_are_inside_and_the_example_says_so() {
+    let ended = run("semaphore", &["--without"]);
+    assert_eq!(ended.code, Some(1), "{ended:#?}");
+    assert!(ended.err.contains("were inside, and 2 may be"), "{ended:#?}");
+}
+
+#[test]
+fn inference_servers_reply_what_the_reference_says() {
+    ends_with("inference_server", &[], "ok: 64 requests answered by 2 servers, all within 0.00001 of the reference");
+}

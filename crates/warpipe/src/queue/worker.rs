@@ -15,6 +15,7 @@ use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::fork::Home;
 use crate::link::watcher::new_generation;
+use crate::nvtx;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -212,6 +213,7 @@ impl Worker {
     /// # Errors
     /// As [`lease`](Self::lease).
     pub fn lease_timeout(&mut self, stream: &Stream, timeout: Duration) -> Result<Lease> {
+        let _range = nvtx::range(nvtx::LEASE);
         let start = Instant::now();
         loop {
             let left = timeout.saturating_sub(start.elapsed());
@@ -232,6 +234,7 @@ impl Worker {
     /// # Errors
     /// As [`lease`](Self::lease), without the timeout.
     pub fn try_lease(&mut self, stream: &Stream) -> Result<Option<Lease>> {
+        let _range = nvtx::range(nvtx::LEASE);
         loop {
             let received = self.jobs.try_receive(stream);
             let Some(sample) = received.map_err(|error| self.told(error))? else { return Ok(None) };
@@ -411,6 +414,7 @@ impl Lease {
     }
 
     fn answer(mut self, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<()> {
+        let _range = nvtx::range(nvtx::COMPLETE);
         if let Some(output) = &output
             && !self.desk.publisher.lent(&output.sample)
         {
