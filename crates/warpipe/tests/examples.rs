@@ -263,3 +263,19 @@ fn in_two_terminals(roles: [&str; 2], is_there: &str) {
     let left: Vec<_> = std::fs::read_dir(&folder.0).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(left.is_empty(), "they left {left:?}");
 }
+
+#[test]
+fn bandwidth_moves_right_bytes_through_an_import_and_compares() {
+    let last = "ok: * comparisons, all bytes right; the lowest ratio is *";
+    let ended = ends_with("bandwidth", &["--mib", "8", "--rounds", "2"], last);
+    let lines =
+        ["host to device", "device to host", "device to device, read", "device to device, write", "peer to peer"];
+    assert!(lines.iter().all(|line| ended.out.contains(line)), "{ended:#?}");
+}
+
+#[test]
+fn bandwidth_below_the_bound_that_was_asked_for_is_an_error() {
+    let ended = run("bandwidth", &["--mib", "1", "--rounds", "1", "--at-least", "1000"]);
+    assert_eq!(ended.code, Some(1), "{ended:#?}");
+    assert!(ended.err.contains("is below 1000"), "{ended:#?}");
+}
