@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use warpipe::backend::{DeviceId, DevicePtr};
+use warpipe::backend::{Access, DeviceId, DevicePtr};
 use warpipe::{DType, Device, Domain, Layout, Publisher, Sample, SampleMut, Stream, Subscriber};
 
 use super::figure::{Figure, Wanted};
@@ -166,7 +166,7 @@ fn exchange(control: &Control, device: &Device, own: &Memory) -> anyhow::Result<
     control.send_fd(std::os::fd::AsFd::as_fd(&fd))?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
     let fd = control.receive_fd()?;
-    Memory::import(device, fd, bytes, owner)
+    Memory::import(device, fd, bytes, owner, Access::Read)
 }
 
 /// One who polls: the round trip's cost is asked for, not that of a sleep.

@@ -4,9 +4,9 @@
 //! and ours take turns in rounds and the medians of the rounds are compared, so that a clock that drifts or a
 //! neighbour that wakes up falls on both. A ratio that is not met is a result, and not an error.
 
+mod bandwidth;
 mod broadcast;
 mod death;
-mod dma;
 mod fanout;
 mod fanout_rings;
 mod figure;
@@ -85,8 +85,9 @@ pub enum What {
     Death,
     /// What a subscriber that waits takes of the CPU.
     Idle,
-    /// Bandwidth through an imported mapping.
-    Dma,
+    /// Bandwidth through an imported mapping, beside that of one's own memory.
+    #[value(alias = "dma")]
+    Bandwidth,
     /// A legacy handle that is open already, opened again.
     Legacy,
 }
@@ -102,7 +103,7 @@ const BENCHMARKS: [(What, Benchmark); 10] = [
     (What::Ring, ring::run),
     (What::Death, death::run),
     (What::Idle, idle::run),
-    (What::Dma, dma::run),
+    (What::Bandwidth, bandwidth::run),
     (What::Legacy, legacy::run),
 ];
 
@@ -115,7 +116,7 @@ enum Role {
     Ring(ring::Terms),
     Victim(death::Terms),
     Idle(setup::Place),
-    Dma(dma::Terms),
+    Bandwidth(bandwidth::Terms),
     Legacy(legacy::Terms),
 }
 
@@ -149,7 +150,7 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::Ring(terms) => ring::answer(&terms, &control),
         Role::Victim(terms) => death::live(&terms, &control),
         Role::Idle(place) => idle::sleep(&place, &control),
-        Role::Dma(terms) => dma::read(&terms, &control),
+        Role::Bandwidth(terms) => bandwidth::copy(&terms, &control),
         Role::Legacy(terms) => legacy::export(&terms, &control),
     }
 }

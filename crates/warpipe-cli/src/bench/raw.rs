@@ -186,8 +186,8 @@ impl Memory {
         Ok((fd, self.region.bytes, self.device.info().id))
     }
 
-    pub fn import(device: &Device, fd: OwnedFd, bytes: u64, owner: DeviceId) -> anyhow::Result<Memory> {
-        let region = device.backend().import(fd.as_fd(), bytes, Access::Read, owner)?;
+    pub fn import(device: &Device, fd: OwnedFd, bytes: u64, owner: DeviceId, access: Access) -> anyhow::Result<Memory> {
+        let region = device.backend().import(fd.as_fd(), bytes, access, owner)?;
         Ok(Memory { device: device.clone(), region })
     }
 
