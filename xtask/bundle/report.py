@@ -16,7 +16,7 @@ CARGO_TEST = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) 
 LAST_LINE = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 TAIL_LINES = 20
 # All other parts are test programs: one that passes nothing, or does not say how much, has failed.
-WITHOUT_COUNTS = ("mps-daemon", "doctor", "demo", "render", "bench")
+WITHOUT_COUNTS = ("mps-daemon", "doctor", "python-install", "demo", "render", "bench")
 # An example's last line is its result.
 EXAMPLES = ("render",)
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::Outcome;
+use crate::python;
 use crate::workspace::{Workspace, cargo};
 
 /// Packages whose test programs are worth running on a GPU machine.
@@ -49,8 +50,9 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     for (name, text, mode) in SCRIPTS {
         write(&folder.join(name), text, *mode)?;
     }
-    let folders = [folder.clone(), folder.join("tests"), folder.join("examples")];
-    let bytes = folders.iter().map(|folder| size_of_files(folder)).sum::<Outcome<u64>>()?;
+    python::carry(workspace, &folder.join("python"))?;
+    let folders = ["", "tests", "examples", "python", "python/tests", "python/examples", "python/pytest"];
+    let bytes = folders.iter().map(|part| size_of_files(&folder.join(part))).sum::<Outcome<u64>>()?;
     let count = programs.len() + tests.len() + examples.len();
     println!("{}: {count} programs, {:.1} MiB", folder.display(), mebibytes(bytes));
     if bytes > BYTES_MAX {

@@ -1,9 +1,10 @@
-//! What the maintainers run: `cargo xtask test`, `cargo xtask ptx`, `cargo xtask gpu-bundle`.
+//! What the maintainers run: `cargo xtask test`, `ptx`, `wheel`, `gpu-bundle`.
 
 mod bundle;
 mod counts;
 mod process;
 mod ptx;
+mod python;
 mod suite;
 mod workspace;
 
@@ -14,6 +15,8 @@ use workspace::Workspace;
 const USAGE: &str = "usage: cargo xtask COMMAND
   test [--long]   every check there is without a GPU; the last line sums them up
   ptx             compile every CUDA source under crates/ and rewrite the committed PTX
+  python          build the Python package and run its tests on the host
+  wheel           build the Python package as a manylinux wheel in target/wheels
   gpu-bundle      assemble target/gpu-bundle, which tests a machine that has a GPU and no Rust";
 
 /// A failure, as told to a person: what failed, and the next step.
@@ -26,6 +29,8 @@ fn main() -> ExitCode {
         ["test"] => Workspace::find().map(|workspace| suite::run(&workspace, false)),
         ["test", "--long"] => Workspace::find().map(|workspace| suite::run(&workspace, true)),
         ["ptx"] => Workspace::find().and_then(|workspace| ptx::rewrite(&workspace)).map(|()| true),
+        ["python"] => Workspace::find().map(|workspace| suite::run_python(&workspace)),
+        ["wheel"] => Workspace::find().and_then(|workspace| python::wheel(&workspace)).map(|_| true),
         ["gpu-bundle"] => Workspace::find().and_then(|workspace| bundle::assemble(&workspace)).map(|()| true),
         _ => {
             eprintln!("{USAGE}");

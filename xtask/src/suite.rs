@@ -9,6 +9,7 @@ use crate::Outcome;
 use crate::counts::{Counts, Dialect};
 use crate::process::Task;
 use crate::ptx;
+use crate::python;
 use crate::workspace::{Workspace, cargo};
 
 const BUILD_LIMIT: Duration = Duration::from_secs(3600);
@@ -33,7 +34,15 @@ pub fn run(workspace: &Workspace, long: bool) -> bool {
     let mut suite = Suite { workspace, steps: Vec::new() };
     suite.static_checks();
     suite.tests();
+    suite.step("tests of the Python package", python::tests);
     suite.conformance(long);
+    suite.report()
+}
+
+/// Runs the tests of the Python package alone. Says whether all of them passed.
+pub fn run_python(workspace: &Workspace) -> bool {
+    let mut suite = Suite { workspace, steps: Vec::new() };
+    suite.step("tests of the Python package", python::tests);
     suite.report()
 }
 

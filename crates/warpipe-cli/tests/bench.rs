@@ -5,8 +5,21 @@ mod support;
 use serde_json::Value;
 use support::World;
 
-const BENCHMARKS: [&str; 10] =
-    ["handoff", "pipeline", "send", "size", "fanout", "ring", "death", "idle", "bandwidth", "legacy"];
+const BENCHMARKS: [&str; 13] = [
+    "handoff",
+    "pipeline",
+    "send",
+    "size",
+    "fanout",
+    "ring",
+    "queue",
+    "death",
+    "idle",
+    "bandwidth",
+    "attach",
+    "semaphore",
+    "legacy",
+];
 
 #[test]
 fn every_benchmark_runs_on_the_host_and_reports_itself() {

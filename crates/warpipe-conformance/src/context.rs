@@ -8,8 +8,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 use warpipe::{
-    Client, ClientBuilder, Device, Domain, Publisher, PublisherBuilder, Queue, QueueBuilder, Server, ServerBuilder,
-    Stream, Subscriber, SubscriberBuilder, Worker, WorkerBuilder,
+    Client, ClientBuilder, Device, Domain, Event, Publisher, PublisherBuilder, Queue, QueueBuilder, Server,
+    ServerBuilder, Stream, Subscriber, SubscriberBuilder, Worker, WorkerBuilder,
 };
 
 use crate::PATIENCE;
@@ -101,6 +101,8 @@ impl Context {
         Payload::of(64, 1).send(&publisher, &stream)?;
         let wrong = Tally::new(&self.device)?.finish(subscriber.receive(&stream)?)?;
         anyhow::ensure!(wrong == 0, "{wrong} wrong words in the warm-up");
+        // The driver opens a file for the first interprocess event, and keeps it.
+        drop(Event::create(&domain, &self.device)?);
         drop((publisher, subscriber, stream, domain));
         std::fs::remove_dir_all(folder).context("removing the warm-up's domain")?;
         let is_idle = || self.device.backend().bytes_held() == 0 && !crate::guard::has_streams();

@@ -17,6 +17,7 @@ pub mod context;
 pub mod guard;
 pub mod payload;
 pub mod peer;
+pub mod place;
 pub mod plain;
 pub mod process;
 pub mod report;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::backend::DevicePtr;
-use warpipe::{DType, Device, Layout, Lease, Loan, Publisher, Sample, SampleMut, Stream};
+use warpipe::{DType, Device, Layout, Lease, Loan, Publisher, Sample, SampleMut, SlotHold, Stream};
 use warpipe_kernels as kernels;
 
 use crate::PATIENCE;
@@ -252,19 +252,42 @@ impl Tally {
     /// # Errors
     /// A mark that claims more than the tensor has, or those of a launch.
     pub fn check_sample(&mut self, sample: &Sample) -> Result<Option<Check>> {
+        self.check_sample_on(sample, &sample.stream().clone())
+    }
+
+    /// [`check_sample`](Self::check_sample) on another stream, which the sample is to be released behind.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check_sample_on(&mut self, sample: &Sample, stream: &Stream) -> Result<Option<Check>> {
         let Some(Mark { seed, count, tail }) = Mark::of(sample.metadata()) else { return Ok(None) };
         let end = count.saturating_mul(8).max(if tail == 0 { 0 } else { tail.saturating_add(8) });
         ensure!(end <= sample.layout().bytes(), "a mark of more words than the tensor has");
-        let stream = sample.stream().clone();
-        // SAFETY: the words lie in the sample's slot, which stays mapped until its release behind these checks, on
-        // the sample's own stream, is done; the counter is ours and only added to.
+        // SAFETY: the words lie in the sample's slot, which stays mapped until its release behind these checks is done;
+        // the counter is ours and only added to.
         unsafe {
-            let check = self.check(&stream, sample.slot_ptr(), count, seed)?;
+            let check = self.check(stream, sample.slot_ptr(), count, seed)?;
             if tail > 0 {
-                kernels::check(&stream, sample.slot_ptr() + tail, 1, seed + 1, self.address + 8 * check.0 as u64)?;
+                kernels::check(stream, sample.slot_ptr() + tail, 1, seed + 1, self.address + 8 * check.0 as u64)?;
             }
             Ok(Some(check))
         }
+    }
+
+    /// Enqueues a check of words that a hold keeps mapped until the stream has passed it.
+    ///
+    /// # Errors
+    /// Those of a launch.
+    pub fn check_words(
+        &mut self,
+        stream: &Stream,
+        words: DevicePtr,
+        count: u64,
+        seed: u64,
+        _hold: &SlotHold,
+    ) -> warpipe::Result<Check> {
+        // SAFETY: the hold keeps the slot's memory mapped, and the case keeps the hold until the stream is synchronised.
+        unsafe { self.check(stream, words, count, seed) }
     }
 
     /// How many wrong words a check saw. The stream must have passed it.

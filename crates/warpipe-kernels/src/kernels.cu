@@ -99,3 +99,17 @@ extern "C" __global__ void touch(u64 *words, u64 count) {
     const u64 step = grid_stride();
     for (u64 i = first_index(); i < count; i += step) words[i] += 1;
 }
+
+// A semaphore as kernels make one: waits at most so long until *flag is at least `due`, then stores `next`. One thread
+// of the launch does it. A flag that does not come in time is left alone.
+extern "C" __global__ void pass_on(u64 *flag, u64 due, u64 next, u64 nanoseconds) {
+    if (first_index() != 0) return;
+    const u64 most = 10000000000ull;
+    const u64 limit = nanoseconds < most ? nanoseconds : most;
+    const u64 start = nanoseconds_now();
+    while (atomicAdd_system(flag, 0ull) < due) {
+        if (nanoseconds_now() - start >= limit) return;
+    }
+    __threadfence_system();
+    atomicExch_system(flag, next);
+}

@@ -32,7 +32,7 @@ use std::time::Duration;
 use warpipe::backend::DevicePtr;
 use warpipe::{Device, Kernel, Result, Stream};
 
-/// The longest that [`spin`] and [`slow_fill`] wait; what is asked for beyond it is cut.
+/// The longest that [`spin`], [`slow_fill`] and [`pass_on`] wait; what is asked for beyond it is cut.
 pub const WAIT_MAX: Duration = Duration::from_secs(10);
 
 const TEXT: &str = concat!(include_str!("kernels.ptx"), "\0");
@@ -59,9 +59,11 @@ pub static SPIN: Kernel = Kernel::new(c"spin", MODULE, twins::spin);
 pub static SLOW_FILL: Kernel = Kernel::new(c"slow_fill", MODULE, twins::slow_fill);
 /// `touch(words, count)`; see [`touch()`].
 pub static TOUCH: Kernel = Kernel::new(c"touch", MODULE, twins::touch);
+/// `pass_on(flag, due, next, nanoseconds)`; see [`pass_on()`].
+pub static PASS_ON: Kernel = Kernel::new(c"pass_on", MODULE, twins::pass_on);
 
 /// Every kernel of this module; those that draw are in [`render::ALL`].
-pub static ALL: &[Kernel] = &[FILL, CHECK, CHECKSUM, SCALE, SQUARE_ROOT, SPIN, SLOW_FILL, TOUCH];
+pub static ALL: &[Kernel] = &[FILL, CHECK, CHECKSUM, SCALE, SQUARE_ROOT, SPIN, SLOW_FILL, TOUCH, PASS_ON];
 
 /// Threads a block, a multiple of the warp's 32 as the kernels ask.
 const BLOCK: u32 = 256;
@@ -187,6 +189,21 @@ pub unsafe fn slow_fill(stream: &Stream, words: DevicePtr, count: u64, seed: u64
 pub unsafe fn touch(stream: &Stream, words: DevicePtr, count: u64) -> Result<()> {
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
     unsafe { stream.launch(&TOUCH, grid_for(count), BLOCK, &[words, count]) }
+}
+
+/// `cuLaunchKernel` of `pass_on`: spins until the word `flag` is at least `due`, at most for `limit` (at most
+/// [`WAIT_MAX`]), and then stores `next` there. One whose time is up stores nothing.
+///
+/// This is how two processes take turns by kernels alone: what a semaphore is measured against.
+///
+/// # Errors
+/// [`warpipe::Error::Driver`].
+///
+/// # Safety
+/// `flag` names one word that is writable until the kernel is done, and used only atomically.
+pub unsafe fn pass_on(stream: &Stream, flag: DevicePtr, due: u64, next: u64, limit: Duration) -> Result<()> {
+    // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
+    unsafe { stream.launch(&PASS_ON, 1, 32, &[flag, due, next, nanoseconds(limit)]) }
 }
 
 fn nanoseconds(duration: Duration) -> u64 {

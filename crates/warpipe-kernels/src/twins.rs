@@ -6,7 +6,7 @@
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use warpipe::kernel::Launch;
 
@@ -138,6 +138,24 @@ pub(crate) unsafe fn touch(launch: Launch<'_>) {
     unsafe { write(words, count, |index| start.add(index as usize).read().wrapping_add(1)) };
 }
 
+/// # Safety
+/// As for the kernel `pass_on`: the arguments are its own, and the memory they name is valid.
+pub(crate) unsafe fn pass_on(launch: Launch<'_>) {
+    let [flag, due, next, nanoseconds] = arguments(&launch);
+    // SAFETY: `flag` names one word that is used only atomically, as the caller promises; the reference lives for this
+    // call only.
+    let flag = unsafe { AtomicU64::from_ptr(with_exposed_provenance_mut(flag as usize)) };
+    let (start, limit) = (Instant::now(), Duration::from_nanos(nanoseconds).min(WAIT_MAX));
+    while flag.load(Ordering::Acquire) < due {
+        if start.elapsed() >= limit {
+            return;
+        }
+        // Beside another process's twin on few CPUs, spinning alone would keep it from its turn.
+        thread::yield_now();
+    }
+    flag.store(next, Ordering::Release);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -266,6 +284,16 @@ mod tests {
         words[0] = u64::MAX;
         run("touch", &[address(&mut words), 99]);
         assert_eq!((words[0], words[98], words[99]), (0, pattern(9, 98).wrapping_add(1), pattern(9, 99)));
+    }
+
+    #[test]
+    fn pass_on_stores_when_its_turn_has_come_and_gives_up_when_it_does_not() {
+        let mut flag = [2u64];
+        let place = address(&mut flag);
+        run("pass_on", &[place, 3, 9, 1000]);
+        assert_eq!(flag[0], 2);
+        run("pass_on", &[place, 2, 3, 1000]);
+        assert_eq!(flag[0], 3);
     }
 
     #[test]

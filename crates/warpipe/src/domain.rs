@@ -207,6 +207,12 @@ impl Domain {
         Ok(stale.filter(|endpoint| self.clear_name(&endpoint.name)).map(|endpoint| endpoint.name).collect())
     }
 
+    /// Removes what one dead endpoint left. False while it is held: by the living, or for a moment by one who dies, whose
+    /// sockets may be seen to close before his lock is free.
+    pub(crate) fn forget(&self, name: &EndpointName) -> bool {
+        !matches!(self.lock(name, Taker::Cleaner), Err(Error::NameTaken { .. }))
+    }
+
     /// Removes what one dead process left; what it wrote into its lock files says what that is. A number that lies, or
     /// is another process's by now, does no harm: as in [`clean`](Self::clean), nothing goes whose lock is held.
     pub(crate) fn clean_after(&self, pid: i32) -> Result<Vec<EndpointName>> {

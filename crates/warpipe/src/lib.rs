@@ -70,7 +70,7 @@
 //! A [`Publisher`] may be used from any number of threads at once. A [`Subscriber`] belongs to one at a time; its
 //! samples may go anywhere. The first endpoint of a process starts three threads, one of each for all endpoints: a
 //! watcher that sees sockets and deaths, an attendant that makes links, a reaper that gives memory back to the driver.
-//! On the host device each [`Stream`] is a thread, too.
+//! On the host device each [`Stream`] is a thread, too, and each [`Queue`] has one, which sleeps while nothing happens.
 //!
 //! # Fork
 //!
@@ -113,7 +113,7 @@ mod timeline;
 
 pub use channel::{
     Announced, Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut, Samples,
-    SendError, Subscriber, SubscriberBuilder, SubscriberInfo,
+    SendError, SlotHold, Subscriber, SubscriberBuilder, SubscriberInfo,
 };
 pub use device::Device;
 pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
@@ -149,4 +149,8 @@ struct GuideToMembers;
 #[doc = include_str!("../../../docs/guide/timeline.md")]
 #[doc = include_str!("../../../docs/guide/events.md")]
 #[doc = include_str!("../../../docs/guide/legacy-handles.md")]
+#[doc = include_str!("../../../docs/guide/handles.md")]
+#[doc = include_str!("../../../docs/guide/pool.md")]
+#[doc = include_str!("../../../docs/guide/queue.md")]
+#[doc = include_str!("../../../docs/guide/service.md")]
 struct Guide;

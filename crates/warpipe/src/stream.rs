@@ -141,6 +141,28 @@ impl Stream {
         Ok(())
     }
 
+    /// Holds this stream until the work enqueued on `other` so far is done (`cuEventRecord` there, `cuStreamWaitEvent`
+    /// here). No CPU waits.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a stream of another device; [`Error::Driver`].
+    pub fn wait_for(&self, other: &Stream) -> Result<()> {
+        if self.device().info().id != other.device().info().id {
+            return Err(Error::argument("other", other.device(), format!("a stream of {}", self.device())));
+        }
+        if self.raw() == other.raw() {
+            return Ok(());
+        }
+        let backend = self.backend();
+        let event = backend.create_event()?;
+        // SAFETY: both streams are live as long as their handles here, the event until it is destroyed below.
+        let ordered =
+            unsafe { backend.record_event(event, other.raw()).and_then(|()| backend.wait_event(self.raw(), event)) };
+        // SAFETY: made above, destroyed once; a wait that is enqueued keeps what it needs of it.
+        let destroyed = unsafe { backend.destroy_event(event) };
+        ordered.and(destroyed)
+    }
+
     /// Enqueues memory operations on words in registered memory.
     ///
     /// # Safety
@@ -196,5 +218,37 @@ impl Backoff {
             None => Duration::ZERO,
             Some(sleeps) => Duration::from_micros(31 << sleeps.min(4)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn a_stream_that_waits_for_another_runs_behind_its_work() {
+        let device = Device::host();
+        let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
+        let (go, wait) = mpsc::channel::<()>();
+        let (done, order) = mpsc::channel();
+        let also = done.clone();
+        first
+            .call(move || {
+                let _ = wait.recv();
+                let _ = done.send(1);
+            })
+            .unwrap();
+        second.wait_for(&first).unwrap();
+        second
+            .call(move || {
+                let _ = also.send(2);
+            })
+            .unwrap();
+        assert!(order.try_recv().is_err(), "the second stream ran before the first was done");
+        drop(go);
+        let limit = Duration::from_secs(10);
+        assert_eq!([order.recv_timeout(limit).unwrap(), order.recv_timeout(limit).unwrap()], [1, 2]);
     }
 }

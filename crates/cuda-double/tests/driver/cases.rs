@@ -235,6 +235,14 @@ fn kernel() {
     for (index, word) in bytes.chunks_exact(8).enumerate() {
         assert_eq!(u64::from_le_bytes(word.try_into().unwrap()), warpipe_kernels::pattern(5, index as u64));
     }
+    // Cleared in the stream's order, and nothing beside.
+    let backend = device.backend();
+    // SAFETY: the range lies in the region.
+    unsafe { backend.zero(stream.raw(), region.ptr + 8, 16) }.unwrap();
+    let cleared = download(&device, &stream, region.ptr, 8000);
+    assert_eq!((&cleared[8..24], &cleared[..8], &cleared[24..]), (&[0; 16][..], &bytes[..8], &bytes[24..]));
+    // SAFETY: none is claimed: it is refused, or there would be nothing to test.
+    assert!(unsafe { backend.zero(stream.raw(), region.ptr, REGION_BYTES + 1) }.is_err());
 }
 
 fn upload() {

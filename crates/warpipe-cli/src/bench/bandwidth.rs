@@ -71,7 +71,7 @@ fn measure(setup: &Setup, terms: Terms) -> anyhow::Result<Vec<Rates>> {
 pub fn copy(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, _) = terms.place.open()?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
-    let theirs = Memory::import(&device, control.receive_fd()?, bytes, owner, Access::ReadWrite)?;
+    let theirs = Memory::import_for(Access::ReadWrite, &device, control.receive_fd()?, bytes, owner)?;
     let own = Own::allocate(&device, terms)?;
     let other = Memory::allocate(&device, terms.bytes)?;
     // Pinned, as the words that streams signal are.
@@ -103,7 +103,7 @@ impl Own {
         }
         let there = Memory::allocate(&terms.owner.open()?, terms.bytes)?;
         let (fd, bytes, owner) = there.export()?;
-        let mapped = Memory::import(device, fd, bytes, owner, Access::ReadWrite)?;
+        let mapped = Memory::import_for(Access::ReadWrite, device, fd, bytes, owner)?;
         Ok(Own { mapped, _there: Some(there) })
     }
 }

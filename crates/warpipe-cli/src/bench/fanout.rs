@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use warpipe::backend::{Access, DeviceId};
+use warpipe::backend::DeviceId;
 use warpipe::{DType, Device, Layout, Publisher, Stream, Subscriber};
 
 use super::figure::{Figure, Wanted};
@@ -195,7 +195,7 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
     let words = Words::open(&device, control.receive_fd()?, 2 * terms.subscribers)?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
-    let memory = Memory::import(&device, control.receive_fd()?, bytes, owner, Access::Read)?;
+    let memory = Memory::import(&device, control.receive_fd()?, bytes, owner)?;
     let subscriber = Subscriber::builder(NAME).domain(&domain).device(&device).timeout(PATIENCE).build()?;
     let errors = Words::create(&device, 1)?;
     let stream = device.stream()?;

@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use warpipe::backend::{Access, DeviceId, DevicePtr};
+use warpipe::backend::{DeviceId, DevicePtr};
 use warpipe::{DType, Device, Domain, Layout, Publisher, Sample, SampleMut, Stream, Subscriber};
 
 use super::figure::{Figure, Wanted};
@@ -166,11 +166,11 @@ fn exchange(control: &Control, device: &Device, own: &Memory) -> anyhow::Result<
     control.send_fd(std::os::fd::AsFd::as_fd(&fd))?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
     let fd = control.receive_fd()?;
-    Memory::import(device, fd, bytes, owner, Access::Read)
+    Memory::import(device, fd, bytes, owner)
 }
 
 /// One who polls: the round trip's cost is asked for, not that of a sleep.
-fn subscriber(name: &str, domain: &Domain, device: &Device) -> anyhow::Result<Subscriber> {
+pub fn subscriber(name: &str, domain: &Domain, device: &Device) -> anyhow::Result<Subscriber> {
     let spin = if Device::host().info().id == device.info().id { 20 } else { 5_000 };
     let builder = Subscriber::builder(name).domain(domain).device(device);
     Ok(builder

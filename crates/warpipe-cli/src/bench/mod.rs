@@ -4,6 +4,7 @@
 //! and ours take turns in rounds and the medians of the rounds are compared, so that a clock that drifts or a
 //! neighbour that wakes up falls on both. A ratio that is not met is a result, and not an error.
 
+mod attach;
 mod bandwidth;
 mod broadcast;
 mod death;
@@ -17,10 +18,12 @@ mod partner;
 mod pin;
 mod pipeline;
 mod plot;
+mod queue;
 mod raw;
 mod report;
 mod ring;
 mod rings;
+mod semaphore;
 mod send;
 mod setup;
 mod size;
@@ -81,6 +84,8 @@ pub enum What {
     Fanout,
     /// 128 bytes of host memory, polling and blocking.
     Ring,
+    /// One job to a worker and back, and four workers beside one.
+    Queue,
     /// What a SIGKILL costs the survivors.
     Death,
     /// What a subscriber that waits takes of the CPU.
@@ -88,22 +93,29 @@ pub enum What {
     /// Bandwidth through an imported mapping, beside that of one's own memory.
     #[value(alias = "dma")]
     Bandwidth,
+    /// Opening another process's memory by a ticket.
+    Attach,
+    /// A permit taken and given back, and handed from one process's GPU work to another's.
+    Semaphore,
     /// A legacy handle that is open already, opened again.
     Legacy,
 }
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
 
-const BENCHMARKS: [(What, Benchmark); 10] = [
+const BENCHMARKS: [(What, Benchmark); 13] = [
     (What::Handoff, handoff::run),
     (What::Pipeline, pipeline::run),
     (What::Send, send::run),
     (What::Size, size::run),
     (What::Fanout, fanout::run),
     (What::Ring, ring::run),
+    (What::Queue, queue::run),
     (What::Death, death::run),
     (What::Idle, idle::run),
     (What::Bandwidth, bandwidth::run),
+    (What::Attach, attach::run),
+    (What::Semaphore, semaphore::run),
     (What::Legacy, legacy::run),
 ];
 
@@ -114,9 +126,12 @@ enum Role {
     Fanout(fanout::Terms),
     FanoutRings(fanout_rings::Terms),
     Ring(ring::Terms),
+    Queue(queue::Terms),
     Victim(death::Terms),
     Idle(setup::Place),
     Bandwidth(bandwidth::Terms),
+    Attach(attach::Terms),
+    Semaphore(semaphore::Terms),
     Legacy(legacy::Terms),
 }
 
@@ -147,10 +162,13 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::Handoff(terms) => handoff::answer(&terms, &control),
         Role::Fanout(terms) => fanout::consume(&terms, &control),
         Role::FanoutRings(terms) => fanout_rings::consume(&terms, &control),
+        Role::Queue(terms) => queue::play(&terms, &control),
         Role::Ring(terms) => ring::answer(&terms, &control),
         Role::Victim(terms) => death::live(&terms, &control),
         Role::Idle(place) => idle::sleep(&place, &control),
         Role::Bandwidth(terms) => bandwidth::copy(&terms, &control),
+        Role::Attach(terms) => attach::offer(&terms, &control),
+        Role::Semaphore(terms) => semaphore::answer(&terms, &control),
         Role::Legacy(terms) => legacy::export(&terms, &control),
     }
 }

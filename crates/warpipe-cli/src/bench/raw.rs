@@ -186,7 +186,18 @@ impl Memory {
         Ok((fd, self.region.bytes, self.device.info().id))
     }
 
-    pub fn import(device: &Device, fd: OwnedFd, bytes: u64, owner: DeviceId, access: Access) -> anyhow::Result<Memory> {
+    pub fn import(device: &Device, fd: OwnedFd, bytes: u64, owner: DeviceId) -> anyhow::Result<Memory> {
+        Memory::import_for(Access::Read, device, fd, bytes, owner)
+    }
+
+    /// The same, to be written by both.
+    pub fn import_for(
+        access: Access,
+        device: &Device,
+        fd: OwnedFd,
+        bytes: u64,
+        owner: DeviceId,
+    ) -> anyhow::Result<Memory> {
         let region = device.backend().import(fd.as_fd(), bytes, access, owner)?;
         Ok(Memory { device: device.clone(), region })
     }

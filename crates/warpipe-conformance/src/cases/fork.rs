@@ -3,13 +3,15 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use warpipe::{Error, Event, EventHandle, Layout, Publisher, Sample, SampleMut, Stream, Subscriber, Timeline};
+use warpipe::{
+    Error, Event, EventHandle, Layout, Publisher, Sample, SampleMut, Semaphore, Stream, Subscriber, Timeline,
+};
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::Payload;
-use crate::peer::{Batch, Order, PublisherPlan, SignalOrder};
+use crate::peer::{Batch, Order, PublisherPlan, SemaphoreOrder, SignalOrder};
 use crate::process::{pid, pidfd, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
@@ -18,6 +20,9 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a killed publisher is seen dead although its forked child lives", death_is_seen_despite_a_child)
         .ends_clients(),
     Case::new("a killed subscriber's slots come back although its forked child lives", slots_despite_a_child)
+        .ends_clients(),
+    Case::new("a forked child's semaphore refuses, and dropping its permit frees nothing", semaphore_refuses),
+    Case::new("a killed holder's permit comes back although its forked child lives", permit_despite_a_child)
         .ends_clients(),
 ];
 
@@ -214,6 +219,42 @@ fn slots_despite_a_child(context: &Context) -> Result<()> {
         Payload::of(slot / 8, seed).send(&publisher, &stream)?;
     }
     ensure!(crate::process::eventually(PATIENCE, || publisher.subscribers().is_empty()), "the dead one is forgotten");
+    ensure!(orphan.is_alive(), "the forked child lives");
+    Ok(())
+}
+
+fn semaphore_refuses(context: &Context) -> Result<()> {
+    let creator = Semaphore::create(&context.domain, "forked", &context.device, 3)?;
+    let member = Semaphore::open(&context.domain, "forked", &context.device)?;
+    let stream = context.stream()?;
+    let mut held = vec![member.acquire(&stream, PATIENCE)?, creator.acquire(&stream, PATIENCE)?];
+    let code = in_a_child(|| {
+        let (Some(released), Some(dropped)) = (held.pop(), held.pop()) else { return 254 };
+        let refusals = [
+            matches!(released.release(&stream), Err(Error::Forked)),
+            matches!(member.acquire(&stream, Duration::ZERO), Err(Error::Forked)),
+            matches!(member.try_acquire_host(), Err(Error::Forked)),
+            matches!(creator.acquire_host(Duration::ZERO), Err(Error::Forked)),
+        ];
+        drop((dropped, member.clone(), creator.clone()));
+        refusals.iter().position(|refused| !refused).map_or(0, |index| index as u8 + 1)
+    })?;
+    ensure!(code == 0, "operation {code} was not refused in the forked child");
+    ensure!(creator.available() == 1, "the parent's permits are the parent's");
+    held.into_iter().try_for_each(|permit| permit.release(&stream))?;
+    stream.synchronize(PATIENCE)?;
+    ensure!(creator.available() == 3, "the parent gave them back");
+    Ok(())
+}
+
+fn permit_despite_a_child(context: &Context) -> Result<()> {
+    let semaphore = Semaphore::create(&context.domain, "turns", &context.device, 1)?;
+    let mut peer = context.peer()?;
+    peer.ask(&Order::Semaphore(SemaphoreOrder::Open { name: "turns".into(), waits: true }))?;
+    peer.ask(&Order::Semaphore(SemaphoreOrder::Acquire { timeout_ms: 1_000, on_stream: true }))?;
+    let orphan = Orphan::of(&mut peer)?;
+    peer.kill()?;
+    semaphore.acquire_host(PATIENCE)?.release_now();
     ensure!(orphan.is_alive(), "the forked child lives");
     Ok(())
 }

@@ -2,10 +2,12 @@
 
 mod backend;
 mod channel;
+mod consumers;
 mod death;
 mod event;
 mod fault;
 mod fork;
+mod handles;
 mod layout;
 mod legacy;
 mod members;
@@ -13,6 +15,7 @@ mod memory;
 mod model;
 mod names;
 mod policy;
+mod pool;
 mod queue;
 mod semaphore;
 mod service;
@@ -84,7 +87,10 @@ pub fn all() -> Vec<Case> {
         backend::CASES,
         layout::CASES,
         channel::CASES,
+        consumers::CASES,
         memory::CASES,
+        handles::CASES,
+        pool::CASES,
         legacy::CASES,
         policy::CASES,
         semaphore::CASES,

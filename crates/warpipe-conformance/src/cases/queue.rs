@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
+use warpipe::backend::DeviceKind;
 use warpipe::backend::testing::{Delaying, Wrapped};
 use warpipe::{Device, Error, JobHandle, JobResult, Order as ResultOrder, Queue, Stream};
 
@@ -426,7 +427,11 @@ fn without_waits(context: &Context) -> Device {
 
 fn redispatch_is_ordered(context: &Context) -> Result<()> {
     ensure!(late_fill(context, &context.device, &context.device)?, "the job waits for its input");
-    // The same without the wait of whoever gives it out later: what a test of ordering is worth.
+    // The same without the wait of whoever gives it out later: what a test of ordering is worth. Where streams are
+    // threads: those of one GPU context share hardware queues, which may order the work by themselves.
+    if context.device.info().id.kind != DeviceKind::Host {
+        return Ok(());
+    }
     let is_right = late_fill(context, &without_waits(context), &context.device)?;
     ensure!(!is_right, "without its wait the queue gives out what is not filled, and this case sees it");
     Ok(())

@@ -25,6 +25,11 @@ pub(super) const CASES: &[Case] = &[
     ),
     Case::new("a semaphore: streams go on when a holder is killed after its release", killed_after_release)
         .ends_clients(),
+    Case::new(
+        "a semaphore that its creator drops while its stream waits for a holder that is killed",
+        dropped_too_early,
+    )
+    .ends_clients(),
     Case::new("a semaphore: a survivor's stream goes on when the last holder and the creator are killed", both_killed)
         .ends_clients(),
     Case::new("a semaphore whose creator is killed: waiters are told, what is held stays valid", killed_creator)
@@ -68,9 +73,7 @@ fn number(answer: Answer) -> Result<u64> {
 }
 
 fn board(context: &Context) -> Result<(PathBuf, Board)> {
-    let path = context.domain.path().with_file_name("board");
-    Board::create(&path)?;
-    let board = Board::open(&context.device, &path)?;
+    let (board, path) = Board::create(&context.device)?;
     Ok((path, board))
 }
 
@@ -88,7 +91,7 @@ fn is_restored(semaphore: &Semaphore) -> Result<()> {
 }
 
 fn contention(context: &Context) -> Result<()> {
-    let rounds = u64::from(context.rounds(100, 20_000, 5_000));
+    let rounds = u64::from(context.rounds(100, 2_000, 1_000));
     let (path, board) = board(context)?;
     let mut crowd = (0..CROWD).map(|_| context.peer()).collect::<Result<Vec<_>>>()?;
     for permits in [1, 3] {
@@ -199,12 +202,14 @@ fn killed_after_release(context: &Context) -> Result<()> {
     let semaphore = create(context, 1)?;
     let mut witness = open(context)?;
     let stream = context.stream()?;
-    for _ in 0..context.rounds(2, 20, 10) {
+    for round in 0..context.rounds(2, 20, 10) {
         let mut victim = open(context)?;
         ask(&mut victim, SemaphoreOrder::BeSlow { slow_us: FOR_EVER.as_micros() as u64 })?;
-        // Two streams behind it: one of the creator's, and one of a process that must let itself go.
+        // The creator's stream behind it, alone and with that of another process, which could let both go.
         semaphore.acquire(&stream, PATIENCE)?.release(&stream)?;
-        ask(&mut witness, SemaphoreOrder::BeSlow { slow_us: 0 })?;
+        if round % 2 == 1 {
+            ask(&mut witness, SemaphoreOrder::BeSlow { slow_us: 0 })?;
+        }
         victim.kill()?;
         stream.synchronize(PATIENCE).context("the creator's stream goes on")?;
         ask(&mut witness, SemaphoreOrder::Wrong).context("the witness's stream goes on")?;
@@ -212,6 +217,26 @@ fn killed_after_release(context: &Context) -> Result<()> {
         is_restored(&semaphore)?;
     }
     witness.dismiss()
+}
+
+fn dropped_too_early(context: &Context) -> Result<()> {
+    let semaphore = create(context, 1)?;
+    let stream = context.stream()?;
+    let mut victim = open(context)?;
+    ask(&mut victim, SemaphoreOrder::BeSlow { slow_us: FOR_EVER.as_micros() as u64 })?;
+    semaphore.acquire(&stream, PATIENCE)?.release(&stream)?;
+    drop(semaphore);
+    ensure!(!stream.is_idle()?, "the stream waits for the victim");
+    victim.kill()?;
+    stream.synchronize(PATIENCE).context("the creator's stream goes on")?;
+    // And then the name is free.
+    let mut again = None;
+    let is_free = || {
+        again = create(context, 1).ok();
+        again.is_some()
+    };
+    ensure!(eventually(PATIENCE, is_free), "the name becomes free");
+    Ok(())
 }
 
 fn both_killed(context: &Context) -> Result<()> {

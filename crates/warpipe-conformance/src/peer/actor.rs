@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, LegacyMemory, Member, Publisher, Sample, SampleMut, Stream, Subscriber};
 
+use super::holder::Holder;
 use super::labour::Labour;
 use super::order::{Answer, Batch, Fault, Item, Order};
 use super::semaphore::Contender;
@@ -46,6 +47,7 @@ struct Actor {
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,
     labour: Labour,
+    holder: Holder,
     sockets: Vec<std::os::fd::OwnedFd>,
     semaphore: Contender,
     members: Vec<Member>,
@@ -71,6 +73,7 @@ impl Actor {
             subscribers: Vec::new(),
             publisher: None,
             labour: Labour::default(),
+            holder: Holder::default(),
             sockets: Vec::new(),
             semaphore: Contender::default(),
             members: Vec::new(),
@@ -129,6 +132,7 @@ impl Actor {
             Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
             Order::Join { name, role } => self.members.push(Member::join(&self.context.domain, &name, &role)?),
             Order::Leave => self.members.clear(),
+            Order::Hold(order) => return self.holder.carry_out(&self.context, order),
             Order::Signals(order) => {
                 let signals = match &mut self.signals {
                     Some(signals) => signals,
@@ -281,6 +285,7 @@ impl Actor {
         self.subscribers.clear();
         self.publisher = None;
         self.labour.end()?;
+        self.holder = Holder::default();
         self.sockets.clear();
         self.semaphore = Contender::default();
         self.members.clear();

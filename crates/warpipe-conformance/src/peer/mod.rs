@@ -4,6 +4,7 @@
 //! error joins the case's own words. Every wait for it has a limit, and it is killed when its handle is dropped.
 
 mod actor;
+mod holder;
 mod labour;
 mod order;
 mod semaphore;
@@ -11,6 +12,7 @@ mod signals;
 
 pub use actor::act;
 pub(crate) use actor::{describe_layout, digest};
+pub use holder::HolderOrder;
 pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, Reply, SubscriberPlan, Task, kind_of};
 pub use semaphore::{Board, SemaphoreOrder};
 pub use signals::SignalOrder;

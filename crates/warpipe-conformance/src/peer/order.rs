@@ -275,6 +275,8 @@ pub enum Order {
     },
     /// Leave it, as every member that this peer is.
     Leave,
+    /// What is done with memory and pools.
+    Hold(super::HolderOrder),
     /// Something about timelines and events.
     Signals(super::SignalOrder),
     /// Fork a child that only lives on. Answers with its process id.

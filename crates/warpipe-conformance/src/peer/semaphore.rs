@@ -1,7 +1,8 @@
 //! What a peer does with a semaphore, and the memory in which all who do so count each other.
 //! **This module is marked for unsafe**: it maps memory and hands its addresses to streams.
 
-use std::path::Path;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use super::order::Answer;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::{Check, Tally, fill_words};
+use crate::shared::Shared;
 
 /// What a peer is told to do with a semaphore.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -82,6 +84,8 @@ pub struct Board {
     device: Device,
     base: *mut u8,
     address: DevicePtr,
+    /// Whoever made it keeps it to be found.
+    memory: Option<OwnedFd>,
 }
 
 impl Board {
@@ -93,12 +97,18 @@ impl Board {
     pub const SLOTS: usize = 64;
     const SLOT: usize = 8;
 
-    /// Makes the file, zeroed.
+    /// Makes it, zeroed, and says where others find it for as long as it is kept: a memfd, because a driver registers no
+    /// file of a disk.
     ///
     /// # Errors
-    /// It cannot be made.
-    pub fn create(path: &Path) -> Result<()> {
-        Ok(std::fs::File::create_new(path)?.set_len(Board::BYTES as u64)?)
+    /// Those of the system, or of registering.
+    pub fn create(device: &Device) -> Result<(Board, PathBuf)> {
+        let memory = rustix::fs::memfd_create(c"board", rustix::fs::MemfdFlags::CLOEXEC)?;
+        rustix::fs::ftruncate(&memory, Board::BYTES as u64)?;
+        let path = PathBuf::from(Shared::path(&memory));
+        let mut board = Board::open(device, &path)?;
+        board.memory = Some(memory);
+        Ok((board, path))
     }
 
     /// Maps it and registers it with the device.
@@ -116,7 +126,7 @@ impl Board {
         // SAFETY: page-aligned mapped memory that stays until `drop` has unregistered it. On an error the process is
         // about to end and the mapping with it.
         let address = unsafe { device.backend().register(base, Board::BYTES)? };
-        Ok(Board { device: device.clone(), base, address })
+        Ok(Board { device: device.clone(), base, address, memory: None })
     }
 
     fn counter(&self, index: usize) -> &AtomicU64 {

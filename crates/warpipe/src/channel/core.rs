@@ -4,7 +4,7 @@ mod direct;
 mod reception;
 
 pub(super) use direct::Recipients;
-pub(crate) use direct::{Member, Observer, Parcel};
+pub(crate) use direct::{Departures, Member, Observer, Parcel};
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;
@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use super::outlet::{Outlet, Parts, Phase, share_memory};
-use super::publisher::{Policy, PublisherBuilder, SubscriberInfo};
+use super::publisher::{Policy, PublisherBuilder, SlotHold, SubscriberInfo};
 use crate::backend::{Access, DeviceKind, StreamOp};
 use crate::clock::{Stopwatch, now_ns};
 use crate::device::Device;
@@ -96,8 +96,8 @@ pub(super) struct State {
     closed: bool,
     ops: Vec<StreamOp>,
     places: Vec<(usize, u64)>,
-    /// What those who have gone had been given and not taken: their number, the position. Only with an observer.
-    untaken: Vec<(u64, u64)>,
+    /// Of those who have gone. Only with an observer.
+    departures: Departures,
 }
 
 /// A sample that was announced and is not complete yet.
@@ -164,7 +164,7 @@ impl Core {
                 closed: false,
                 ops: Vec::new(),
                 places: Vec::new(),
-                untaken: Vec::new(),
+                departures: Departures::default(),
             }),
             streams: Arc::new(streams),
             greetings: Mutex::default(),
@@ -225,6 +225,13 @@ impl Core {
             }
             state = self.wait_for_release(state, left, &mut backoff, |_| true);
         }
+    }
+
+    /// Keeps the region of a slot mapped.
+    pub(super) fn hold(&self, slot: SlotId) -> SlotHold {
+        let state = self.lock();
+        let region = state.arena.chunks()[state.arena.slot(slot).region as usize].region.clone();
+        SlotHold { region: Some(region), streams: self.streams.clone(), watcher: self.watcher.clone(), home: self.home }
     }
 
     /// Returns a slot that was loaned and not sent. What `stream` still does to it is waited for on the device.

@@ -2,7 +2,7 @@
 //! ring before any stream is made to wait for them.
 
 use super::core::Unsent;
-pub(crate) use super::core::{Member, Observer, Parcel};
+pub(crate) use super::core::{Departures, Member, Observer, Parcel};
 use super::publisher::{Publisher, SampleMut, SendError};
 use crate::error::Result;
 use crate::link::entry::Metadata;
@@ -39,9 +39,9 @@ impl Publisher {
         self.core.expel(id, reason);
     }
 
-    /// What those who have gone had been given and not taken: their number, the position. Each is told once.
-    pub(crate) fn take_untaken(&self) -> Vec<(u64, u64)> {
-        self.core.take_untaken()
+    /// What those who have gone leave, each told once; with `all`, who is still here is named, too.
+    pub(crate) fn take_departures(&self, all: bool) -> Departures {
+        self.core.take_departures(all)
     }
 }
 

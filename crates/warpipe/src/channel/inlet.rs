@@ -288,9 +288,11 @@ impl Inlet {
     pub(super) fn keep(&self, position: u64) {
         let index = self.segment().index(position) as usize;
         self.held[index].store(position, SeqCst);
-        // As in `admit`: one of the two sees the other.
-        if self.dead.load(SeqCst) && !self.segment().entry(position).ready.reached(position) {
+        // As in `admit`: one of the two sees the other. What `rescue` did not see is let go here.
+        let entry = self.segment().entry(position);
+        if self.dead.load(SeqCst) && !entry.ready.reached(position) {
             self.lost[index].store(position, SeqCst);
+            entry.ready.store(position);
         }
     }
 
@@ -367,6 +369,13 @@ impl Inlet {
             self.completion(position, sequence)?;
         }
         Ok(())
+    }
+
+    /// Waits on the CPU until the data may be complete, or will never be, or `limit` has passed.
+    pub(super) fn linger(&self, position: u64, limit: Duration) {
+        let word = &self.segment().entry(position).ready;
+        // Who asks looks again, whatever comes of this.
+        let _ = self.device.backend().wait_word(word, position, limit);
     }
 
     /// The stream for copies to the host. Nothing but complete data is ever copied on it, so it is never stuck

@@ -13,10 +13,12 @@ mod publisher;
 mod sample;
 mod subscriber;
 
-pub(crate) use direct::{Member, Observer, Parcel};
-pub use publisher::{Announced, Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SubscriberInfo};
+pub(crate) use direct::{Departures, Member, Observer, Parcel};
+pub use publisher::{
+    Announced, Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SlotHold, SubscriberInfo,
+};
 pub use sample::{Discontinuity, Receipt, Sample};
-pub(crate) use subscriber::Arrival;
+pub(crate) use subscriber::{Arrival, Awaited};
 pub use subscriber::{Samples, Subscriber, SubscriberBuilder};
 
 use std::time::Duration;

@@ -9,11 +9,15 @@ use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
+use crate::fork::Home;
 use crate::link::PeerState;
 use crate::link::entry::Metadata;
 use crate::link::peer::Peer;
+use crate::link::proof::Streams;
 use crate::link::segment::DEPTH_MAX;
+use crate::link::watcher::Watcher;
 use crate::memory::arena::SlotId;
+use crate::memory::region::Region;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -407,6 +411,12 @@ impl SampleMut {
         &self.layout
     }
 
+    /// A hold on the memory behind this slot: it stays mapped in this process while the hold lives, also when the
+    /// sample is sent and the publisher is gone. It gives no right to write: that ends with the loan.
+    pub fn hold(&self) -> SlotHold {
+        self.core.hold(self.slot.expect("a loan has its slot until it is consumed"))
+    }
+
     /// Sets up to 256 bytes that travel with the sample.
     ///
     /// # Errors
@@ -483,6 +493,40 @@ impl SampleMut {
     pub fn discard(mut self, stream: &Stream) -> Result<()> {
         self.core.home.check()?;
         self.slot.take().map_or(Ok(()), |slot| self.core.return_slot(slot, Some(stream)))
+    }
+}
+
+/// Keeps the memory of a loan mapped in this process. See [`SampleMut::hold`].
+pub struct SlotHold {
+    /// `None` only while dropping.
+    pub(super) region: Option<Arc<Region>>,
+    pub(super) streams: Arc<Streams>,
+    pub(super) watcher: Arc<Watcher>,
+    pub(super) home: Home,
+}
+
+impl fmt::Debug for SlotHold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlotHold").field("region", &self.region).finish_non_exhaustive()
+    }
+}
+
+impl Drop for SlotHold {
+    fn drop(&mut self) {
+        let Some(region) = self.region.take() else { return };
+        if !self.home.is_here() {
+            // A forked child: the parent's mapping is not ours to give up.
+            return std::mem::forget(region);
+        }
+        if Arc::strong_count(&region) > 1 {
+            return;
+        }
+        // The publisher has gone and this is the last hold: as there, our own streams first have to be past it.
+        let (streams, mut proof) = (self.streams.clone(), None);
+        self.watcher.retire(move || {
+            let _held = &region;
+            proof.get_or_insert_with(|| streams.mark()).is_passed()
+        });
     }
 }
 

@@ -95,6 +95,34 @@ impl Sample {
         &self.stream
     }
 
+    /// Makes another stream wait for the data, too (`cuStreamWaitValue64`): kernels enqueued on it from now on read
+    /// complete data. Release the sample behind its work then: see [`release_on`](Self::release_on).
+    ///
+    /// # Errors
+    /// [`Error::SampleLost`] when the sender died before the data was complete; [`Error::Argument`] for a stream of
+    /// another device; [`Error::Driver`]; [`Error::Forked`].
+    pub fn wait_on(&self, stream: &Stream) -> Result<()> {
+        self.inlet.home.check()?;
+        let (found, own) = (stream.device(), self.stream.device());
+        if found.info().id != own.info().id {
+            return Err(Error::argument("stream", found, format!("a stream of {own}, which this sample is read with")));
+        }
+        if self.inlet.admit(self.position, stream)? {
+            return Ok(());
+        }
+        let (name, sequence, pid) = (self.inlet.name.clone(), self.sequence(), self.inlet.peer.pid);
+        Err(Error::SampleLost { name, sequence, pid })
+    }
+
+    /// Whether the data is complete, as the CPU sees it now.
+    ///
+    /// # Errors
+    /// [`Error::SampleLost`]; [`Error::Forked`].
+    pub fn is_complete(&self) -> Result<bool> {
+        self.inlet.home.check()?;
+        self.inlet.completion(self.position, self.sequence())
+    }
+
     /// Waits on the CPU until the data is complete. Device work needs no such wait: its stream does it.
     ///
     /// # Errors

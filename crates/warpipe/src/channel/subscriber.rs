@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
-pub(crate) use arrival::Arrival;
+pub(crate) use arrival::{Arrival, Awaited};
 pub use builder::SubscriberBuilder;
 
 use super::inlet::{Inlet, Standing};

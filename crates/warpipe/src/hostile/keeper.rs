@@ -206,7 +206,8 @@ fn a_visitor_refuses_an_admission_that_is_none() {
     let descriptors =
         |error: &Error| matches!(error, Error::Handshake { fault: HandshakeFault::Descriptors { .. }, .. });
     type Check<'a> = &'a (dyn Fn(&Error) -> bool + Sync);
-    let cases: [(&str, (Vec<u8>, usize), Check<'_>); 6] = [
+    type Lie<'a> = (&'a str, (Vec<u8>, usize), Check<'a>);
+    let cases: [Lie<'_>; 6] = [
         ("too few descriptors", (granted(2), 1), &descriptors),
         ("too many descriptors", (granted(0), 3), &descriptors),
         ("more descriptors than can be", (granted(200), 4), &descriptors),

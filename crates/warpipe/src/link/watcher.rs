@@ -118,6 +118,10 @@ impl std::fmt::Debug for Watch {
     }
 }
 
+/// What is listened for on behalf of the attendant: one event, and then silence until it has been dealt with. Nothing less
+/// will do: a socket whose peer has closed is told of again and again even to who listens for nothing at all.
+const ONCE: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ONESHOT);
+
 /// The bell's key in the epoll set.
 const BELL: u64 = 0;
 
@@ -152,7 +156,7 @@ impl Watcher {
             remains,
             next_id: AtomicU64::new(BELL + 1),
         });
-        watcher.add(watcher.bell.as_fd(), BELL)?;
+        watcher.add(watcher.bell.as_fd(), BELL, epoll::EventFlags::IN)?;
         let runner = watcher.clone();
         start_thread("warpipe-attendant", move || {
             for job in queue {
@@ -173,8 +177,8 @@ impl Watcher {
         self.jobs.try_send(job)
     }
 
-    fn add(&self, fd: BorrowedFd<'_>, id: u64) -> Result<()> {
-        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(id), epoll::EventFlags::IN)
+    fn add(&self, fd: BorrowedFd<'_>, id: u64, events: epoll::EventFlags) -> Result<()> {
+        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(id), events)
             .map_err(|e| Error::os("epoll_ctl", "a watched descriptor", e))
     }
 
@@ -182,9 +186,11 @@ impl Watcher {
     pub(crate) fn watch(self: &Arc<Self>, fd: BorrowedFd<'_>, target: &Weak<dyn Watched>, tag: u64) -> Result<Watch> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let entry = Entry { target: target.clone(), tag, fd: fd.as_raw_fd() };
+        let is_attended = target.upgrade().is_some_and(|target| target.is_attended());
+        let events = if is_attended { ONCE } else { epoll::EventFlags::IN };
         let mut tables = self.lock();
         tables.watches.insert(id, entry);
-        if let Err(error) = self.add(fd, id) {
+        if let Err(error) = self.add(fd, id, events) {
             tables.watches.remove(&id);
             return Err(error);
         }
@@ -267,28 +273,26 @@ impl Watcher {
         self.give_away(target);
     }
 
-    /// Leaves an event to the attendant. Until it has been dealt with, its descriptor is not listened to: it stays
-    /// readable, and would be told of again and again.
+    /// Leaves an event to the attendant. Until it has been dealt with, its descriptor is not listened to ([`ONCE`]).
     fn hand_over(self: &Arc<Self>, id: u64, target: Arc<dyn Watched>, tag: u64) {
-        self.listen(id, epoll::EventFlags::empty());
         let me = self.clone();
         let deal = move || {
             me.call(id, target, tag);
-            me.listen(id, epoll::EventFlags::IN);
+            me.listen_again(id);
         };
         if self.attend(Box::new(deal)).is_err() {
             // Too many jobs: the descriptor speaks again.
-            self.listen(id, epoll::EventFlags::IN);
+            self.listen_again(id);
         }
     }
 
-    /// What to listen for on a watched descriptor; nothing happens if it is watched no longer.
-    fn listen(&self, id: u64, events: epoll::EventFlags) {
+    /// Listens to a descriptor that has spoken [`ONCE`]; nothing happens if it is watched no longer.
+    fn listen_again(&self, id: u64) {
         let tables = self.lock();
         if let Some(entry) = tables.watches.get(&id) {
             // SAFETY: the descriptor is open: `Watch` is dropped before it, and the lock keeps that drop out.
             let fd = unsafe { BorrowedFd::borrow_raw(entry.fd) };
-            let _ = epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(id), events);
+            let _ = epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(id), ONCE);
         }
     }
 

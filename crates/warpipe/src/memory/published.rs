@@ -122,7 +122,7 @@ impl Published {
     /// A ticket for all of it: good until this is dropped.
     ///
     /// # Errors
-    /// [`Error::Os`] when the domain's path or the machine's boot id cannot be read.
+    /// [`Error::Os`] when the machine's identity cannot be read; [`Error::Argument`] for a domain whose path is no UTF-8.
     pub fn ticket(&self) -> Result<Ticket> {
         self.ticket_of(..)
     }

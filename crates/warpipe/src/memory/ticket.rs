@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,7 @@ use crate::backend::DeviceId;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Expiry, Result, TicketFault};
-use crate::fork::Home;
+use crate::origin::Origin;
 use crate::rendezvous::{Address, Kind, Visitor, encode};
 
 /// One run of an endpoint.
@@ -53,7 +53,8 @@ pub struct Ticket {
 /// What the text holds.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 struct Fields {
-    boot: String,
+    /// The boot of its machine.
+    host: u64,
     domain: String,
     owner: u32,
     name: String,
@@ -87,14 +88,14 @@ impl Ticket {
         let path = path.into_os_string().into_string().map_err(|path| {
             Error::argument("domain", PathBuf::from(path).display(), "a path in UTF-8, to be named by a ticket")
         })?;
-        let (boot, owner, name) = (boot_id()?, domain.owner(), name.to_string());
-        Ok(Ticket { fields: Fields { boot, domain: path, owner, name, kind, incarnation, wanted, device } })
+        let (host, owner, name) = (Origin::here()?.host, domain.owner(), name.to_string());
+        Ok(Ticket { fields: Fields { host, domain: path, owner, name, kind, incarnation, wanted, device } })
     }
 
     /// A ticket for whatever memory will be published under `name`, now or later, by any run of its owner.
     ///
     /// # Errors
-    /// [`Error::Name`]; [`Error::Os`] when the machine's boot id cannot be read.
+    /// [`Error::Name`]; [`Error::Os`] when the machine's identity cannot be read.
     pub fn to(domain: &Domain, name: &str) -> Result<Ticket> {
         let wanted = Wanted { id: ONLY, offset: 0, bytes: None };
         Ticket::new(domain, &EndpointName::new(name)?, Kind::Memory, None, wanted, None)
@@ -166,8 +167,7 @@ impl Ticket {
 
     /// Whether it can be opened as `kind` on `device` at all.
     pub(crate) fn check(&self, kind: Kind, device: &Device) -> Result<()> {
-        Home::here().check()?;
-        if self.fields.boot != boot_id()? {
+        if self.fields.host != Origin::here()?.host {
             return Err(Error::Ticket(TicketFault::ForeignHost));
         }
         if self.fields.kind != kind {
@@ -206,17 +206,6 @@ impl Ticket {
     pub(crate) fn wanted(&self) -> Wanted {
         self.fields.wanted
     }
-}
-
-/// The kernel's name for the time since the machine was started; the same in all its containers.
-fn boot_id() -> Result<String> {
-    static BOOT: OnceLock<String> = OnceLock::new();
-    if let Some(boot) = BOOT.get() {
-        return Ok(boot.clone());
-    }
-    const PATH: &str = "/proc/sys/kernel/random/boot_id";
-    let text = std::fs::read_to_string(PATH).map_err(|e| Error::os("read", PATH, e))?;
-    Ok(BOOT.get_or_init(|| text.trim().to_string()).clone())
 }
 
 impl fmt::Display for Ticket {
@@ -293,7 +282,7 @@ mod tests {
     fn ticket() -> Ticket {
         let wanted = Wanted { id: 3, offset: 4096, bytes: Some(100) };
         let fields = Fields {
-            boot: boot_id().unwrap(),
+            host: Origin::here().unwrap().host,
             domain: "/run/user/1000/warpipe".into(),
             owner: 1000,
             name: "camera/front".into(),
@@ -351,7 +340,7 @@ mod tests {
     #[test]
     fn a_ticket_of_another_machine_opens_nothing() {
         let mut ticket = ticket();
-        ticket.fields.boot = "another".into();
+        ticket.fields.host ^= 1;
         assert!(matches!(ticket.open(&Device::host()), Err(Error::Ticket(TicketFault::ForeignHost))));
     }
 

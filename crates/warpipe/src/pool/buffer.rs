@@ -255,7 +255,8 @@ impl Pool {
 }
 
 /// A block of a pool of this process. Dropped, it is let go: used again when the streams that were named are past it, and
-/// the peers that it was lent to have let it go, too.
+/// the peers that it was lent to have let it go, too. A stream that is not past it within a minute is taken for hung, and
+/// the block stays with it; [`free`](Buffer::free) waits for as long as it takes.
 #[derive(Debug)]
 pub struct Buffer {
     core: Arc<Core>,

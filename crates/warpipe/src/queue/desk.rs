@@ -6,13 +6,14 @@ use std::time::Duration;
 
 use rustix::event::epoll;
 
+use super::answers_of;
 use super::ledger::{Ledger, Outcome};
 use super::owner::QueueBuilder;
 use super::recruit::Recruits;
 use super::seat::{Finding, Seat};
-use crate::channel::{Observer, Publisher};
+use crate::channel::{Departures, Observer, Publisher};
 use crate::clock::Stopwatch;
-use crate::domain::{Domain, EndpointName};
+use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::message::timespec;
@@ -22,11 +23,27 @@ use crate::stream::Backoff;
 /// Looks for the data of a result before its waiter sleeps.
 const LOOKS: u32 = 16_000;
 
+/// How often, and how long each, a waiter looks for one result's data and for nothing else.
+const WORDS: u32 = 8;
+const NEARLY: Duration = Duration::from_micros(250);
+
+/// How a waiter's looks get fewer.
+struct Pace {
+    backoff: Backoff,
+    words: u32,
+}
+
+/// How often it is tried, every few milliseconds, to remove a name that one who died may still hold.
+const FORGET_TRIES: u32 = 50;
+
 /// A sleep in slices, so that nothing that goes wrong elsewhere makes a hang of it.
 const SLICE: Duration = Duration::from_millis(50);
 
 /// What rings the queue itself, among its workers' numbers (which begin with 1).
 const OWN: u64 = 0;
+
+/// Each ring is told to one sleeper, once.
+const LISTEN: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ET);
 
 /// What all handles of one queue share.
 #[derive(Debug)]
@@ -39,6 +56,8 @@ pub(super) struct Desk {
     pub(super) recruits: Recruits,
     ledger: Mutex<Ledger>,
     changed: Condvar,
+    /// For the queue's own thread, when nobody leads any more.
+    resume: Condvar,
     readable: PrivateFd,
 }
 
@@ -52,7 +71,7 @@ impl Desk {
     ) -> Result<Arc<Desk>> {
         let readable = epoll::create(epoll::CreateFlags::CLOEXEC);
         let readable = PrivateFd::new(readable.map_err(|e| Error::os("epoll_create1", "a queue", e))?);
-        epoll::add(&readable, &observer.bell, epoll::EventData::new_u64(OWN), epoll::EventFlags::IN)
+        epoll::add(&readable, &observer.bell, epoll::EventData::new_u64(OWN), LISTEN)
             .map_err(|e| Error::os("epoll_ctl", "a queue's bell", e))?;
         let desk = Arc::new(Desk {
             home: Home::here(),
@@ -63,6 +82,7 @@ impl Desk {
             recruits: Recruits::default(),
             ledger: Mutex::new(ledger),
             changed: Condvar::new(),
+            resume: Condvar::new(),
             readable,
         });
         let runner = desk.clone();
@@ -87,12 +107,14 @@ impl Desk {
         what: impl FnOnce() -> Error,
     ) -> Result<T> {
         self.home.check()?;
-        let (mut clock, mut backoff) = (Stopwatch::default(), Backoff::spinning(LOOKS));
+        let (mut clock, mut pace) = (Stopwatch::default(), Pace { backoff: Backoff::spinning(LOOKS), words: WORDS });
         let mut ledger = self.lock();
         self.begin_polling(&mut ledger);
         let found = loop {
             self.work(&mut ledger);
             if ledger.is_closed {
+                // A ring wakes one: the next one is to hear of it, too.
+                self.observer.bell.ring();
                 break Err(self.gone());
             }
             if let Some(found) = look(&mut ledger) {
@@ -102,7 +124,7 @@ impl Desk {
             if waited >= timeout {
                 break Err(what());
             }
-            ledger = self.pause(ledger, waited, timeout - waited, &mut backoff);
+            ledger = self.pause(ledger, waited, timeout - waited, &mut pace);
         };
         self.end_polling(&mut ledger);
         found
@@ -113,11 +135,19 @@ impl Desk {
         mut ledger: MutexGuard<'a, Ledger>,
         waited: Duration,
         left: Duration,
-        backoff: &mut Backoff,
+        pace: &mut Pace,
     ) -> MutexGuard<'a, Ledger> {
         let is_nearly_there = ledger.seats.iter().any(|seat| !seat.unready.is_empty());
+        if pace.words > 0
+            && let Some(word) = ledger.only_unready()
+        {
+            pace.words -= 1;
+            drop(ledger);
+            word.wait(NEARLY.min(left));
+            return self.lock();
+        }
         let pause = match is_nearly_there {
-            true => backoff.step(),
+            true => pace.backoff.step(),
             false if waited < self.options.spin => Duration::ZERO,
             false => SLICE,
         };
@@ -129,14 +159,50 @@ impl Desk {
         if !is_nearly_there {
             self.end_polling(&mut ledger);
         }
-        ledger.sleepers += 1;
-        let slept = self.changed.wait_timeout(ledger, pause.min(left));
-        let mut ledger = slept.unwrap_or_else(PoisonError::into_inner).0;
-        ledger.sleepers -= 1;
+        let mut ledger = match is_nearly_there || ledger.has_leader {
+            true => self.follow(ledger, pause.min(left)),
+            false => self.lead(ledger, pause.min(left)),
+        };
         if !is_nearly_there {
             self.begin_polling(&mut ledger);
         }
         ledger
+    }
+
+    /// Sleeps until somebody who looked has found something.
+    fn follow<'a>(&'a self, mut ledger: MutexGuard<'a, Ledger>, limit: Duration) -> MutexGuard<'a, Ledger> {
+        ledger.sleepers += 1;
+        let slept = self.changed.wait_timeout(ledger, limit);
+        let mut ledger = slept.unwrap_or_else(PoisonError::into_inner).0;
+        ledger.sleepers -= 1;
+        ledger
+    }
+
+    /// Sleeps on the descriptors itself: to be woken by the queue's thread would cost a second wake-up.
+    fn lead<'a>(&'a self, mut ledger: MutexGuard<'a, Ledger>, limit: Duration) -> MutexGuard<'a, Ledger> {
+        ledger.has_leader = true;
+        drop(ledger);
+        self.sleep(limit);
+        let mut ledger = self.lock();
+        ledger.has_leader = false;
+        if ledger.is_parked {
+            self.resume.notify_one();
+        }
+        ledger
+    }
+
+    /// Sleeps until a worker or the queue itself rings, and takes in what rang. Each ring wakes one sleeper, who then
+    /// does whatever there is to do. Returns whether anything rang.
+    fn sleep(&self, limit: Duration) -> bool {
+        let mut room = [const { std::mem::MaybeUninit::uninit() }; 16];
+        let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else { return false };
+        for event in &*events {
+            match event.data.u64() {
+                OWN => self.observer.bell.drain(),
+                id => self.lock().seat(id).into_iter().for_each(|seat| seat.subscriber.quiet()),
+            }
+        }
+        !events.is_empty()
     }
 
     /// A thread looks by itself from now on: workers need not ring.
@@ -187,19 +253,24 @@ impl Desk {
         }
         findings.into_iter().for_each(|finding| conclude(ledger, finding));
         self.dispatch(ledger);
-        if ledger.changes != before && ledger.sleepers > 0 {
+        if ledger.changes != before {
+            self.tell_sleepers(ledger);
+        }
+    }
+
+    /// Wakes whoever may wait for what has changed.
+    fn tell_sleepers(&self, ledger: &Ledger) {
+        if ledger.sleepers > 0 {
             self.changed.notify_all();
+        }
+        if ledger.has_leader {
+            self.observer.bell.ring();
         }
     }
 
     /// Subscribers came or went.
     fn review(self: &Arc<Self>, ledger: &mut Ledger, findings: &mut Vec<Finding>) {
-        for (id, position) in self.publisher.take_untaken() {
-            if let Some(seat) = ledger.seat(id) {
-                seat.is_leaving = true;
-                seat.untake(position, findings);
-            }
-        }
+        self.bid_farewell(ledger, findings);
         let members = self.publisher.members();
         for seat in &mut ledger.seats {
             seat.is_leaving = !members.iter().any(|member| member.id == seat.id);
@@ -213,7 +284,7 @@ impl Desk {
         }
         for (member, subscriber) in self.recruits.take() {
             let id = epoll::EventData::new_u64(member.id);
-            if epoll::add(&self.readable, subscriber.descriptor(), id, epoll::EventFlags::IN).is_err() {
+            if epoll::add(&self.readable, subscriber.descriptor(), id, LISTEN).is_err() {
                 self.publisher.expel(member.id, "its queue has no room for it");
                 continue;
             }
@@ -230,24 +301,34 @@ impl Desk {
                 self.publisher.expel(seat.id, why);
             }
         }
-        for (id, position) in self.publisher.take_untaken() {
-            ledger.seat(id).into_iter().for_each(|seat| seat.untake(position, findings));
-        }
+        self.bid_farewell(ledger, findings);
         for mut seat in ledger.seats.extract_if(.., |seat| seat.is_over()) {
             seat.leave(findings);
-            self.forget(&seat);
             let _ = epoll::delete(&self.readable, seat.subscriber.descriptor());
         }
     }
 
-    /// Removes the files that a dead worker left: its name was for once, and nobody will take it again.
-    fn forget(&self, seat: &Seat) {
-        let (domain, name) = (self.domain.clone(), seat.subscriber.name().to_string());
-        if seat.subscriber.is_publisher_dead()
-            && let (Ok(name), Ok(watcher)) = (EndpointName::new(&name), Watcher::of_process())
-        {
-            // Not here: it may take a moment, and others wait.
-            let _ = watcher.attend(Box::new(move || _ = domain.clear_name(&name)));
+    /// Takes back what those who have gone had not taken, and removes the files that the dead left: their names were for
+    /// once, and nobody will take them again.
+    fn bid_farewell(&self, ledger: &mut Ledger, findings: &mut Vec<Finding>) {
+        let departures = self.publisher.take_departures(false);
+        for &(id, position) in &departures.untaken {
+            ledger.seat(id).into_iter().for_each(|seat| seat.untake(position, findings));
+        }
+        self.clear_away(departures);
+    }
+
+    fn clear_away(&self, departures: Departures) {
+        for generation in departures.generations {
+            let name = answers_of(self.publisher.name(), generation);
+            if let (Ok(name), Ok(watcher)) = (name, Watcher::of_process()) {
+                // Not here: it may take a moment, and others wait. A name that stays held is a living one's.
+                let (domain, mut tries) = (self.domain.clone(), 0);
+                watcher.retire(move || {
+                    tries += 1;
+                    domain.forget(&name) || tries >= FORGET_TRIES
+                });
+            }
         }
     }
 
@@ -275,26 +356,35 @@ impl Desk {
 
     /// The queue's own thread.
     fn run(self: Arc<Self>) {
+        let mut has_rung = false;
         loop {
             let patience = {
                 let mut ledger = self.lock();
                 if ledger.is_closed {
-                    return;
+                    return self.observer.bell.ring();
                 }
                 self.work(&mut ledger);
+                if ledger.has_leader {
+                    self.park(ledger, has_rung);
+                    has_rung = false;
+                    continue;
+                }
                 let patience = if ledger.pollers > 0 { SLICE } else { ledger.patience() };
                 ledger.sleeps_long = patience >= SLICE;
                 patience
             };
-            let mut room = [const { std::mem::MaybeUninit::uninit() }; 16];
-            let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(patience))) else { continue };
-            for event in events {
-                match event.data.u64() {
-                    OWN => self.observer.bell.drain(),
-                    id => self.lock().seat(id).into_iter().for_each(|seat| seat.subscriber.quiet()),
-                }
-            }
+            has_rung = self.sleep(patience);
         }
+    }
+
+    /// Leaves the descriptors to a user's thread. What rang here may have been meant for that.
+    fn park(&self, mut ledger: MutexGuard<'_, Ledger>, has_rung: bool) {
+        if has_rung {
+            self.observer.bell.ring();
+        }
+        ledger.is_parked = true;
+        let parked = self.resume.wait_timeout(ledger, SLICE);
+        parked.unwrap_or_else(PoisonError::into_inner).0.is_parked = false;
     }
 
     /// Ends everything: who waits is told, workers are told, and nothing is kept for jobs that are not done.
@@ -306,10 +396,13 @@ impl Desk {
         (ledger.is_closed, ledger.is_shut) = (true, true);
         ledger.pollers = old.pollers;
         ledger.sleepers = old.sleepers;
+        ledger.has_leader = old.has_leader;
         drop(ledger);
         drop(old);
         self.changed.notify_all();
         self.publisher.withdraw();
+        // Those who died just now, before anybody has seen it, are among those who are still here.
+        self.clear_away(self.publisher.take_departures(true));
         self.observer.bell.ring();
     }
 }

@@ -7,8 +7,11 @@ use std::time::{Duration, Instant};
 use super::owner::Order;
 use super::seat::Seat;
 use super::wire::Ticket;
-use crate::channel::{Arrival, Parcel};
+use crate::channel::{Arrival, Awaited, Parcel};
 use crate::link::message::text;
+
+/// A look without having been rung.
+const IDLE: Duration = Duration::from_secs(10);
 
 /// A job that somebody still has to do, or whose outcome nobody has taken yet.
 #[derive(Debug)]
@@ -69,6 +72,10 @@ pub(super) struct Ledger {
     pub(super) pollers: u32,
     /// Threads of users that sleep until something changes.
     pub(super) sleepers: u32,
+    /// A thread of a user's sleeps on the descriptors.
+    pub(super) has_leader: bool,
+    /// The queue's own thread leaves the descriptors to that one.
+    pub(super) is_parked: bool,
     /// The queue's own thread sleeps until it is rung.
     pub(super) sleeps_long: bool,
     /// Counts what may end somebody's wait.
@@ -92,6 +99,8 @@ impl Ledger {
             known: HashSet::new(),
             pollers: 0,
             sleepers: 0,
+            has_leader: false,
+            is_parked: false,
             sleeps_long: false,
             changes: 0,
             is_shut: false,
@@ -241,6 +250,13 @@ impl Ledger {
         self.take(id).ok().flatten()
     }
 
+    /// The data of the only result that has come and is not complete.
+    pub(super) fn only_unready(&self) -> Option<Awaited> {
+        let mut unready = self.seats.iter().flat_map(|seat| &seat.unready);
+        let first = unready.next()?;
+        unready.next().is_none().then(|| first.arrival.awaited())
+    }
+
     /// When somebody must look again, though nothing rings: a device that completes a result cannot.
     pub(super) fn patience(&self) -> Duration {
         let unready = self.seats.iter().any(|seat| !seat.unready.is_empty());
@@ -248,7 +264,7 @@ impl Ledger {
         let limit = match (unready, parting || !self.waiting.is_empty()) {
             (true, _) => Duration::from_micros(250),
             (false, true) => Duration::from_millis(50),
-            (false, false) => Duration::from_secs(3600),
+            (false, false) => IDLE,
         };
         let expiry = self.rules.lease_timeout.and_then(|timeout| {
             let oldest = self.seats.iter().filter_map(Seat::oldest_lease).min()?;

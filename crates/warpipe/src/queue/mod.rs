@@ -16,6 +16,8 @@ mod loan;
 mod owner;
 mod recruit;
 mod seat;
+#[cfg(test)]
+mod tests;
 pub(crate) mod wire;
 mod worker;
 

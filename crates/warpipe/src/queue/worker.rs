@@ -126,7 +126,7 @@ impl Answers {
     }
 
     /// Sends an answer behind the work on `stream`.
-    fn send(&self, ticket: Ticket, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<()> {
+    fn send(&self, ticket: Ticket, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<(), Unsaid> {
         self.home.check()?;
         let owner = self.publisher.member_of(self.queue_pid);
         let owner = owner.ok_or_else(|| self.gone(format!("process {} takes no answers", self.queue_pid)))?;
@@ -135,11 +135,29 @@ impl Answers {
             Some(output) => output,
             None => Loan::new(self.publisher.loan(&Layout::bytes_only(0)?)?),
         };
-        sample.send_to(owner, &answer.encode(&metadata)?, stream).map_err(|failed| match failed.error {
-            Error::LinkClosed { reason, .. } => self.gone(reason),
-            other => other,
-        })?;
-        Ok(())
+        let sent = sample.send_to(owner, &answer.encode(&metadata)?, stream);
+        sent.map(drop).map_err(|failed| {
+            let is_told = failed.sample.is_none();
+            let error = match failed.error {
+                Error::LinkClosed { reason, .. } => self.gone(reason),
+                other => other,
+            };
+            Unsaid { error, is_told }
+        })
+    }
+}
+
+/// An answer that failed.
+#[derive(Debug)]
+struct Unsaid {
+    error: Error,
+    /// The queue has heard it all the same, and that its data is lost: there is nothing more to be said.
+    is_told: bool,
+}
+
+impl From<Error> for Unsaid {
+    fn from(error: Error) -> Unsaid {
+        Unsaid { error, is_told: false }
     }
 }
 
@@ -226,11 +244,11 @@ impl Worker {
     /// Checks what the queue wrote; a job whose deadline has passed is answered and not begun.
     fn begin(&mut self, sample: Sample, stream: &Stream) -> Result<Option<Lease>> {
         let ticket = Ticket::decode(sample.metadata()).map_err(|wrong| self.jobs.fail(wrong))?;
+        let lease = Lease { input: Some(sample), ticket, stream: stream.clone(), desk: self.desk.clone() };
         if ticket.deadline_ns != 0 && ticket.deadline_ns <= now_ns() {
-            self.desk.send(ticket, Verdict::Expired, None, stream)?;
-            return Ok(None);
+            return lease.answer(Verdict::Expired, None, stream).map(|()| None);
         }
-        Ok(Some(Lease { input: Some(sample), ticket, stream: stream.clone(), desk: self.desk.clone() }))
+        Ok(Some(lease))
     }
 
     fn told(&self, error: Error) -> Error {
@@ -398,10 +416,16 @@ impl Lease {
         {
             return Err(Error::argument("output", "a loan of somebody else", "one of this worker's `Lease::output`"));
         }
-        // If it fails, the drop says that this attempt has.
-        self.desk.send(self.ticket, verdict, output, stream)?;
-        let input = self.input.take();
-        input.map_or(Ok(()), |input| input.release_on(stream).map(drop))
+        match self.desk.send(self.ticket, verdict, output, stream) {
+            Ok(()) => self.input.take().map_or(Ok(()), |input| input.release_on(stream).map(drop)),
+            Err(Unsaid { error, is_told }) => {
+                // If it was not told, the drop says that this attempt has failed.
+                if is_told {
+                    drop(self.input.take());
+                }
+                Err(error)
+            }
+        }
     }
 }
 

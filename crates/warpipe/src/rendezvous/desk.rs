@@ -213,12 +213,28 @@ impl Desk {
             mute.into_iter().for_each(|mute| refuse(mute.socket.as_fd(), false, "too many connect and say nothing"));
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let phase = Phase::Mute { since: Instant::now() };
+        guests.insert(id, Guest { watches: Vec::new(), socket: Arc::new(socket), peer, phase });
+        drop(guests);
+        // Mostly it has said by now what it comes for: to hear that from the watcher would cost two threads' turns.
+        if self.on_socket(id) == Next::Keep {
+            self.watch_socket(id);
+        }
+    }
+
+    fn watch_socket(&self, id: u64) {
+        let Some(socket) = self.socket_of(id) else { return };
         match self.watcher.watch(socket.as_fd(), &self.watched(), tag(id, SOCKET)) {
             Ok(watch) => {
-                let phase = Phase::Mute { since: Instant::now() };
-                guests.insert(id, Guest { watches: vec![watch], socket: Arc::new(socket), peer, phase });
+                // If nobody is there any more it ends here, before the socket does.
+                if let Some(guest) = self.lock().get_mut(&id) {
+                    guest.watches.push(watch);
+                }
             }
-            Err(error) => refuse(socket.as_fd(), false, error),
+            Err(error) => {
+                refuse(socket.as_fd(), false, error);
+                self.on_end(id);
+            }
         }
     }
 

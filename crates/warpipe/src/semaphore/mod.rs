@@ -8,6 +8,9 @@
 //! `docs/design/semaphore-page.md`): members trust each other with the *count*. What a wrong member can do to it stands
 //! at the head of `room.rs`; it cannot make another one panic, read elsewhere, or wait beyond its timeout.
 
+mod core;
+#[cfg(test)]
+mod hostile;
 mod room;
 mod survivor;
 #[cfg(test)]
@@ -15,31 +18,35 @@ mod tests;
 mod warden;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use self::room::{CREATOR, LOOK, Look, PERMITS_MAX, Place, Room, UNDER_WAY_MAX};
+use self::core::{Core, Side, bury};
+use self::room::{CREATOR, PERMITS_MAX, Room, UNDER_WAY_MAX};
 use self::survivor::Survivor;
-use self::warden::{Here, Warden, Welcome, WhoIs};
+use self::warden::{Warden, Welcome};
 use crate::backend::StreamOp;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
-use crate::fork::Home;
-use crate::link::proof::Streams;
-use crate::link::watcher::Watcher;
 use crate::memory::page::Page;
-use crate::rendezvous::{ANSWER_TIMEOUT, Address, Admission, Keeper, Kind, Visitor, decode, encode};
+use crate::rendezvous::{ANSWER_TIMEOUT, Address, Admission, Keeper, Kind, Visitor};
 use crate::stream::{Backoff, Stream};
 
-/// How often a waiter looks before it sleeps.
+/// The guide's examples are tests, too.
+#[cfg(doctest)]
+#[doc = include_str!("../../../../docs/guide/semaphore.md")]
+struct Guide;
+
+/// How often a waiter that is first in line looks before it sleeps.
 const SPINS: u32 = 2_000;
 
 /// So many may hold a permit at once, in any number of processes on one machine.
 ///
 /// Whoever [creates](Semaphore::create) it keeps it under a name; others [open](Semaphore::open) it. It is closed when
-/// this handle, its clones and its permits are dropped. May be used from any number of threads.
+/// this handle, its clones and its permits are dropped, and the streams they were used on are past their work (at once,
+/// if they are idle). May be used from any number of threads.
 ///
 /// ```
 /// use std::time::Duration;
@@ -199,7 +206,7 @@ impl Semaphore {
         let permit = self.take(timeout, &mut clock)?;
         let (core, due) = (&self.core, self.core.room.due(permit.index));
         if !core.room.word(permit.index).reached(due) {
-            core.meet_signallers(permit.index)?;
+            core.meet_signallers(permit.index, timeout.saturating_sub(clock.elapsed()))?;
             core.await_word(permit.index, due, timeout, &mut clock)?;
         }
         Ok(permit)
@@ -253,7 +260,7 @@ impl Semaphore {
         let (core, index) = (&self.core, permit.index);
         let due = core.room.due(index);
         if !core.room.word(index).reached(due) {
-            core.meet_signallers(index)?;
+            core.meet_signallers(index, timeout.saturating_sub(clock.elapsed()))?;
             core.await_word(index, due.wrapping_sub(UNDER_WAY_MAX - 1), timeout, clock)?;
             core.enqueue(stream, &[core.wait_op(index, due)?])?;
         }
@@ -334,194 +341,5 @@ impl Drop for Permit {
             let _ = self.release_behind(&stream);
         }
         self.hand_on();
-    }
-}
-
-/// Leaves a room that nobody came into to the reaper.
-fn bury(room: Arc<Room>, why: Error) -> Error {
-    if let Ok(watcher) = Watcher::of_process() {
-        watcher.bury(Box::new(room));
-    }
-    why
-}
-
-/// How this process belongs to it.
-#[derive(Debug)]
-enum Side {
-    Creator(#[expect(dead_code, reason = "held, not used")] Keeper),
-    Member { visitor: Visitor, survivor: Arc<Survivor> },
-}
-
-/// What a process's handles and permits share.
-#[derive(Debug)]
-struct Core {
-    room: Arc<Room>,
-    home: Home,
-    device: Device,
-    name: String,
-    member: u32,
-    /// The permit given back last: most likely free, and in this CPU's cache.
-    hint: AtomicU32,
-    streams: Arc<Streams>,
-    watcher: Arc<Watcher>,
-    /// `None` only while dropping.
-    side: Option<Side>,
-}
-
-impl Core {
-    fn new(room: Arc<Room>, device: &Device, name: &str, member: u32, watcher: Arc<Watcher>, side: Side) -> Core {
-        Core {
-            room,
-            home: Home::here(),
-            device: device.clone(),
-            name: name.to_string(),
-            member,
-            hint: AtomicU32::new(0),
-            streams: Arc::default(),
-            watcher,
-            side: Some(side),
-        }
-    }
-
-    fn check_open(&self) -> Result<()> {
-        self.home.check()?;
-        match &self.side {
-            Some(Side::Member { visitor, survivor }) if survivor.is_over() => Err(visitor.owner_gone()),
-            _ => Ok(()),
-        }
-    }
-
-    fn is_over(&self) -> bool {
-        matches!(&self.side, Some(Side::Member { survivor, .. }) if survivor.is_over())
-    }
-
-    /// The page is registered with this device's backend, and its addresses mean nothing to another.
-    fn check_stream(&self, stream: &Stream) -> Result<()> {
-        let (found, own) = (stream.device().info(), self.device.info());
-        if found.id == own.id {
-            return Ok(());
-        }
-        Err(Error::argument("stream", format!("one of {}", found.id), format!("one of {}, as it was opened", own.id)))
-    }
-
-    fn no_permit(&self, waited: Duration) -> Error {
-        Error::Timeout { what: format!("a permit of {:?}", self.name), waited }
-    }
-
-    fn wait_at(&self, place: Place, timeout: Duration, clock: &mut Stopwatch) -> Result<(u32, u64)> {
-        let mut backoff = Backoff::spinning(SPINS);
-        // A permit may have become free while nobody was to be seen.
-        self.room.serve(self.member);
-        loop {
-            let left = timeout.saturating_sub(clock.elapsed());
-            let give_up = left.is_zero() || self.is_over();
-            let look =
-                if give_up { self.room.withdraw(place, self.member) } else { self.room.look(place, self.member) };
-            match look {
-                Look::Granted { permit, passed } => return Ok((permit, passed)),
-                Look::Lost => return Err(self.place_lost()),
-                Look::Waiting if give_up => {
-                    self.check_open()?;
-                    return Err(self.no_permit(timeout));
-                }
-                Look::Waiting if backoff.step().is_zero() => std::hint::spin_loop(),
-                Look::Waiting => {
-                    self.room.sleep(place, left.min(LOOK), || self.is_over());
-                    self.room.serve(self.member);
-                }
-            }
-        }
-    }
-
-    fn place_lost(&self) -> Error {
-        Error::Protocol {
-            name: self.name.clone(),
-            field: "waiter's place",
-            found: "overwritten".into(),
-            allowed: "its waiter's own until it leaves".into(),
-        }
-    }
-
-    fn has_room_for_work(&self, permit: u32) -> bool {
-        self.room.word(permit).reached(self.room.due(permit).wrapping_sub(UNDER_WAY_MAX - 1))
-    }
-
-    fn await_word(&self, permit: u32, value: u64, timeout: Duration, clock: &mut Stopwatch) -> Result<()> {
-        let word = self.room.word(permit);
-        let left = timeout.saturating_sub(clock.elapsed());
-        if word.reached(value) || self.device.backend().wait_word(word, value, left)? {
-            return Ok(());
-        }
-        let what = format!("the device work of the last holder of {:?}", self.name);
-        Err(Error::Timeout { what, waited: timeout })
-    }
-
-    /// Makes sure that this process hears of the death of everybody who is to signal this permit.
-    fn meet_signallers(&self, permit: u32) -> Result<()> {
-        let Some(Side::Member { visitor, survivor }) = &self.side else { return Ok(()) };
-        for (_, member) in self.room.under_way(permit) {
-            if survivor.knows(member) {
-                continue;
-            }
-            let mut gift = visitor.ask(&encode(&WhoIs { member })?, ANSWER_TIMEOUT)?;
-            let Here(is_here) = decode(&gift.body, &self.name)?;
-            // Without a descriptor it is gone, and the creator has stored what it owed.
-            if let (true, Some(pidfd)) = (is_here, gift.fds.pop()) {
-                survivor.learn(member, pidfd, &self.watcher, &self.name)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn word_address(&self, permit: u32) -> Result<u64> {
-        let missing = || Error::argument("device", "none", "the one it was opened on");
-        self.room.device_word(permit).ok_or_else(missing)
-    }
-
-    fn wait_op(&self, permit: u32, value: u64) -> Result<StreamOp> {
-        Ok(StreamOp::Wait { word: self.word_address(permit)?, value })
-    }
-
-    fn signal_op(&self, permit: u32, value: u64) -> Result<StreamOp> {
-        Ok(StreamOp::Signal { word: self.word_address(permit)?, value })
-    }
-
-    fn enqueue(&self, stream: &Stream, ops: &[StreamOp]) -> Result<()> {
-        self.streams.note(stream);
-        // SAFETY: the words lie in the page, which is let go only when this stream, noted above, is proven to be past
-        // them (see `Drop`).
-        unsafe { stream.batch(ops) }
-    }
-
-    /// Stores, once what came before it is done, a value that was promised and could not be enqueued.
-    fn pay_later(&self, permit: u32, value: u64) {
-        let room = self.room.clone();
-        self.watcher.retire(move || {
-            room.word(permit).advance(value.wrapping_sub(1), value);
-            room.word(permit).reached(value)
-        });
-    }
-}
-
-impl Drop for Core {
-    fn drop(&mut self) {
-        let mut side = self.side.take();
-        if !self.home.is_here() {
-            return std::mem::forget((side, self.room.clone()));
-        }
-        if let Some(Side::Creator(_)) = &side {
-            drop(side.take());
-        }
-        let (room, streams, mut proof) = (self.room.clone(), self.streams.clone(), None);
-        self.watcher.retire(move || {
-            let room = &room;
-            if !proof.get_or_insert_with(|| streams.mark()).is_passed() {
-                return false;
-            }
-            // Only now a goodbye: whoever has said it owes no signal any more. And only now the page: never on this
-            // thread, since to unregister memory, a driver may wait for a stream that waits for a peer.
-            drop(side.take());
-            Arc::strong_count(room) == 1
-        });
     }
 }

@@ -206,6 +206,11 @@ impl Room {
         (0..PLACES / 64).any(|group| self.bits(group).load(SeqCst) != 0)
     }
 
+    /// Whether at most one is in line.
+    pub(super) fn is_first_in_line(&self) -> bool {
+        (0..PLACES / 64).map(|group| self.bits(group).load(SeqCst).count_ones()).sum::<u32>() <= 1
+    }
+
     /// How many wait, for people.
     pub(super) fn waiting(&self) -> u32 {
         self.seen_places().filter(|&place| phase_of(self.place_state(place).load(Relaxed)) == WAITING).count() as u32
@@ -227,9 +232,13 @@ impl Room {
         })
     }
 
-    /// Takes a free permit, whether anybody waits or not; looked for from `first` on.
+    /// Takes a free permit, whether anybody waits or not; looked for from `first` on. One whose devices are done comes
+    /// before one that would make a stream wait.
     pub(super) fn take_free(&self, me: u32, first: u32) -> Option<u32> {
-        (0..self.permits).map(|step| (first % self.permits + step) % self.permits).find(|&permit| self.take(permit, me))
+        let in_turn = || (0..self.permits).map(|step| (first % self.permits + step) % self.permits);
+        let is_done = |&permit: &u32| self.word(permit).reached(self.due(permit));
+        let idle = in_turn().filter(is_done).find(|&permit| self.take(permit, me));
+        idle.or_else(|| in_turn().find(|&permit| self.take(permit, me)))
     }
 
     fn take(&self, permit: u32, me: u32) -> bool {

@@ -94,7 +94,8 @@ impl Survivor {
         self.dead.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn bury(&self, member: u32) {
+    /// The member is proven dead, or has left and owes nothing.
+    pub(super) fn bury(&self, member: u32) {
         self.dead().insert(member);
         self.settle();
     }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::sync::{Mutex, mpsc};
 use std::time::Instant;
 
+use super::room::{Look, Place};
 use super::*;
 use crate::backend::testing::{Delaying, Wrapped};
 

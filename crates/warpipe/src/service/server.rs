@@ -255,6 +255,7 @@ impl Server {
         let Ok(watcher) = Watcher::of_process() else { return };
         for name in &self.gone {
             let (domain, name) = (self.domain.clone(), name.clone());
+            // One that is still held is tried again with the next look.
             let _ = watcher.attend(Box::new(move || _ = domain.clear_name(&name)));
         }
     }
@@ -322,15 +323,6 @@ impl Server {
             }
             BELL => self.door.bell.drain(),
             id => self.clients.iter().filter(|guest| guest.id == id).for_each(|guest| guest.worker.quiet()),
-        }
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        if !self.home.is_here() {
-            // The list's lock may have been held by another thread at the fork.
-            std::mem::forget(self.door.clone());
         }
     }
 }

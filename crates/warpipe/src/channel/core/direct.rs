@@ -54,6 +54,15 @@ pub(crate) struct Member {
     pub(crate) generation: [u8; 16],
 }
 
+/// Of subscribers that have gone.
+#[derive(Debug, Default)]
+pub(crate) struct Departures {
+    /// What they had been given and not taken: their number, the position.
+    pub(crate) untaken: Vec<(u64, u64)>,
+    /// What they had said that they are, when they hold nothing any more.
+    pub(crate) generations: Vec<[u8; 16]>,
+}
+
 /// Hears of subscribers that come and go.
 #[derive(Debug)]
 pub(crate) struct Observer {
@@ -205,15 +214,16 @@ impl Core {
         self.ring();
     }
 
-    /// What those who have gone by now had been given and not taken, each told once: their number, the position.
-    pub(in crate::channel) fn take_untaken(&self) -> Vec<(u64, u64)> {
+    /// What those who have gone by now leave, each told once; with `all`, who is still here is named, too.
+    pub(in crate::channel) fn take_departures(&self, all: bool) -> Departures {
         let mut state = self.lock();
-        let mut untaken = std::mem::take(&mut state.untaken);
+        let mut departures = std::mem::take(&mut state.departures);
         for outlet in &mut state.outlets {
             let id = outlet.id;
-            untaken.extend(std::mem::take(&mut outlet.untaken).into_iter().map(|position| (id, position)));
+            departures.generations.extend(all.then_some(outlet.generation));
+            departures.untaken.extend(std::mem::take(&mut outlet.untaken).into_iter().map(|position| (id, position)));
         }
-        untaken
+        departures
     }
 }
 

@@ -203,7 +203,9 @@ impl Core {
         let done: Vec<Outlet> = state.outlets.extract_if(.., is_done).collect();
         for outlet in done {
             if self.options.observer.is_some() {
-                state.untaken.extend(outlet.untaken.iter().map(|&position| (outlet.id, position)));
+                state.departures.untaken.extend(outlet.untaken.iter().map(|&position| (outlet.id, position)));
+                state.departures.generations.push(outlet.generation);
+                self.ring();
             }
             self.drop_outlet(outlet);
         }

@@ -29,10 +29,29 @@ impl Arrival {
         self.inlet.completion(*position, description.sequence)
     }
 
+    /// To wait for the data without it.
+    pub(crate) fn awaited(&self) -> Awaited {
+        Awaited { inlet: self.inlet.clone(), position: self.taken().0 }
+    }
+
     /// The sample, once [`is_complete`](Self::is_complete) has said so: then `stream` has nothing to wait for.
     pub(crate) fn into_sample(mut self, stream: &Stream) -> Sample {
         let (position, address, description) = self.taken.take().expect("present until it becomes a sample");
         Sample::new(self.inlet.clone(), address, position, description, stream, None)
+    }
+}
+
+/// The data of an arrival, to be waited for.
+#[derive(Debug)]
+pub(crate) struct Awaited {
+    inlet: Arc<Inlet>,
+    position: u64,
+}
+
+impl Awaited {
+    /// Waits on the CPU until it may be complete.
+    pub(crate) fn wait(&self, limit: Duration) {
+        self.inlet.linger(self.position, limit);
     }
 }
 

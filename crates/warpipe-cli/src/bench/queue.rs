@@ -1,0 +1,216 @@
+//! A job to a worker and back, beside a round trip over two bare channels; and four workers beside one.
+//!
+//! The round trips run the same kernels in the same two processes and take turns. Each is awaited by the submitter's
+//! CPU, as a result is. What the queue adds is its books: the lease, the credit, the result's completion.
+
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use warpipe::{DType, Device, Domain, Error, Layout, Order, Publisher, Queue, Stream, Subscriber, Worker};
+
+use super::figure::{Figure, Wanted};
+use super::handoff::{p50_us, subscriber};
+use super::partner::{Control, Partner};
+use super::setup::{PATIENCE, Place, Setup};
+use super::{Role, figure};
+
+/// Floats that the kernels work on.
+const FLOATS: u64 = 1024;
+
+const QUEUE: &str = "bench/queue";
+const CREW: &str = "bench/crew";
+const PING: &str = "bench/queue-ping";
+const PONG: &str = "bench/queue-pong";
+
+/// What a job of the crew takes of the GPU.
+const JOB: Duration = Duration::from_millis(1);
+
+/// Four workers' time for a job against one's, so that they do 3.5 times as much.
+const CREW_RATIO: f64 = 4.0 / 3.5;
+
+/// What the other process does.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum Terms {
+    /// Answer so many round trips over channels and as many jobs, in turns.
+    Answer { place: Place, rounds: usize, trips: usize },
+    /// Work for the crew's queue until it ends.
+    Work { place: Place },
+}
+
+pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
+    Ok(vec![round_trip(setup)?, crew(setup)?])
+}
+
+/// How long to poll: the round trip's cost is asked for, not that of a sleep.
+fn spin(device: &Device) -> Duration {
+    Duration::from_micros(if Device::host().info().id == device.info().id { 20 } else { 5_000 })
+}
+
+fn layout() -> warpipe::Result<Layout> {
+    Layout::contiguous(DType::F32, &[FLOATS])
+}
+
+fn round_trip(setup: &Setup) -> anyhow::Result<Figure> {
+    let (rounds, trips) = (setup.rounds(), setup.times(300));
+    let partner = Partner::start(&Role::Queue(Terms::Answer { place: setup.place(), rounds, trips }))?;
+    let (device, domain) = (&setup.device, &setup.domain);
+    let publisher = Publisher::builder(PING).domain(domain).device(device).build()?;
+    let queue = Queue::builder(QUEUE).domain(domain).device(device).spin(spin(device)).build()?;
+    partner.control.tell(&())?;
+    let mut pong = subscriber(PONG, domain, device)?;
+    publisher.wait_for_subscribers(1, PATIENCE)?;
+    queue.wait_for_workers(1, PATIENCE)?;
+    partner.control.tell(&())?;
+    let stream = device.stream()?;
+    let (mut floor, mut ours, mut floor_ns, mut ours_ns) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    // The first round warms up.
+    for round in 0..=rounds {
+        let mut bare = Vec::with_capacity(trips);
+        for trip in 0..trips {
+            bare.push(channel_trip(&publisher, &mut pong, &stream, trip)?);
+        }
+        let mut jobs = Vec::with_capacity(trips);
+        for trip in 0..trips {
+            jobs.push(job_trip(&queue, &stream, trip)?);
+        }
+        if round > 0 {
+            floor.push(p50_us(&bare));
+            ours.push(p50_us(&jobs));
+            floor_ns.extend(bare);
+            ours_ns.extend(jobs);
+        }
+    }
+    drop(queue);
+    partner.end()?;
+    Ok(Figure::new("queue", "one job to a worker and back", "us", &ours)
+        .beside(&floor)
+        .spread(ours_ns, floor_ns)
+        .wanted(Wanted::RatioAtMost(1.2))
+        .note("beside a round trip over two channels; both awaited by the CPU, medians of the rounds' p50"))
+}
+
+/// Nanoseconds of one round trip over the channels.
+fn channel_trip(publisher: &Publisher, pong: &mut Subscriber, stream: &Stream, trip: usize) -> anyhow::Result<u64> {
+    let begun = Instant::now();
+    let loan = publisher.loan(&layout()?)?;
+    // SAFETY: the slot is this loan's alone and FLOATS * 4 bytes long; it is sent behind the kernel.
+    unsafe { warpipe_kernels::fill(stream, loan.slot_ptr(), FLOATS / 2, trip as u64) }?;
+    loan.send(stream)?;
+    let sample = pong.receive(stream)?;
+    sample.wait(PATIENCE)?;
+    let took = begun.elapsed().as_nanos() as u64;
+    anyhow::ensure!(sample.layout().bytes() == FLOATS * 4, "an answer of another size");
+    Ok(took)
+}
+
+/// Nanoseconds of one job.
+fn job_trip(queue: &Queue, stream: &Stream, trip: usize) -> anyhow::Result<u64> {
+    let begun = Instant::now();
+    let input = queue.loan(&layout()?)?;
+    // SAFETY: as in `channel_trip`; it is submitted behind the kernel.
+    unsafe { warpipe_kernels::fill(stream, input.slot_ptr(), FLOATS / 2, trip as u64) }?;
+    let job = queue.submit(input, stream).map_err(Error::from)?;
+    let result = job.wait(stream, PATIENCE)?;
+    let took = begun.elapsed().as_nanos() as u64;
+    anyhow::ensure!(result.attempt() == 1 && result.layout().bytes() == FLOATS * 4, "another result");
+    Ok(took)
+}
+
+/// The other process's part.
+pub fn play(terms: &Terms, control: &Control) -> anyhow::Result<()> {
+    match terms {
+        Terms::Answer { place, rounds, trips } => answer(place, *rounds, *trips, control),
+        Terms::Work { place } => work(place),
+    }
+}
+
+fn answer(place: &Place, rounds: usize, trips: usize, control: &Control) -> anyhow::Result<()> {
+    let (device, domain) = place.open()?;
+    let stream = device.stream()?;
+    let pong = Publisher::builder(PONG).domain(&domain).device(&device).build()?;
+    control.hear::<()>()?;
+    let mut ping = subscriber(PING, &domain, &device)?;
+    let mut worker = worker(QUEUE, &domain, &device)?;
+    control.hear::<()>()?;
+    for _ in 0..=rounds {
+        for _ in 0..trips {
+            let sample = ping.receive(&stream)?;
+            let loan = pong.loan(&layout()?)?;
+            // SAFETY: both are FLOATS floats; the input is lent until it is released behind the kernel, the output is
+            // this loan's alone.
+            unsafe { warpipe_kernels::scale(&stream, loan.slot_ptr(), sample.slot_ptr(), FLOATS, 0.5) }?;
+            loan.send(&stream)?;
+        }
+        for _ in 0..trips {
+            let lease = worker.lease(&stream)?;
+            let output = lease.output(lease.layout())?;
+            // SAFETY: as above.
+            unsafe { warpipe_kernels::scale(&stream, output.slot_ptr(), lease.slot_ptr(), FLOATS, 0.5) }?;
+            lease.complete_with(output, &stream)?;
+        }
+    }
+    Ok(stream.synchronize(PATIENCE)?)
+}
+
+fn worker(queue: &str, domain: &Domain, device: &Device) -> anyhow::Result<Worker> {
+    let builder = Worker::builder(queue).domain(domain).device(device).wait_for_queue(Some(PATIENCE));
+    Ok(builder.timeout(PATIENCE).spin(spin(device)).build()?)
+}
+
+/// Jobs of one millisecond: four workers beside one.
+fn crew(setup: &Setup) -> anyhow::Result<Figure> {
+    let jobs = setup.times(400);
+    let one = crew_of(setup, 1, jobs)?;
+    let four = crew_of(setup, 4, jobs)?;
+    let quarter: Vec<f64> = one.iter().map(|time| time / 4.0).collect();
+    let speed_up = figure::median(&one) / figure::median(&four);
+    let figure = Figure::new("queue", "per job of 1 ms of GPU, 4 workers", "us", &four).beside(&quarter);
+    let figure = figure.note(format!(
+        "beside a quarter of one worker's {:.0} us; {speed_up:.2} times as many jobs",
+        figure::median(&one)
+    ));
+    // Only where kernels of several processes run at once can four do four times as much.
+    Ok(if setup.is_mps() { figure.wanted(Wanted::RatioAtMost(CREW_RATIO)) } else { figure })
+}
+
+/// Microseconds a job, for each round.
+fn crew_of(setup: &Setup, workers: usize, jobs: usize) -> anyhow::Result<Vec<f64>> {
+    let (device, domain) = (&setup.device, &setup.domain);
+    let queue = Queue::builder(CREW).domain(domain).device(device).order(Order::Completion).build()?;
+    let terms = || Role::Queue(Terms::Work { place: setup.place() });
+    let partners = (0..workers).map(|_| Partner::start(&terms())).collect::<anyhow::Result<Vec<_>>>()?;
+    queue.wait_for_workers(workers, PATIENCE)?;
+    let stream = device.stream()?;
+    let mut rounds = Vec::new();
+    for round in 0..=setup.rounds() {
+        let start = Instant::now();
+        for _ in 0..jobs {
+            queue.submit_bytes(b"", &stream)?;
+        }
+        for _ in 0..jobs {
+            queue.next_result(&stream, PATIENCE)?.finish()?;
+        }
+        if round > 0 {
+            rounds.push(start.elapsed().as_secs_f64() * 1e6 / jobs as f64);
+        }
+    }
+    drop(queue);
+    partners.into_iter().try_for_each(Partner::end)?;
+    Ok(rounds)
+}
+
+fn work(place: &Place) -> anyhow::Result<()> {
+    let (device, domain) = place.open()?;
+    let stream = device.stream()?;
+    let mut worker = worker(CREW, &domain, &device)?;
+    loop {
+        match worker.lease(&stream) {
+            Ok(lease) => {
+                warpipe_kernels::spin(&stream, JOB)?;
+                lease.complete(&stream)?;
+            }
+            Err(Error::QueueGone { .. }) => return Ok(stream.synchronize(PATIENCE)?),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! Those who use a sample or a loan beside the stream it came with: frameworks with streams of their own.
+
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use warpipe::Error;
+
+use super::Case;
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::payload::Payload;
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("a second stream that is let in reads whole data, one that is not reads too early", second_stream),
+    Case::new("a slot is given back behind the second stream's work", released_behind),
+    Case::new("a hold keeps a loan's memory mapped after its publisher", held_memory),
+    Case::new("a second stream of a sample that is lost is told so", lost_sample),
+];
+
+const WORDS: u64 = 512;
+const SLOW: Duration = Duration::from_millis(400);
+
+fn second_stream(context: &Context) -> Result<()> {
+    let publisher = context.publisher("second").build()?;
+    let mut subscriber = context.subscriber("second").build()?;
+    let (filling, receiving) = (context.stream()?, context.stream()?);
+    let (admitted, careless) = (context.stream()?, context.stream()?);
+    let mut tally = context.tally()?;
+    Payload::of(WORDS, 1).slow(SLOW).send(&publisher, &filling)?;
+    let sample = subscriber.receive(&receiving)?;
+    ensure!(!sample.is_complete()?, "the data is there before it is written");
+    let early = tally.check_sample_on(&sample, &careless)?;
+    sample.wait_on(&admitted)?;
+    let whole = tally.check_sample_on(&sample, &admitted)?;
+    admitted.wait_for(&careless)?;
+    sample.release_on(&admitted)?.wait(PATIENCE)?;
+    for stream in [&admitted, &careless, &receiving, &filling] {
+        stream.synchronize(PATIENCE)?;
+    }
+    let (early, whole) = (early.map(|check| tally.wrong_words(check)), whole.map(|check| tally.wrong_words(check)));
+    ensure!(whole == Some(0), "the stream that was let in saw {whole:?} wrong words");
+    ensure!(early.is_some_and(|wrong| wrong > 0), "the control saw {early:?} wrong words: it proves nothing");
+    Ok(())
+}
+
+fn released_behind(context: &Context) -> Result<()> {
+    let publisher = context.publisher("behind").build()?;
+    let mut subscriber = context.subscriber("behind").build()?;
+    let (stream, busy) = (context.stream()?, context.stream()?);
+    Payload::of(WORDS, 1).send(&publisher, &stream)?;
+    let sample = subscriber.receive(&stream)?;
+    sample.wait_on(&busy)?;
+    warpipe_kernels::spin(&busy, SLOW)?;
+    sample.release_on(&busy)?.wait(PATIENCE)?;
+    ensure!(publisher.subscribers()[0].in_flight == 1, "it was given back before the stream's work was done");
+    busy.synchronize(PATIENCE)?;
+    ensure!(publisher.subscribers()[0].in_flight == 0, "it is given back by now");
+    Ok(())
+}
+
+fn held_memory(context: &Context) -> Result<()> {
+    let publisher = context.publisher("hold").build()?;
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    let loan = Payload::of(WORDS, 5).loan(&publisher, &stream)?;
+    let (hold, words) = (loan.hold(), loan.slot_ptr());
+    loan.send(&stream)?;
+    drop(publisher);
+    let check = tally.check_words(&stream, words, WORDS, 5, &hold)?;
+    stream.synchronize(PATIENCE)?;
+    ensure!(tally.wrong_words(check) == 0, "the memory is as it was sent");
+    Ok(())
+}
+
+fn lost_sample(context: &Context) -> Result<()> {
+    let publisher = context.publisher("lost").build()?;
+    let mut subscriber = context.subscriber("lost").build()?;
+    let (stream, late) = (context.stream()?, context.stream()?);
+    let announced = Payload::of(WORDS, 1).loan(&publisher, &stream)?.announce()?;
+    let sample = subscriber.receive(&stream)?;
+    drop(announced);
+    match sample.is_complete() {
+        Err(Error::SampleLost { sequence: 1, .. }) => {}
+        other => bail!("it was given up, and there came {other:?}"),
+    }
+    // Nothing is left to wait for: the stream must not be held for ever.
+    sample.wait_on(&late)?;
+    late.synchronize(PATIENCE)?;
+    drop(sample);
+    Ok(stream.synchronize(PATIENCE)?)
+}

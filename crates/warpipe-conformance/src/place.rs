@@ -1,0 +1,68 @@
+//! Shared memory and blocks, filled and checked as a whole. **This module is marked for unsafe**: it launches kernels on
+//! addresses.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use warpipe::backend::DevicePtr;
+use warpipe::{Buffer, LentBuffer, Memory, SharedMemory, Stream};
+
+use crate::PATIENCE;
+use crate::payload::{Tally, fill_words};
+
+/// Memory of 8-byte words that can be shared.
+pub trait Place {
+    /// Where it is here.
+    fn ptr(&self) -> DevicePtr;
+    /// How many words it has.
+    fn words(&self) -> u64;
+    /// Says that a stream is given work on it.
+    fn used_on(&self, stream: &Stream);
+}
+
+macro_rules! places {
+    ($($kind:ty),*) => {$(
+        impl Place for $kind {
+            fn ptr(&self) -> DevicePtr {
+                self.ptr()
+            }
+
+            fn words(&self) -> u64 {
+                self.bytes() / 8
+            }
+
+            fn used_on(&self, stream: &Stream) {
+                self.used_on(stream);
+            }
+        }
+    )*};
+}
+
+places!(Memory, SharedMemory, Buffer, LentBuffer);
+
+/// Enqueues the writing of the pattern of `seed`, late by `slow`. `is_named` is false for the negative control: the place
+/// does not learn of the stream.
+///
+/// # Errors
+/// Those of a launch.
+pub fn fill(place: &impl Place, stream: &Stream, seed: u64, slow: Duration, is_named: bool) -> Result<()> {
+    if is_named {
+        place.used_on(stream);
+    }
+    // SAFETY: the words lie in the place, which stays mapped until its stream is past them; where the stream is not named,
+    // the case keeps the region mapped otherwise and lets the writers meet, which is what it tries.
+    unsafe { fill_words(stream, place.ptr(), place.words(), seed, slow)? };
+    Ok(())
+}
+
+/// How many words are not the pattern of `seed`. Waits for the check.
+///
+/// # Errors
+/// Those of a launch; the stream does not come to its end.
+pub fn wrong_words(place: &impl Place, stream: &Stream, tally: &mut Tally, seed: u64) -> Result<u64> {
+    place.used_on(stream);
+    // SAFETY: the words lie in the place, which is borrowed until the stream is past the check.
+    let check = unsafe { tally.check(stream, place.ptr(), place.words(), seed)? };
+    stream.synchronize(PATIENCE)?;
+    Ok(tally.wrong_words(check))
+}

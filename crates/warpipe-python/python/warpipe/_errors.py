@@ -1,0 +1,224 @@
+"""The exceptions of warpipe: one tree under ``Error``, mirroring the Rust library's ``enum Error``.
+
+Where Python has a family of its own for a kind of failure (``TimeoutError``, ``ConnectionError``, ``ValueError``,
+``MemoryError``, ...), the exception belongs to both. Messages end with the next step.
+"""
+
+from __future__ import annotations
+
+import builtins
+
+
+class Error(Exception):
+    """The base of everything that warpipe raises."""
+
+    __module__ = "warpipe"
+
+
+# Devices and the system.
+
+
+class DeviceError(Error):
+    """A device that is missing, cannot be used, or failed."""
+
+
+class NoDriverError(DeviceError):
+    """No CUDA driver library could be loaded."""
+
+
+class DriverSymbolError(DeviceError):
+    """The driver is there but lacks a function that warpipe needs."""
+
+
+class NoDeviceError(DeviceError):
+    """The driver works and lists no GPU that this process may use."""
+
+
+class DevicePermissionError(DeviceError, PermissionError):
+    """The driver is there but this user may not open its device files."""
+
+
+class NoSuchDeviceError(DeviceError, LookupError):
+    """No device answers to what was asked for."""
+
+
+class DriverError(DeviceError):
+    """A call of the driver failed. Attributes: ``call``, ``code`` (the ``CUresult``), ``driver_name``."""
+
+    call: str
+    code: int
+    driver_name: str
+
+
+class DeviceMemoryError(DeviceError, MemoryError):
+    """The device has no room for an allocation. Attribute: ``nbytes``."""
+
+    nbytes: int
+
+
+class NotDeviceMemoryError(DeviceError):
+    """A descriptor that should be shareable device memory is not."""
+
+
+class PeerAccessError(DeviceError):
+    """Two devices that cannot reach each other's memory."""
+
+
+class SystemCallError(Error, OSError):
+    """A call of the operating system failed. Attributes: ``call``, ``code`` (the errno)."""
+
+    call: str
+    code: int | None
+
+
+class DescriptorLimitError(SystemCallError):
+    """The process, or the system, has no file descriptor left."""
+
+
+# Names.
+
+
+class InvalidNameError(Error, ValueError):
+    """A name that no endpoint may have. Attribute: ``endpoint``."""
+
+    endpoint: str
+
+
+class DomainError(Error):
+    """A domain directory that cannot be trusted or used."""
+
+
+class ForeignFileError(Error, FileExistsError):
+    """Something that is not warpipe's stands where an endpoint's file should be."""
+
+
+class NameTakenError(Error):
+    """The name is held by a live endpoint. Attributes: ``endpoint``, ``pid`` (None if unknown)."""
+
+    endpoint: str
+    pid: int | None
+
+
+# Links and peers.
+
+
+class ConnectionError(Error, builtins.ConnectionError):
+    """A link that cannot be made, or has ended. Attribute: ``endpoint``."""
+
+    endpoint: str
+
+
+class NoPublisherError(ConnectionError, ConnectionRefusedError):
+    """Nobody publishes under this name."""
+
+
+class AccessDeniedError(ConnectionError, PermissionError):
+    """The endpoint's owner does not let this user in."""
+
+
+class HandshakeError(ConnectionError):
+    """The two sides could not agree on a link."""
+
+
+class ProtocolError(ConnectionError):
+    """A peer wrote into a link what no correct peer writes."""
+
+
+class PublisherGoneError(ConnectionError, ConnectionResetError):
+    """The publisher has gone. Attributes: ``pid``, ``graceful`` (whether it said goodbye)."""
+
+    pid: int
+    graceful: bool
+
+
+class SampleLostError(ConnectionError):
+    """A frame's sender died or gave up before its data was complete. Attributes: ``sequence``, ``pid``."""
+
+    sequence: int
+    pid: int
+
+
+class EvictedError(ConnectionError):
+    """The publisher closed this subscriber's link."""
+
+
+class LinkClosedError(ConnectionError):
+    """This side has closed the link, for a reason that was told when it happened."""
+
+
+# Waits and limits.
+
+
+class TimeoutError(Error, builtins.TimeoutError):
+    """A wait ran out. Attribute: ``waited``, in seconds."""
+
+    waited: float
+
+
+class FullError(Error):
+    """A subscriber has no room and the policy is to fail. Attributes: ``endpoint``, ``depth``."""
+
+    endpoint: str
+    depth: int
+
+
+class MemoryLimitError(Error, MemoryError):
+    """The publisher's memory limit leaves no room. Attributes: ``endpoint``, ``nbytes``, ``used``, ``limit``."""
+
+    endpoint: str
+    nbytes: int
+    used: int
+    limit: int
+
+
+# Arguments and use.
+
+
+class ArgumentError(Error, ValueError):
+    """An argument outside its stated range."""
+
+
+class WrongDeviceError(ArgumentError):
+    """A tensor that lies on another device than the endpoint's memory."""
+
+
+class LayoutError(Error, ValueError):
+    """A tensor layout that cannot be, or does not fit."""
+
+
+class DTypeError(LayoutError, TypeError):
+    """An element type that cannot be sent, or that a framework lacks."""
+
+
+class NotATensorError(Error, TypeError):
+    """An object that is no tensor."""
+
+
+class MetadataError(Error, ValueError):
+    """Metadata that is too large, or no JSON object."""
+
+
+class ExportError(Error, BufferError):
+    """Memory that cannot be handed out, or taken in, as it was asked for."""
+
+
+class ClosedError(Error, ValueError):
+    """An endpoint that is used after it was closed."""
+
+
+class ReleasedError(Error, ValueError):
+    """A frame or a loan that is used after it was given back."""
+
+
+class ForkedError(Error, RuntimeError):
+    """An object that was made before a ``fork`` is used in the child."""
+
+
+class InjectedError(Error):
+    """A fault that a test asked for."""
+
+
+for _class in list(globals().values()):
+    if isinstance(_class, type) and issubclass(_class, Error):
+        _class.__module__ = "warpipe"
+del _class

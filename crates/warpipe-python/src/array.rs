@@ -1,0 +1,198 @@
+//! Memory as arrays of other frameworks: DLPack, the CUDA array interface, NumPy's, and conveniences for each.
+
+use pyo3::exceptions::PyAttributeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+use warpipe::DType;
+
+use crate::device::is_cuda;
+use crate::dlpack;
+use crate::dtype::typestr;
+use crate::errors::{Fault, Outcome};
+use crate::memory::{Hold, Memory};
+use crate::stream::{Consumer, likely};
+use crate::testing;
+
+/// What `__dlpack__` is asked.
+pub struct Request<'py> {
+    pub stream: Option<Bound<'py, PyAny>>,
+    pub max_version: Option<(u32, u32)>,
+    pub dl_device: Option<(i32, i32)>,
+    pub copy: Option<bool>,
+}
+
+fn refuse(reason: String) -> PyErr {
+    Fault::Own("ExportError", reason).into()
+}
+
+/// A capsule, as the array API standard says.
+pub fn dlpack(py: Python<'_>, memory: &Memory, request: Request<'_>) -> PyResult<Py<PyAny>> {
+    let own = dlpack::device_of(&memory.device);
+    let wanted = request.dl_device.unwrap_or(own);
+    let to_host = wanted.0 == dlpack::CPU && own.0 != dlpack::CPU;
+    if wanted != own && !to_host {
+        return Err(refuse(format!(
+            "it lies on DLPack device {own:?} and cannot be exported to {wanted:?}; copy it there"
+        )));
+    }
+    let versioned = request.max_version.is_some_and(|(major, _)| major >= dlpack::VERSION.0);
+    if to_host || request.copy == Some(true) {
+        if to_host && request.copy == Some(false) {
+            return Err(refuse("from a GPU to the host it must be copied, and `copy` is False".into()));
+        }
+        if !to_host && is_cuda(&memory.device) {
+            return Err(refuse(
+                "a copy on the GPU is the consumer's to make: export it with copy=None and copy that".into(),
+            ));
+        }
+        return dlpack::export(py, &memory.copied(py)?, versioned, true);
+    }
+    ready_for(py, memory, request.stream.as_ref())?;
+    dlpack::export(py, memory, versioned, false)
+}
+
+/// Makes the consumer's stream, in DLPack's numbers, wait for the data.
+fn ready_for(py: Python<'_>, memory: &Memory, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    let number = stream.map(|stream| stream.extract::<i64>()).transpose()?;
+    if !is_cuda(&memory.device) {
+        return match number {
+            None | Some(-1) => memory.settle(py),
+            Some(other) => Err(refuse(format!("stream is {other}; the host has none: leave it out"))),
+        };
+    }
+    let raw = match number {
+        // The consumer orders its work by itself.
+        Some(-1) => return Ok(()),
+        None => 1,
+        Some(number) => usize::try_from(number).ok().filter(|&raw| raw != 0).ok_or_else(|| {
+            refuse(format!("stream is {number}; allowed is -1, 1, 2, or a CUstream (0 is ambiguous: say 1 or 2)"))
+        })?,
+    };
+    Ok(memory.admit(&Consumer::foreign(py, &memory.device, raw)?)?)
+}
+
+/// NumPy's array interface (version 3). For memory of the host; waits there until the data is complete.
+pub fn array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyDict>> {
+    if is_cuda(&memory.device) {
+        return Err(PyAttributeError::new_err(
+            "memory of a GPU has no __array_interface__; use .numpy(), which copies",
+        ));
+    }
+    let Some(typestr) = typestr(memory.layout.dtype()) else {
+        let said = format!("__array_interface__ has no letter for {}; use .numpy()", memory.layout.dtype());
+        return Err(PyAttributeError::new_err(said));
+    };
+    memory.settle(py)?;
+    interface(py, memory, &typestr)
+}
+
+/// The CUDA array interface (version 3): the consumer's stream is to wait for the one that it names.
+pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyDict>> {
+    if !is_cuda(&memory.device) {
+        return Err(PyAttributeError::new_err("memory of the host has no __cuda_array_interface__; use .numpy()"));
+    }
+    let Some(typestr) = typestr(memory.layout.dtype()) else {
+        let said = format!("__cuda_array_interface__ has no letter for {}; use DLPack", memory.layout.dtype());
+        return Err(PyAttributeError::new_err(said));
+    };
+    // Nobody says which stream will use it.
+    for consumer in likely(py, &memory.device)? {
+        match &memory.hold {
+            Hold::Sample(lent) => lent.note(&consumer),
+            Hold::Loan(lease) => lease.consumers.note(&consumer),
+            Hold::Copy(_) => {}
+        }
+    }
+    let dict = interface(py, memory, &typestr)?;
+    dict.set_item("stream", awaited(memory)?)?;
+    Ok(dict)
+}
+
+/// The stream that already waits for the data; none if there is nothing to wait for.
+fn awaited(memory: &Memory) -> Outcome<Option<usize>> {
+    let Hold::Sample(lent) = &memory.hold else { return Ok(None) };
+    if testing::waits_are_skipped() || lent.sample().is_complete()? {
+        return Ok(None);
+    }
+    Ok(Some(lent.sample().stream().raw().0 as usize))
+}
+
+fn interface<'py>(py: Python<'py>, memory: &Memory, typestr: &str) -> PyResult<Bound<'py, PyDict>> {
+    let layout = &memory.layout;
+    let address = if layout.elements() == 0 { 0 } else { memory.address };
+    let dict = PyDict::new(py);
+    dict.set_item("version", 3)?;
+    dict.set_item("shape", PyTuple::new(py, layout.shape())?)?;
+    dict.set_item("typestr", typestr)?;
+    dict.set_item("data", (address, memory.read_only))?;
+    if layout.is_contiguous() {
+        dict.set_item("strides", py.None())?;
+    } else {
+        let width = layout.dtype().bytes() as i64;
+        dict.set_item("strides", PyTuple::new(py, layout.strides().iter().map(|stride| stride * width))?)?;
+    }
+    Ok(dict)
+}
+
+/// One hold on memory that NumPy keeps behind an array.
+#[pyclass(frozen, module = "warpipe")]
+#[derive(Debug)]
+struct View {
+    memory: Memory,
+    typestr: String,
+}
+
+#[pymethods]
+impl View {
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        interface(py, &self.memory, &self.typestr)
+    }
+}
+
+/// A NumPy array: in place for memory of the host, of a GPU's a copy, once the data is complete.
+pub fn numpy<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
+    let memory = if is_cuda(&memory.device) {
+        memory.copied(py)?
+    } else {
+        memory.settle(py)?;
+        memory.clone()
+    };
+    let dtype = memory.layout.dtype();
+    let numpy = py.import("numpy")?;
+    if let Some(typestr) = typestr(dtype) {
+        return numpy.call_method1("asarray", (View { memory, typestr },));
+    }
+    let element = extension(py, dtype)?;
+    let view = View { memory, typestr: if dtype.bytes() == 1 { "|u1".into() } else { "<u2".into() } };
+    numpy.call_method1("asarray", (view,))?.call_method1("view", (element,))
+}
+
+/// The type that NumPy borrows from `ml_dtypes`.
+fn extension<'py>(py: Python<'py>, dtype: DType) -> PyResult<Bound<'py, PyAny>> {
+    let missing = |next: &str| PyErr::from(Fault::dtype(dtype, next));
+    let module = py.import("ml_dtypes").map_err(|_| missing("needs the package ml_dtypes for NumPy; install it"))?;
+    module.getattr(dtype.name()).map_err(|_| missing("is not one that NumPy or ml_dtypes has; use .torch()"))
+}
+
+/// A PyTorch tensor in place, on PyTorch's current stream.
+pub fn torch<'py>(slf: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    slf.py().import("torch")?.call_method1("from_dlpack", (slf,))
+}
+
+/// A CuPy array in place, on CuPy's current stream.
+pub fn cupy<'py>(slf: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    slf.py().import("cupy")?.call_method1("from_dlpack", (slf,))
+}
+
+/// A JAX array. On a GPU it is a copy unless `copy` is False: JAX gives foreign memory back before its own stream is
+/// done with it.
+pub fn jax<'py>(slf: &Bound<'py, PyAny>, memory: &Memory, copy: Option<bool>) -> PyResult<Bound<'py, PyAny>> {
+    let py = slf.py();
+    let aliased = py.import("jax.dlpack")?.call_method1("from_dlpack", (slf,))?;
+    if !copy.unwrap_or(is_cuda(&memory.device)) {
+        return Ok(aliased);
+    }
+    let copied = py.import("jax.numpy")?.call_method1("copy", (aliased,))?;
+    copied.call_method0("block_until_ready")
+}

@@ -1,0 +1,130 @@
+//! Devices, and what may be given where one is asked for.
+
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+use warpipe::backend::DeviceKind;
+
+use crate::errors::Fault;
+
+/// A device and the backend that drives it: a GPU (``cuDeviceGet``), or the host.
+///
+/// ``Device()`` is the first GPU if there is one, else the host; ``Device("host")``, ``Device("cuda:1")`` ask for one.
+/// ``why`` says in words why it was taken. Everything that takes a device also takes these strings.
+///
+/// Raises ``DeviceError`` when it is not there.
+#[pyclass(frozen, module = "warpipe", eq, hash)]
+#[derive(Debug, Clone)]
+pub struct Device {
+    pub inner: warpipe::Device,
+    why: String,
+}
+
+impl PartialEq for Device {
+    fn eq(&self, other: &Device) -> bool {
+        self.inner.info().id == other.inner.info().id
+    }
+}
+
+impl std::hash::Hash for Device {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.inner.info().id.hash(state);
+    }
+}
+
+impl Device {
+    /// One that is known already.
+    pub fn of(inner: &warpipe::Device) -> Device {
+        Device { inner: inner.clone(), why: "as asked".into() }
+    }
+
+    /// What an argument names: nothing, a device, `"host"`, `"cuda"` or `"cuda:1"`.
+    pub fn from_argument(found: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
+        let Some(found) = found else {
+            return Ok(Device::preferred(Python::attach(|py| py.detach(warpipe::Device::preferred))));
+        };
+        if let Ok(device) = found.cast::<Device>() {
+            return Ok(device.get().clone());
+        }
+        let Ok(name) = found.cast::<PyString>() else {
+            return Err(Fault::argument("device", found, "a Device, \"host\", \"cuda\" or \"cuda:1\"").into());
+        };
+        Device::named(name.to_str()?)
+    }
+
+    fn preferred(preferred: warpipe::device::Preferred) -> Device {
+        Device { inner: preferred.device, why: preferred.why }
+    }
+
+    fn named(name: &str) -> PyResult<Device> {
+        let wrong = || Fault::argument("device", format!("{name:?}"), "\"host\", \"cuda\" or \"cuda:1\"");
+        let ordinal = match name.split_once(':') {
+            _ if name == "host" || name == "cpu" => return Ok(Device::of(&warpipe::Device::host())),
+            None if name == "cuda" => 0,
+            Some(("cuda", ordinal)) => ordinal.parse().map_err(|_| wrong())?,
+            _ => return Err(wrong().into()),
+        };
+        let opened = Python::attach(|py| py.detach(|| warpipe::Device::cuda(ordinal)));
+        Ok(Device::of(&opened.map_err(Fault::from)?))
+    }
+}
+
+/// Whether a device is a GPU.
+pub fn is_cuda(device: &warpipe::Device) -> bool {
+    device.info().id.kind == DeviceKind::Cuda
+}
+
+#[pymethods]
+impl Device {
+    #[new]
+    #[pyo3(signature = (device = None, /))]
+    fn new(device: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
+        Device::from_argument(device)
+    }
+
+    /// ``"cuda"`` or ``"host"``.
+    #[getter]
+    fn kind(&self) -> &'static str {
+        if is_cuda(&self.inner) { "cuda" } else { "host" }
+    }
+
+    /// The device's number in this process (0 for the host), as ``CUDA_VISIBLE_DEVICES`` leaves it.
+    #[getter]
+    fn ordinal(&self) -> u32 {
+        self.inner.info().ordinal
+    }
+
+    /// For people: the GPU's product name, or ``host``.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.inner.info().name
+    }
+
+    /// The identity that is the same in every process: ``GPU-...`` or ``host``.
+    #[getter]
+    fn uuid(&self) -> String {
+        self.inner.info().id.to_string()
+    }
+
+    /// Total memory in bytes.
+    #[getter]
+    fn memory_bytes(&self) -> u64 {
+        self.inner.info().memory_bytes
+    }
+
+    /// Bytes of memory that this process holds through warpipe: allocated and imported, not yet released.
+    #[getter]
+    fn bytes_held(&self) -> u64 {
+        self.inner.backend().bytes_held()
+    }
+
+    /// Why this device was taken, in words.
+    #[getter]
+    fn why(&self) -> &str {
+        &self.why
+    }
+
+    fn __repr__(&self) -> String {
+        let info = self.inner.info();
+        if is_cuda(&self.inner) { format!("Device('cuda:{}')", info.ordinal) } else { "Device('host')".into() }
+    }
+}

@@ -1,0 +1,81 @@
+//! The directory in which names live.
+
+use std::path::PathBuf;
+
+use pyo3::prelude::*;
+
+use crate::errors::Fault;
+
+/// The directory in which endpoint names live.
+///
+/// ``Domain()`` is that of the environment: ``$WARPIPE_DOMAIN``, else ``$XDG_RUNTIME_DIR/warpipe``, else
+/// ``/run/user/UID/warpipe``, else ``/tmp/warpipe-UID``. ``Domain(path)`` is made with mode 0700 if it is not there.
+/// With ``owner`` (a user id) it is another user's, whose names are trusted. Everything that takes a domain also takes
+/// a path.
+///
+/// Raises ``DomainError`` for a directory that cannot be trusted or used.
+#[pyclass(frozen, module = "warpipe")]
+#[derive(Debug)]
+pub struct Domain {
+    pub inner: warpipe::Domain,
+}
+
+impl Domain {
+    /// What an argument names: nothing, a domain, a path.
+    pub fn from_argument(found: Option<&Bound<'_, PyAny>>) -> PyResult<warpipe::Domain> {
+        let made = match found {
+            None => warpipe::Domain::from_environment(),
+            Some(found) => match found.cast::<Domain>() {
+                Ok(domain) => return Ok(domain.get().inner.clone()),
+                Err(_) => warpipe::Domain::at(found.extract::<PathBuf>()?),
+            },
+        };
+        Ok(made.map_err(Fault::from)?)
+    }
+}
+
+#[pymethods]
+impl Domain {
+    #[new]
+    #[pyo3(signature = (path = None, *, owner = None))]
+    fn new(path: Option<PathBuf>, owner: Option<u32>) -> PyResult<Domain> {
+        let made = match (path, owner) {
+            (None, None) => warpipe::Domain::from_environment(),
+            (Some(path), None) => warpipe::Domain::at(path),
+            (Some(path), Some(owner)) => warpipe::Domain::of_user(path, owner),
+            (None, Some(_)) => return Err(Fault::argument("path", "missing", "the directory that `owner` owns").into()),
+        };
+        Ok(Domain { inner: made.map_err(Fault::from)? })
+    }
+
+    /// The directory.
+    #[getter]
+    fn path(&self) -> PathBuf {
+        self.inner.path().to_owned()
+    }
+
+    /// Every endpoint, sorted by name: ``[(name, alive, pid), ...]``. ``alive`` is False for what a dead process left;
+    /// ``pid`` is None where it could not be learnt.
+    fn endpoints(&self) -> PyResult<Vec<(String, bool, Option<i32>)>> {
+        let found = self.inner.endpoints().map_err(Fault::from)?;
+        let row = |endpoint: warpipe::Endpoint| {
+            let pid = endpoint.holder.as_ref().and_then(|holder| holder.pid);
+            (endpoint.name.to_string(), endpoint.holder.is_some(), pid)
+        };
+        Ok(found.into_iter().map(row).collect())
+    }
+
+    /// Removes what dead endpoints left, and nothing else. Returns their names.
+    fn clean(&self) -> PyResult<Vec<String>> {
+        let cleaned = self.inner.clean().map_err(Fault::from)?;
+        Ok(cleaned.iter().map(ToString::to_string).collect())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Domain({:?})", self.inner.path().display().to_string())
+    }
+
+    fn __fspath__(&self) -> std::ffi::OsString {
+        self.inner.path().as_os_str().to_owned()
+    }
+}

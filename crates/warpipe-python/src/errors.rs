@@ -1,0 +1,173 @@
+//! Errors of the Rust library as exceptions of `warpipe._errors`, with their context as attributes.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyType};
+use warpipe::Error;
+
+/// What goes wrong on this side of the seam: the library's errors, Python's, and this package's own.
+#[derive(Debug)]
+pub enum Fault {
+    /// The library's.
+    Library(Error),
+    /// This package's: the exception's name and its message.
+    Own(&'static str, String),
+}
+
+/// What calls return that run without the interpreter.
+pub type Outcome<T> = Result<T, Fault>;
+
+impl Fault {
+    /// An endpoint that is used after `close`.
+    pub fn closed(what: &str, name: &str) -> Fault {
+        Fault::Own("ClosedError", format!("the {what} of {name:?} is closed; open a new one"))
+    }
+
+    /// Memory that is used after it was given back.
+    pub fn released(what: &str) -> Fault {
+        let next =
+            "use it before `release`, `finish`, `send` or the end of its `with` block, or keep an array made of it";
+        Fault::Own("ReleasedError", format!("{what} is no longer held; {next}"))
+    }
+
+    /// An argument out of its range.
+    pub fn argument(argument: &str, found: impl std::fmt::Display, allowed: impl std::fmt::Display) -> Fault {
+        Fault::Own("ArgumentError", format!("{argument} is {found}; allowed is {allowed}"))
+    }
+
+    /// An element type that cannot be.
+    pub fn dtype(found: impl std::fmt::Display, next: &str) -> Fault {
+        Fault::Own("DTypeError", format!("element type {found} {next}"))
+    }
+
+    /// A layout that cannot be.
+    pub fn layout(reason: impl std::fmt::Display) -> Fault {
+        Fault::Own("LayoutError", format!("not a usable tensor layout: {reason}"))
+    }
+}
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Fault {
+        Fault::Library(error)
+    }
+}
+
+impl From<warpipe::SendError> for Fault {
+    fn from(failed: warpipe::SendError) -> Fault {
+        Fault::Library(failed.error)
+    }
+}
+
+impl From<Fault> for PyErr {
+    fn from(fault: Fault) -> PyErr {
+        Python::attach(|py| match fault {
+            Fault::Own(class, message) => raise(py, class, &message, |_| Ok(())),
+            Fault::Library(error) => raise(py, class_of(&error), &in_python(&error), |dict| fill(dict, &error)),
+        })
+    }
+}
+
+/// The error's message, its next step in Python's words.
+fn in_python(error: &Error) -> String {
+    let words = [("`wait_for_publisher`", "`wait=`"), ("Device::host()", "device=\"host\"")];
+    words.iter().fold(error.to_string(), |said, (rust, python)| said.replace(rust, python))
+}
+
+/// The exception's class, by the variant. Variants that this package does not know yet are plain `Error`s.
+fn class_of(error: &Error) -> &'static str {
+    match error {
+        Error::NoDriver { .. } => "NoDriverError",
+        Error::DriverSymbol { .. } => "DriverSymbolError",
+        Error::NoDevice { .. } => "NoDeviceError",
+        Error::DevicePermission { .. } => "DevicePermissionError",
+        Error::NoSuchDevice { .. } => "NoSuchDeviceError",
+        Error::Driver { .. } => "DriverError",
+        Error::DeviceMemory { .. } => "DeviceMemoryError",
+        Error::NotDeviceMemory { .. } => "NotDeviceMemoryError",
+        Error::PeerAccess { .. } => "PeerAccessError",
+        Error::Os { .. } => "SystemCallError",
+        Error::DescriptorLimit { .. } => "DescriptorLimitError",
+        Error::Name { .. } => "InvalidNameError",
+        Error::Domain { .. } => "DomainError",
+        Error::ForeignFile { .. } => "ForeignFileError",
+        Error::NameTaken { .. } => "NameTakenError",
+        Error::NoPublisher { .. } => "NoPublisherError",
+        Error::AccessDenied { .. } => "AccessDeniedError",
+        Error::Handshake { .. } => "HandshakeError",
+        Error::Protocol { .. } => "ProtocolError",
+        Error::PublisherGone { .. } => "PublisherGoneError",
+        Error::SampleLost { .. } => "SampleLostError",
+        Error::Evicted { .. } => "EvictedError",
+        Error::LinkClosed { .. } => "LinkClosedError",
+        Error::Timeout { .. } => "TimeoutError",
+        Error::Full { .. } => "FullError",
+        Error::MemoryLimit { .. } => "MemoryLimitError",
+        Error::Layout { .. } => "LayoutError",
+        Error::Argument { .. } => "ArgumentError",
+        Error::Forked => "ForkedError",
+        Error::Injected { .. } => "InjectedError",
+        _ => "Error",
+    }
+}
+
+/// What a program can act on, by the names that the Rust variants use.
+fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
+    match error {
+        Error::Driver { call, code, name, .. } => {
+            dict.set_item("call", call)?;
+            dict.set_item("code", code)?;
+            dict.set_item("driver_name", name)
+        }
+        Error::DeviceMemory { bytes, .. } => dict.set_item("nbytes", bytes),
+        Error::Os { call, source, .. } => {
+            dict.set_item("call", call)?;
+            dict.set_item("code", source.raw_os_error())
+        }
+        Error::NameTaken { name, holder } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("pid", holder.pid)
+        }
+        Error::Name { name, .. }
+        | Error::NoPublisher { name }
+        | Error::AccessDenied { name, .. }
+        | Error::Handshake { name, .. }
+        | Error::Protocol { name, .. }
+        | Error::Evicted { name, .. }
+        | Error::LinkClosed { name, .. } => dict.set_item("endpoint", name),
+        Error::PublisherGone { name, pid, graceful } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("pid", pid)?;
+            dict.set_item("graceful", graceful)
+        }
+        Error::SampleLost { name, sequence, pid } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("sequence", sequence)?;
+            dict.set_item("pid", pid)
+        }
+        Error::Full { name, depth, .. } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("depth", depth)
+        }
+        Error::MemoryLimit { name, bytes, used, limit } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("nbytes", bytes)?;
+            dict.set_item("used", used)?;
+            dict.set_item("limit", limit)
+        }
+        Error::Timeout { waited, .. } => dict.set_item("waited", waited.as_secs_f64()),
+        _ => Ok(()),
+    }
+}
+
+fn raise(py: Python<'_>, class: &str, message: &str, fill: impl FnOnce(&Bound<'_, PyDict>) -> PyResult<()>) -> PyErr {
+    let made = (|| {
+        let class = py.import("warpipe._errors")?.getattr(class)?.cast_into::<PyType>()?;
+        let exception = class.call1((message,))?;
+        let context = PyDict::new(py);
+        fill(&context)?;
+        for (name, value) in context {
+            exception.setattr(name.cast_into::<pyo3::types::PyString>()?, value)?;
+        }
+        Ok(PyErr::from_value(exception))
+    })();
+    made.unwrap_or_else(|error: PyErr| error)
+}

@@ -1,0 +1,375 @@
+//! A slot on loan as Python holds it, and how it goes out.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use pyo3::exceptions::PyBaseException;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+use warpipe::{Error, Layout, SampleMut, SendError};
+
+use crate::array::{self, Request};
+use crate::copies::Copies;
+use crate::device::{Device, is_cuda};
+use crate::dlpack;
+use crate::errors::{Fault, Outcome};
+use crate::memory::{Hold, Lease, Memory};
+use crate::process::Home;
+use crate::source::Wanted;
+use crate::stream::{Consumer, imported};
+use crate::wait::{SLICE, in_slices};
+
+/// Hands the sample over behind `stream`'s work. A policy that blocks does so in slices, `block` at most (None: as long
+/// as it takes), and Ctrl-C ends it.
+pub fn dispatch(py: Python<'_>, sample: SampleMut, stream: &warpipe::Stream, block: Option<Duration>) -> PyResult<u64> {
+    let (mut sample, mut full) = (Some(sample), None);
+    let sent = in_slices(py, block, |_| {
+        let Some(ours) = sample.take() else { return Err(full.take().unwrap_or(Error::Forked).into()) };
+        match ours.send(stream) {
+            Ok(sequence) => Ok(Some(sequence)),
+            Err(SendError { error: error @ Error::Timeout { .. }, sample: Some(back) }) => {
+                (sample, full) = (Some(*back), Some(error));
+                Ok(None)
+            }
+            Err(SendError { error, sample: back }) => {
+                sample = back.map(|back| *back);
+                Err(error.into())
+            }
+        }
+    });
+    if let Some(unsent) = sample {
+        // What fills it may still be on its way there.
+        let _ = unsent.discard(stream);
+    }
+    sent?.ok_or_else(|| match full {
+        Some(Error::Timeout { what, .. }) => {
+            Fault::from(Error::Timeout { what, waited: block.unwrap_or_default() }).into()
+        }
+        _ => Fault::from(Error::Timeout { what: "room".into(), waited: block.unwrap_or(SLICE) }).into(),
+    })
+}
+
+/// A slot on loan: memory of the publisher's device that nobody reads yet, to be filled in place.
+///
+/// As ``with publisher.loan(shape, dtype) as out:`` it is sent at the end of the block, or discarded if the block raises.
+/// Fill it through any array made of it (``torch()``, ``cupy()``, ``numpy()`` on the host, DLPack), with
+/// ``out[...] = values``, or with ``out.copy_from(tensor)``. It is sent behind the work of all streams that arrays of it
+/// were made on. Its contents are whatever was there. Do not write once it is sent.
+#[pyclass(frozen, module = "warpipe", name = "SampleMut", weakref)]
+#[derive(Debug)]
+pub struct Loan {
+    home: Home,
+    state: Mutex<State>,
+    device: warpipe::Device,
+    /// The publisher's, for what no array was made of.
+    stream: warpipe::Stream,
+    copies: Arc<Copies>,
+    layout: Layout,
+    block: Option<Duration>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// `None` once it is sent or discarded.
+    open: Option<Open>,
+    /// Some array interface was asked for: whoever uses it holds this object, so the memory stays as long as that.
+    pinned: Option<Arc<Lease>>,
+}
+
+#[derive(Debug)]
+struct Open {
+    sample: SampleMut,
+    lease: Arc<Lease>,
+}
+
+impl Loan {
+    /// Takes a loan over.
+    pub fn new(
+        sample: SampleMut,
+        device: &warpipe::Device,
+        stream: &warpipe::Stream,
+        copies: &Arc<Copies>,
+        block: Option<Duration>,
+    ) -> Loan {
+        let (layout, lease) = (*sample.layout(), Arc::new(Lease::new(sample.hold())));
+        Loan {
+            home: Home::here(),
+            state: Mutex::new(State { open: Some(Open { sample, lease }), pinned: None }),
+            device: device.clone(),
+            stream: stream.clone(),
+            copies: copies.clone(),
+            layout,
+            block,
+        }
+    }
+
+    fn state(&self) -> Outcome<MutexGuard<'_, State>> {
+        self.home.check()?;
+        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Its memory, while it is on loan.
+    pub fn memory(&self) -> Outcome<Memory> {
+        let state = self.state()?;
+        let open = state.open.as_ref().ok_or_else(|| Fault::released("the loan"))?;
+        Ok(Memory {
+            layout: self.layout,
+            address: open.sample.ptr(),
+            lowest: open.sample.slot_ptr(),
+            device: self.device.clone(),
+            read_only: false,
+            hold: Hold::Loan(open.lease.clone()),
+        })
+    }
+
+    fn pinned(&self) -> Outcome<Memory> {
+        let memory = self.memory()?;
+        if let Hold::Loan(lease) = &memory.hold {
+            self.state()?.pinned = Some(lease.clone());
+        }
+        Ok(memory)
+    }
+
+    fn take(&self) -> Outcome<Open> {
+        self.state()?.open.take().ok_or_else(|| Fault::released("the loan"))
+    }
+
+    /// Behind all that fills it.
+    fn behind(&self, open: &Open, stream: Option<&Consumer>) -> Outcome<warpipe::Stream> {
+        if let Some(consumer) = stream {
+            open.lease.consumers.note(consumer);
+        }
+        open.lease.consumers.join(&self.stream)
+    }
+
+    fn stream_of(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Consumer>> {
+        stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()
+    }
+
+    /// An array of whatever framework is at hand, for `out[...] = values`.
+    fn array<'py>(slf: &Bound<'py, Loan>) -> PyResult<Bound<'py, PyAny>> {
+        let (py, loan) = (slf.py(), slf.get());
+        if !is_cuda(&loan.device) {
+            return array::numpy(py, &loan.memory()?);
+        }
+        if imported(py, "torch")?.is_some() {
+            return array::torch(slf.as_any());
+        }
+        if imported(py, "cupy")?.is_some() {
+            return array::cupy(slf.as_any());
+        }
+        let next = "import torch or cupy, or use out.copy_from(tensor)";
+        Err(Fault::Own("ExportError", format!("no framework that can write memory of a GPU is imported; {next}"))
+            .into())
+    }
+}
+
+impl Drop for Loan {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let Some(Open { sample, lease }) = state.open.take() else { return };
+        if self.home.is_here() {
+            match lease.consumers.join(&self.stream) {
+                // If it cannot be enqueued, the slot is back all the same.
+                Ok(stream) => drop(sample.discard(&stream)),
+                // The device does not say when it is done: the slot must not be used again.
+                Err(_) => std::mem::forget(sample),
+            }
+        }
+    }
+}
+
+#[pymethods]
+impl Loan {
+    /// The dimensions, outermost first, in elements.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.layout.shape())
+    }
+
+    /// The strides, in elements.
+    #[getter]
+    fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.layout.strides())
+    }
+
+    /// The element type's name, as NumPy and ml_dtypes write it.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.layout.dtype().name()
+    }
+
+    /// The number of dimensions.
+    #[getter]
+    fn ndim(&self) -> usize {
+        self.layout.shape().len()
+    }
+
+    /// The number of elements.
+    #[getter]
+    fn size(&self) -> u64 {
+        self.layout.elements()
+    }
+
+    /// What the elements take, in bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.layout.bytes()
+    }
+
+    /// The device whose memory it is.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.device)
+    }
+
+    /// The device address of the element with all indices 0, to be written until it is sent.
+    ///
+    /// Raises ``ReleasedError``.
+    #[getter]
+    fn ptr(&self) -> PyResult<u64> {
+        Ok(self.memory()?.address)
+    }
+
+    /// Whether it has been sent or discarded.
+    #[getter]
+    fn released(&self) -> PyResult<bool> {
+        Ok(self.state()?.open.is_none())
+    }
+
+    /// Sets what travels with it: a dict (as JSON), or bytes; at most 256 bytes.
+    ///
+    /// Raises ``MetadataError``, ``ReleasedError``.
+    fn set_metadata(&self, metadata: &Bound<'_, PyAny>) -> PyResult<()> {
+        let bytes = crate::metadata::encode(Some(metadata))?;
+        let mut state = self.state()?;
+        let open = state.open.as_mut().ok_or_else(|| Fault::released("the loan"))?;
+        Ok(open.sample.set_metadata(&bytes).map_err(Fault::from)?)
+    }
+
+    /// Hands it to every subscriber, behind the work of all streams that arrays of it were made on, and of ``stream``.
+    /// Returns its sequence number, from 1. Does not wait for the device. If it raises, the loan is gone.
+    ///
+    /// Raises ``TimeoutError`` or ``FullError`` by the publisher's policy, ``ClosedError``, ``ReleasedError``,
+    /// ``DriverError``.
+    #[pyo3(signature = (stream = None))]
+    fn send(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
+        let consumer = self.stream_of(py, stream)?;
+        let open = self.take()?;
+        let stream = self.behind(&open, consumer.as_ref())?;
+        dispatch(py, open.sample, &stream, self.block)
+    }
+
+    /// Gives the slot back unsent, behind the same work. Discarding twice, or what was sent, is no error.
+    ///
+    /// Raises ``DriverError``.
+    #[pyo3(signature = (stream = None))]
+    fn discard(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let consumer = self.stream_of(py, stream)?;
+        let Some(open) = self.state()?.open.take() else { return Ok(()) };
+        let stream = self.behind(&open, consumer.as_ref())?;
+        Ok(open.sample.discard(&stream).map_err(Fault::from)?)
+    }
+
+    /// Copies a tensor of the same shape and element type in, as ``Publisher.send`` would.
+    ///
+    /// Raises ``LayoutError``, ``DTypeError``, ``WrongDeviceError``, ``ReleasedError``.
+    fn copy_from(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+        let source = Wanted { device: &self.device, stream: None, own: &self.stream, packed: true }.find(tensor)?;
+        if source.layout != self.layout {
+            let said = format!("{:?} does not fit {:?}", source.layout, self.layout);
+            return Err(Fault::layout(said).into());
+        }
+        // Taken out meanwhile: a lock is not held while the interpreter is let go.
+        let mut open = self.take()?;
+        let filled = self.copies.fill(py, &mut open.sample, source, &self.stream, self.block);
+        if let Ok(stream) = &filled {
+            open.lease.consumers.note(&Consumer::own(stream));
+        }
+        self.state()?.open = Some(open);
+        filled.map(drop)
+    }
+
+    fn __setitem__(slf: &Bound<'_, Loan>, key: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        Loan::array(slf)?.set_item(key, value)
+    }
+
+    fn __getitem__<'py>(slf: &Bound<'py, Loan>, key: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        Loan::array(slf)?.get_item(key)
+    }
+
+    /// A writable NumPy array in place, on the host only. Element types that NumPy lacks are those of ml_dtypes.
+    ///
+    /// Raises ``ReleasedError``, ``DTypeError``, ``ExportError`` on a GPU.
+    fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        array::numpy(py, &self.memory()?)
+    }
+
+    /// A PyTorch tensor in place; the loan is sent behind PyTorch's current stream of now.
+    ///
+    /// Raises ``ReleasedError``, ``ImportError``.
+    fn torch<'py>(slf: &Bound<'py, Loan>) -> PyResult<Bound<'py, PyAny>> {
+        array::torch(slf.as_any())
+    }
+
+    /// A CuPy array in place; the loan is sent behind CuPy's current stream of now.
+    ///
+    /// Raises ``ReleasedError``, ``ImportError``.
+    fn cupy<'py>(slf: &Bound<'py, Loan>) -> PyResult<Bound<'py, PyAny>> {
+        array::cupy(slf.as_any())
+    }
+
+    /// DLPack: a capsule of this memory, writable; see the array API standard. The loan is sent behind ``stream``.
+    ///
+    /// Raises ``ExportError`` (a BufferError) for what cannot be, ``ReleasedError``.
+    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Py<PyAny>> {
+        array::dlpack(py, &self.memory()?, Request { stream, max_version, dl_device, copy })
+    }
+
+    /// DLPack: ``(1, 0)`` for the host, ``(2, ordinal)`` for a GPU.
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        dlpack::device_of(&self.device)
+    }
+
+    /// NumPy's array interface, on the host only. Who uses it keeps this object.
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        array::array_interface(py, &self.pinned()?)
+    }
+
+    /// The CUDA array interface, version 3, on a GPU only. Who uses it keeps this object.
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        array::cuda_array_interface(py, &self.pinned()?)
+    }
+
+    fn __enter__(slf: Py<Loan>) -> Py<Loan> {
+        slf
+    }
+
+    #[pyo3(signature = (kind, _error, _trace))]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        kind: Option<&Bound<'_, PyAny>>,
+        _error: Option<&Bound<'_, PyBaseException>>,
+        _trace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        if self.state()?.open.is_none() {
+            return Ok(());
+        }
+        if kind.is_some() { self.discard(py, None) } else { self.send(py, None).map(drop) }
+    }
+
+    fn __repr__(&self) -> String {
+        format!("SampleMut({:?}, {})", self.layout, self.device)
+    }
+}

@@ -1,0 +1,180 @@
+//! Memory that arrays are made of: a received sample's, a loan's, or a copy on the host, and who uses it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use warpipe::backend::DevicePtr;
+use warpipe::{Layout, Receipt, Sample, SlotHold};
+
+use crate::errors::{Fault, Outcome};
+use crate::process::Home;
+use crate::stream::{Consumer, Consumers};
+use crate::testing;
+use crate::wait::{in_slices, late, none_if_late};
+
+/// A tensor in memory, and what keeps that there. Cheap to clone; all clones are one hold.
+#[derive(Debug, Clone)]
+pub struct Memory {
+    pub layout: Layout,
+    /// Of the element with all indices 0.
+    pub address: DevicePtr,
+    /// Of the first byte of `layout.bytes()`.
+    pub lowest: DevicePtr,
+    pub device: warpipe::Device,
+    pub read_only: bool,
+    pub hold: Hold,
+}
+
+/// What keeps memory there.
+#[derive(Debug, Clone)]
+pub enum Hold {
+    /// A received sample.
+    Sample(Arc<Lent>),
+    /// A loan of a publisher of this process.
+    Loan(Arc<Lease>),
+    /// A copy of our own.
+    Copy(Arc<[u8]>),
+}
+
+/// A received sample: released behind all who used it, when the last array made of it has gone. That may be on any
+/// thread, and without the interpreter.
+#[derive(Debug)]
+pub struct Lent {
+    home: Home,
+    /// `None` only while dropping.
+    sample: Option<Sample>,
+    consumers: Consumers,
+    /// How long the CPU waits for its data.
+    patience: Option<Duration>,
+}
+
+/// A loan's memory: mapped as long as any array made of it lives, whatever becomes of the loan.
+#[derive(Debug)]
+pub struct Lease {
+    pub consumers: Consumers,
+    _hold: SlotHold,
+}
+
+impl Lease {
+    /// Of a loan that nobody uses yet.
+    pub fn new(hold: SlotHold) -> Lease {
+        Lease { consumers: Consumers::default(), _hold: hold }
+    }
+}
+
+impl Lent {
+    /// Takes it over.
+    pub fn new(sample: Sample, patience: Option<Duration>) -> Lent {
+        Lent { home: Home::here(), sample: Some(sample), consumers: Consumers::default(), patience }
+    }
+
+    /// The sample.
+    pub fn sample(&self) -> &Sample {
+        self.sample.as_ref().expect("present until dropped")
+    }
+
+    /// Notes a user of the memory, without making it wait for the data.
+    pub fn note(&self, consumer: &Consumer) {
+        self.consumers.note(consumer);
+    }
+
+    /// Lets `consumer` use the memory: it waits, on the device, until the data is complete.
+    pub fn admit(&self, consumer: &Consumer) -> Outcome<()> {
+        self.home.check()?;
+        self.note(consumer);
+        if testing::waits_are_skipped() || self.sample().is_complete()? {
+            return Ok(());
+        }
+        self.sample().wait_on(consumer.linked())?;
+        consumer.lead()
+    }
+
+    /// Waits on the CPU until the data is complete.
+    pub fn wait(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
+        self.home.check()?;
+        let sample = self.sample();
+        if sample.is_complete().map_err(Fault::from)? {
+            return Ok(());
+        }
+        let done = in_slices(py, timeout, |slice| none_if_late(sample.wait(slice)))?;
+        Ok(done.ok_or_else(|| late(format!("the data of sample {}", sample.sequence()), timeout))?)
+    }
+
+    /// Gives the sample back behind all who used it.
+    pub fn release(mut self) -> Outcome<Receipt> {
+        self.home.check()?;
+        let sample = self.sample.take().expect("present until dropped");
+        let stream = self.consumers.join(sample.stream())?;
+        Ok(sample.release_on(&stream)?)
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        let Some(sample) = self.sample.take() else { return };
+        if !self.home.is_here() {
+            // The library keeps the parent's link out of the child's hands.
+            return drop(sample);
+        }
+        match self.consumers.join(sample.stream()) {
+            // A release that fails closes the link; nobody is left to be told here.
+            Ok(stream) => drop(sample.release_on(&stream)),
+            // The device does not say when the users are done: the slot must not be written again.
+            Err(_) => std::mem::forget(sample),
+        }
+    }
+}
+
+impl Memory {
+    /// Of a received sample.
+    pub fn of_sample(lent: &Arc<Lent>, device: &warpipe::Device) -> Memory {
+        let sample = lent.sample();
+        Memory {
+            layout: *sample.layout(),
+            address: sample.ptr(),
+            lowest: sample.slot_ptr(),
+            device: device.clone(),
+            read_only: true,
+            hold: Hold::Sample(lent.clone()),
+        }
+    }
+
+    /// Makes it ready for a stream of its device.
+    pub fn admit(&self, consumer: &Consumer) -> Outcome<()> {
+        match &self.hold {
+            Hold::Sample(lent) => lent.admit(consumer)?,
+            Hold::Loan(lease) => lease.consumers.note(consumer),
+            Hold::Copy(_) => {}
+        }
+        Ok(())
+    }
+
+    /// Makes it ready for the CPU, which waits where it must.
+    pub fn settle(&self, py: Python<'_>) -> PyResult<()> {
+        match &self.hold {
+            Hold::Sample(lent) if !testing::waits_are_skipped() => lent.wait(py, lent.patience),
+            _ => Ok(()),
+        }
+    }
+
+    /// A copy on the host, once the data is complete.
+    pub fn copied(&self, py: Python<'_>) -> PyResult<Memory> {
+        self.settle(py)?;
+        let bytes: Arc<[u8]> = match &self.hold {
+            Hold::Copy(bytes) => bytes.clone(),
+            Hold::Sample(lent) => {
+                // Complete already, so there is nothing to wait for.
+                py.detach(|| lent.sample().to_vec(crate::wait::SLICE)).map_err(Fault::from)?.into()
+            }
+            Hold::Loan(_) => {
+                let next = "a loan is there to be written; receive it to read it, or use a framework's array of it";
+                return Err(Fault::Own("ExportError", format!("no copy of a loan: {next}")).into());
+            }
+        };
+        let lowest = bytes.as_ptr() as DevicePtr;
+        let address = lowest + self.layout.offset();
+        let device = warpipe::Device::host();
+        Ok(Memory { layout: self.layout, address, lowest, device, read_only: false, hold: Hold::Copy(bytes) })
+    }
+}

@@ -1,0 +1,57 @@
+//! The small dict that travels with a tensor: a JSON object of at most 256 bytes, readable from every language.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+
+use crate::errors::Fault;
+
+/// The most bytes there may be.
+pub const BYTES_MAX: usize = 256;
+
+/// A dict as JSON, or bytes as they are.
+pub fn encode(found: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<u8>> {
+    let Some(found) = found else { return Ok(Vec::new()) };
+    let bytes = match found.cast::<PyBytes>() {
+        Ok(bytes) => bytes.as_bytes().to_vec(),
+        Err(_) => dump(found)?.into_bytes(),
+    };
+    if bytes.len() > BYTES_MAX {
+        let said =
+            format!("the metadata takes {} bytes of at most {BYTES_MAX}; send what is large as a tensor", bytes.len());
+        return Err(Fault::Own("MetadataError", said).into());
+    }
+    Ok(bytes)
+}
+
+fn dump(found: &Bound<'_, PyAny>) -> PyResult<String> {
+    let py = found.py();
+    let options = PyDict::new(py);
+    options.set_item("separators", (",", ":"))?;
+    options.set_item("ensure_ascii", false)?;
+    options.set_item("allow_nan", false)?;
+    let Ok(found) = found.cast::<PyDict>() else {
+        let said = format!("the metadata is a {}; give a dict, or bytes", found.get_type().name()?);
+        return Err(Fault::Own("MetadataError", said).into());
+    };
+    match py.import("json")?.call_method("dumps", (found,), Some(&options)) {
+        Ok(text) => text.extract(),
+        Err(error) => {
+            let said = format!(
+                "the metadata cannot be JSON: {}; use str, int, float, bool, None, list, dict",
+                error.value(py)
+            );
+            Err(Fault::Own("MetadataError", said).into())
+        }
+    }
+}
+
+/// The dict that the bytes stand for. They are the sender's word.
+pub fn decode<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyDict>> {
+    if bytes.is_empty() {
+        return Ok(PyDict::new(py));
+    }
+    let parsed = py.import("json")?.call_method1("loads", (PyBytes::new(py, bytes),)).ok();
+    let dict = parsed.and_then(|parsed| parsed.cast_into::<PyDict>().ok());
+    let said = || format!("the metadata is {} bytes that are no JSON object; read metadata_bytes", bytes.len());
+    dict.ok_or_else(|| Fault::Own("MetadataError", said()).into())
+}

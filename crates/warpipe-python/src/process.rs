@@ -1,0 +1,26 @@
+//! Which process an object belongs to: asked before any lock is touched, which a forked child may find held for ever.
+
+use warpipe::Error;
+
+use crate::errors::Outcome;
+
+/// The process that something was made in.
+#[derive(Debug, Clone, Copy)]
+pub struct Home(u32);
+
+impl Home {
+    /// This one.
+    pub fn here() -> Home {
+        Home(std::process::id())
+    }
+
+    /// Whether this still is the process.
+    pub fn is_here(self) -> bool {
+        self.0 == std::process::id()
+    }
+
+    /// An error in a forked child.
+    pub fn check(self) -> Outcome<()> {
+        if self.is_here() { Ok(()) } else { Err(Error::Forked.into()) }
+    }
+}

@@ -1,0 +1,313 @@
+//! The publisher as Python holds it.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use warpipe::{Error, Layout, PeerState, Policy, SampleMut};
+
+use crate::copies::Copies;
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::dtype;
+use crate::errors::{Fault, Outcome};
+use crate::loan::{Loan, dispatch};
+use crate::metadata;
+use crate::process::Home;
+use crate::source::Wanted;
+use crate::stream::Consumer;
+use crate::wait::{SLICE, in_slices, late, none_if_late, seconds};
+
+/// Hands tensors in device memory to any number of subscribers.
+///
+/// ``name``: 1 to 80 bytes of ``a-z A-Z 0-9 _ - .`` in parts joined by ``/``. ``device``: whose memory the tensors lie in
+/// (default: the first GPU, else the host). ``depth``: how many frames each subscriber may have been given and not
+/// released, 1 to 4096. ``policy``: what happens when a subscriber has that many: ``"block"`` (``send`` waits ``timeout``
+/// seconds, None: as long as it takes), ``"drop_oldest"``, ``"drop_newest"``, ``"fail"``. ``history``: how many of the last
+/// frames a late subscriber gets first. ``memory_limit``: bytes of device memory, taken as needed. ``loan_timeout``: seconds
+/// to wait for memory that is in use. ``evict_after``: seconds of silence after which a subscriber loses its link.
+/// ``allow_uids``, ``allow_gids``: who is admitted beside this user.
+///
+/// Any number of threads may use it. ``close()``, the end of a ``with`` block, or dropping it says goodbye to subscribers.
+///
+/// Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``, ``ArgumentError``,
+/// ``DeviceError``.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct Publisher {
+    home: Home,
+    name: String,
+    device: warpipe::Device,
+    /// `None` once it is closed.
+    inner: Mutex<Option<Arc<warpipe::Publisher>>>,
+    /// For what comes without a stream of its own.
+    stream: warpipe::Stream,
+    /// How long `send` waits for room.
+    block: Option<Duration>,
+    loan_timeout: Option<Duration>,
+    copies: Arc<Copies>,
+}
+
+/// A subscriber, as ``Publisher.subscribers`` shows it.
+#[pyclass(frozen, module = "warpipe", get_all)]
+#[derive(Debug, Clone)]
+pub struct SubscriberInfo {
+    /// Its process id.
+    pub pid: i32,
+    /// Its effective user id.
+    pub uid: u32,
+    /// ``"alive"``, ``"stalled"``, ``"leaving"``, ``"suspect"`` or ``"dead"``.
+    pub state: &'static str,
+    /// Seconds since its last sign of life.
+    pub silent_for: f64,
+    /// Frames that it was given and has not released.
+    pub in_flight: u32,
+    /// Frames that it did not get because of the policy.
+    pub dropped: u64,
+}
+
+#[pymethods]
+impl SubscriberInfo {
+    fn __repr__(&self) -> String {
+        let SubscriberInfo { pid, state, in_flight, dropped, .. } = self;
+        format!("SubscriberInfo(pid={pid}, state={state:?}, in_flight={in_flight}, dropped={dropped})")
+    }
+}
+
+/// The state of a peer, in a word.
+pub fn word_of(state: PeerState) -> &'static str {
+    match state {
+        PeerState::Alive => "alive",
+        PeerState::Stalled => "stalled",
+        PeerState::Leaving => "leaving",
+        PeerState::Suspect => "suspect",
+        PeerState::Dead => "dead",
+        _ => "unknown",
+    }
+}
+
+fn policy(name: &str, timeout: Option<Duration>) -> Outcome<Policy> {
+    Ok(match name {
+        // In slices, in between which signals are seen.
+        "block" => Policy::Block { timeout: timeout.unwrap_or(SLICE).min(SLICE) },
+        "drop_oldest" => Policy::DropOldest,
+        "drop_newest" => Policy::DropNewest,
+        "fail" => Policy::Fail,
+        _ => {
+            let allowed = "\"block\", \"drop_oldest\", \"drop_newest\" or \"fail\"";
+            return Err(Fault::argument("policy", format!("{name:?}"), allowed));
+        }
+    })
+}
+
+fn optional(value: Option<f64>, argument: &str) -> PyResult<Option<Duration>> {
+    value.map(|value| seconds(value, argument)).transpose()
+}
+
+impl Publisher {
+    fn inner(&self) -> Outcome<Arc<warpipe::Publisher>> {
+        self.home.check()?;
+        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        inner.ok_or_else(|| Fault::closed("publisher", &self.name))
+    }
+
+    /// A slot for `layout`, waiting for one as long as the loan's timeout says.
+    fn take(&self, py: Python<'_>, layout: &Layout) -> PyResult<SampleMut> {
+        let inner = self.inner()?;
+        let mut full = None;
+        let taken = in_slices(py, self.loan_timeout, |_| match inner.loan(layout) {
+            Ok(sample) => Ok(Some(sample)),
+            Err(error @ Error::MemoryLimit { bytes, limit, .. }) if bytes <= limit => {
+                full = Some(error);
+                self.inner().map(|_| None)
+            }
+            Err(error) => Err(error.into()),
+        })?;
+        let late = || full.map_or_else(|| late("memory for a loan".into(), self.loan_timeout), Fault::from);
+        Ok(taken.ok_or_else(late)?)
+    }
+}
+
+#[pymethods]
+impl Publisher {
+    #[new]
+    #[pyo3(signature = (name, *, domain = None, device = None, depth = 16, policy = "block", timeout = Some(5.0),
+        history = 0, memory_limit = 4 << 30, loan_timeout = Some(5.0), evict_after = None, subscribers_max = 256,
+        handshake_timeout = 5.0, allow_uids = Vec::new(), allow_gids = Vec::new()),
+        text_signature = "(name, *, domain=None, device=None, depth=16, policy='block', timeout=5.0, history=0, \
+        memory_limit=4294967296, loan_timeout=5.0, evict_after=None, subscribers_max=256, handshake_timeout=5.0, \
+        allow_uids=(), allow_gids=())")]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        depth: u32,
+        policy: &str,
+        timeout: Option<f64>,
+        history: u32,
+        memory_limit: u64,
+        loan_timeout: Option<f64>,
+        evict_after: Option<f64>,
+        subscribers_max: u32,
+        handshake_timeout: f64,
+        allow_uids: Vec<u32>,
+        allow_gids: Vec<u32>,
+    ) -> PyResult<Publisher> {
+        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let (block, loan_timeout) = (optional(timeout, "timeout")?, optional(loan_timeout, "loan_timeout")?);
+        let builder = warpipe::Publisher::builder(name)
+            .domain(&domain)
+            .device(&device)
+            .depth(depth)
+            .policy(self::policy(policy, block)?)
+            .history(history)
+            .memory_limit(memory_limit)
+            .loan_timeout(loan_timeout.unwrap_or(SLICE).min(SLICE))
+            .evict_after(optional(evict_after, "evict_after")?)
+            .subscribers_max(subscribers_max)
+            .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?)
+            .allow_uids(&allow_uids)
+            .allow_gids(&allow_gids);
+        let stream = device.stream().map_err(Fault::from)?;
+        let inner = py.detach(|| builder.build()).map_err(Fault::from)?;
+        Ok(Publisher {
+            home: Home::here(),
+            name: name.to_owned(),
+            device,
+            inner: Mutex::new(Some(Arc::new(inner))),
+            stream,
+            block,
+            loan_timeout,
+            copies: Arc::default(),
+        })
+    }
+
+    /// Its name.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its device.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.device)
+    }
+
+    /// Whether it has been closed.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        self.home.check()?;
+        Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner).is_none())
+    }
+
+    /// Copies a tensor into a slot and hands it to every subscriber. Returns its sequence number, from 1.
+    ///
+    /// ``tensor`` is anything with ``__dlpack__``, ``__array_interface__`` or ``__cuda_array_interface__`` (PyTorch, CuPy,
+    /// JAX, NumPy, Numba, ...), or bytes. On a GPU it is copied on ``stream``, by default the current stream of its
+    /// framework, and may be changed behind that; no CPU waits. On the host it may be changed at once. A tensor whose
+    /// elements fill its memory keeps its strides; one with gaps is gathered.
+    ///
+    /// ``metadata``: a dict (as JSON) or bytes, at most 256 bytes.
+    ///
+    /// Raises ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``MetadataError``;
+    /// ``TimeoutError`` or ``FullError`` by the policy; ``MemoryLimitError``, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (tensor, *, metadata = None, stream = None))]
+    fn send(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        metadata: Option<&Bound<'_, PyAny>>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<u64> {
+        self.inner()?;
+        let metadata = metadata::encode(metadata)?;
+        let stream = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
+        let source =
+            Wanted { device: &self.device, stream: stream.as_ref(), own: &self.stream, packed: false }.find(tensor)?;
+        let mut sample = self.take(py, &source.layout)?;
+        sample.set_metadata(&metadata).map_err(Fault::from)?;
+        let filled_on = self.copies.fill(py, &mut sample, source, &self.stream, self.block)?;
+        dispatch(py, sample, &filled_on, self.block)
+    }
+
+    /// Lends a slot for a tensor of this shape and element type, to be filled in place: see ``SampleMut``. ``dtype`` is a name
+    /// (``"float32"``, ``"bfloat16"``, ...) or a dtype of NumPy, ml_dtypes, PyTorch or JAX.
+    ///
+    /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``, ``DeviceMemoryError``,
+    /// ``ClosedError``.
+    #[pyo3(signature = (shape, dtype, *, metadata = None))]
+    fn loan(
+        &self,
+        py: Python<'_>,
+        shape: &Bound<'_, PyAny>,
+        dtype: &Bound<'_, PyAny>,
+        metadata: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Loan> {
+        self.inner()?;
+        let layout = Layout::contiguous(dtype::from_argument(dtype)?, &dtype::shape(shape)?).map_err(Fault::from)?;
+        let metadata = metadata::encode(metadata)?;
+        let mut sample = self.take(py, &layout)?;
+        sample.set_metadata(&metadata).map_err(Fault::from)?;
+        Ok(Loan::new(sample, &self.device, &self.stream, &self.copies, self.block))
+    }
+
+    /// Who is subscribed, and how each of them fares.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn subscribers(&self) -> PyResult<Vec<SubscriberInfo>> {
+        let found = self.inner()?.subscribers();
+        let row = |info: warpipe::SubscriberInfo| SubscriberInfo {
+            pid: info.pid,
+            uid: info.uid,
+            state: word_of(info.state),
+            silent_for: info.silent_for.as_secs_f64(),
+            in_flight: info.in_flight,
+            dropped: info.dropped,
+        };
+        Ok(found.into_iter().map(row).collect())
+    }
+
+    /// Waits until ``count`` subscribers are attached, at most ``timeout`` seconds (None: as long as it takes).
+    ///
+    /// Raises ``TimeoutError``, ``ClosedError``.
+    #[pyo3(signature = (count = 1, timeout = Some(10.0)), text_signature = "($self, count=1, timeout=10.0)")]
+    fn wait_for_subscribers(&self, py: Python<'_>, count: usize, timeout: Option<f64>) -> PyResult<()> {
+        let timeout = optional(timeout, "timeout")?;
+        let come = in_slices(py, timeout, |slice| none_if_late(self.inner()?.wait_for_subscribers(count, slice)))?;
+        Ok(come.ok_or_else(|| late(format!("subscriber {count} of {:?}", self.name), timeout))?)
+    }
+
+    /// Device memory taken so far and its limit, in bytes.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn memory_in_use(&self) -> PyResult<(u64, u64)> {
+        Ok(self.inner()?.memory_in_use())
+    }
+
+    /// Gives the name up and says goodbye. What was sent can still be received. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.home.check()?;
+        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(inner));
+        self.copies.settle(py, self.block)
+    }
+
+    fn __enter__(slf: Py<Publisher>) -> Py<Publisher> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Publisher({:?}, {})", self.name, self.device)
+    }
+}

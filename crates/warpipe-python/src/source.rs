@@ -1,0 +1,392 @@
+//! What is sent: any object that speaks DLPack or an array interface, found where it lies and checked.
+//! **This module is marked for unsafe**: it reads memory that such an object names.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyByteArray, PyBytes, PyDict, PyTuple};
+use warpipe::{DType, Layout};
+
+use crate::device::is_cuda;
+use crate::dlpack::{self, Imported};
+use crate::dtype;
+use crate::errors::{Fault, Outcome};
+use crate::stream::{Consumer, cupy_stream, imported, torch_stream};
+
+/// A tensor to be sent.
+#[derive(Debug)]
+pub struct Source {
+    pub layout: Layout,
+    pub place: Place,
+}
+
+/// Where its bytes are: `layout.bytes()` of them.
+#[derive(Debug)]
+pub enum Place {
+    /// In memory of the host, from this address on.
+    Host(u64, #[allow(dead_code, reason = "held, not used")] Keep),
+    /// Gathered into a buffer of our own.
+    Gathered(Vec<u8>),
+    /// On the publisher's GPU from this address on, to be read on this stream.
+    Device(u64, Consumer, Keep),
+}
+
+/// What keeps a foreign tensor where it is.
+#[derive(Debug)]
+pub enum Keep {
+    /// The right that came with a capsule.
+    Capsule(#[allow(dead_code, reason = "held, not used")] Box<Imported>),
+    /// The object itself.
+    Object(#[allow(dead_code, reason = "held, not used")] Py<PyAny>),
+    /// Its owner orders our stream behind its own work and its reuse of the memory behind ours.
+    Nothing,
+}
+
+/// For whom a tensor is looked for.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted<'a> {
+    /// Where the publisher's memory lies.
+    pub device: &'a warpipe::Device,
+    /// The stream to read it on, if that was said.
+    pub stream: Option<&'a Consumer>,
+    /// The publisher's.
+    pub own: &'a warpipe::Stream,
+    /// Row-major and without gaps, whatever it is where it lies.
+    pub packed: bool,
+}
+
+/// Shape, strides and address as an object states them.
+struct Stated {
+    dtype: DType,
+    shape: Vec<u64>,
+    /// In elements.
+    strides: Vec<i64>,
+    address: u64,
+}
+
+/// How a tensor's elements lie in memory.
+struct Extent {
+    /// From the element with all indices 0 down to the lowest byte.
+    below: u64,
+    /// From the lowest byte to one past the highest.
+    bytes: u64,
+    /// It has gaps, or it is not in the order that is wanted.
+    must_gather: bool,
+}
+
+impl Wanted<'_> {
+    /// Finds the tensor behind `found`.
+    pub fn find(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
+        if let Ok(bytes) = found.cast::<PyBytes>() {
+            return Source::bytes(bytes.as_bytes().to_vec());
+        }
+        if let Ok(bytes) = found.cast::<PyByteArray>() {
+            return Source::bytes(bytes.to_vec());
+        }
+        if let Some(interface) = interface(found, "__array_interface__")? {
+            return self.of_host(&Stated::of_interface(found, &interface)?, Keep::Object(found.clone().unbind()));
+        }
+        if found.hasattr("__dlpack__")? && found.hasattr("__dlpack_device__")? {
+            return self.of_dlpack(found);
+        }
+        if let Some(interface) = interface(found, "__cuda_array_interface__")? {
+            return self.of_cuda_interface(found, &interface);
+        }
+        if found.hasattr("__array__")? {
+            return self.of_numpy(found);
+        }
+        let said = format!("a {} is no tensor that can be sent", found.get_type().name()?);
+        let next = "give something with __dlpack__ or an array interface, for example numpy.asarray(it), or bytes";
+        Err(Fault::Own("NotATensorError", format!("{said}; {next}")).into())
+    }
+
+    /// By way of NumPy, which knows element types that the protocols of some do not.
+    fn of_numpy(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
+        let array = found.py().import("numpy")?.call_method1("asarray", (found,))?;
+        match interface(&array, "__array_interface__")? {
+            Some(interface) => {
+                self.of_host(&Stated::of_interface(&array, &interface)?, Keep::Object(array.clone().unbind()))
+            }
+            None => Err(Fault::layout("NumPy makes no array of it").into()),
+        }
+    }
+
+    fn of_dlpack(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
+        let Wanted { device, stream, own, .. } = self;
+        let (kind, ordinal): (i32, i32) = found.call_method0("__dlpack_device__")?.extract()?;
+        if matches!(kind, dlpack::CPU | dlpack::CUDA_HOST) {
+            let tensor = match capsule(found, None).and_then(|capsule| dlpack::import(&capsule)) {
+                Ok(tensor) => tensor,
+                // JAX has element types that it does not export, and NumPy gets them all.
+                Err(_) if is_from(found, "jax")? => return self.of_numpy(found),
+                Err(error) => return Err(error),
+            };
+            if !matches!(tensor.device.0, dlpack::CPU | dlpack::CUDA_HOST) {
+                return Err(elsewhere(tensor.device, device));
+            }
+            let stated = Stated::of_import(&tensor);
+            return self.of_host(&stated, Keep::Capsule(Box::new(tensor)));
+        }
+        if !matches!(kind, dlpack::CUDA | dlpack::CUDA_MANAGED) || (dlpack::CUDA, ordinal) != dlpack::device_of(device)
+        {
+            return Err(elsewhere((kind, ordinal), device));
+        }
+        let (reader, is_current) = reader(found, device, stream, own)?;
+        let tensor = dlpack::import(&capsule(found, Some(reader.number()))?)?;
+        if tensor.device != (kind, ordinal) {
+            return Err(elsewhere(tensor.device, device));
+        }
+        let stated = Stated::of_import(&tensor);
+        let extent = stated.extent(self.packed)?;
+        if extent.must_gather {
+            return self.find(&contiguous(found, &stated)?);
+        }
+        let keep = if is_current && is_from(found, "torch")? { Keep::Nothing } else { Keep::Capsule(Box::new(tensor)) };
+        Ok(Source {
+            layout: stated.layout(&extent)?,
+            place: Place::Device(stated.address - extent.below, reader, keep),
+        })
+    }
+
+    fn of_cuda_interface(self, found: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>) -> PyResult<Source> {
+        let Wanted { device, stream, own, .. } = self;
+        if !is_cuda(device) {
+            return Err(elsewhere((dlpack::CUDA, 0), device));
+        }
+        let stated = Stated::of_interface(found, interface)?;
+        let extent = stated.extent(self.packed)?;
+        if extent.must_gather {
+            return self.find(&contiguous(found, &stated)?);
+        }
+        let (reader, _) = reader(found, device, stream, own)?;
+        if let Some(written_on) = interface.get_item("stream")?.filter(|stream| !stream.is_none()) {
+            let writer = Consumer::foreign(found.py(), device, written_on.extract()?)?;
+            reader.stream.wait_for(&writer.stream).map_err(Fault::from)?;
+        }
+        let place =
+            Place::Device(stated.address.wrapping_sub(extent.below), reader, Keep::Object(found.clone().unbind()));
+        Ok(Source { layout: stated.layout(&extent)?, place })
+    }
+
+    fn of_host(self, stated: &Stated, keep: Keep) -> PyResult<Source> {
+        let extent = stated.extent(self.packed)?;
+        if extent.must_gather {
+            let layout = Layout::contiguous(stated.dtype, &stated.shape).map_err(Fault::from)?;
+            return Ok(Source { layout, place: Place::Gathered(stated.gather(&layout)?) });
+        }
+        Ok(Source { layout: stated.layout(&extent)?, place: Place::Host(stated.address - extent.below, keep) })
+    }
+}
+
+impl Source {
+    fn bytes(bytes: Vec<u8>) -> PyResult<Source> {
+        let layout = Layout::bytes_only(bytes.len() as u64).map_err(Fault::from)?;
+        Ok(Source { layout, place: Place::Gathered(bytes) })
+    }
+
+    /// Its bytes, if they are on the host.
+    pub fn host_bytes(&self) -> Option<&[u8]> {
+        match &self.place {
+            Place::Gathered(bytes) => Some(bytes),
+            Place::Host(..) if self.layout.bytes() == 0 => Some(&[]),
+            Place::Host(address, _) => {
+                // SAFETY: the object says that its tensor lies there, the extent was worked out from the same shape and
+                // strides, and `Keep` holds it. That nobody writes it during the call is the caller's part, as with every
+                // array library.
+                Some(unsafe { std::slice::from_raw_parts(*address as *const u8, self.layout.bytes() as usize) })
+            }
+            Place::Device(..) => None,
+        }
+    }
+}
+
+impl Stated {
+    fn of_import(tensor: &Imported) -> Stated {
+        Stated {
+            dtype: tensor.dtype,
+            shape: tensor.shape.clone(),
+            strides: tensor.strides.clone(),
+            address: tensor.address,
+        }
+    }
+
+    /// Reads `__array_interface__` or `__cuda_array_interface__`, versions 2 and 3.
+    fn of_interface(owner: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>) -> PyResult<Stated> {
+        let missing = |key: &str| Fault::layout(format!("its array interface has no {key}"));
+        let get = |key: &str| interface.get_item(key).map(|found| found.filter(|value| !value.is_none()));
+        if get("mask")?.is_some() {
+            return Err(Fault::layout("it is masked; fill it first").into());
+        }
+        let typestr: String = get("typestr")?.ok_or_else(|| missing("typestr"))?.extract()?;
+        let named =
+            || owner.getattr("dtype").and_then(|dtype| dtype.getattr("name")).and_then(|name| name.extract()).ok();
+        let dtype = dtype::from_typestr(&typestr, named)?;
+        let shape = dtype::shape(&get("shape")?.ok_or_else(|| missing("shape"))?)?;
+        let data = get("data")?.ok_or_else(|| missing("data"))?;
+        let Ok(data) = data.cast::<PyTuple>() else {
+            return Err(
+                Fault::layout("its array interface gives a buffer and no address; send numpy.asarray(it)").into()
+            );
+        };
+        let address: Option<u64> = data.get_item(0)?.extract()?;
+        let strides = match get("strides")? {
+            None => dlpack::row_major(&shape),
+            Some(strides) => in_elements(&strides, dtype)?,
+        };
+        if strides.len() != shape.len() {
+            return Err(Fault::layout(format!("{} dimensions but {} strides", shape.len(), strides.len())).into());
+        }
+        let address = address.unwrap_or(0);
+        if address == 0 && !shape.contains(&0) {
+            return Err(Fault::layout("its data is null").into());
+        }
+        Ok(Stated { dtype, shape, strides, address })
+    }
+
+    fn extent(&self, packed: bool) -> Outcome<Extent> {
+        if self.shape.contains(&0) {
+            return Ok(Extent { below: 0, bytes: 0, must_gather: false });
+        }
+        let too_far = || Fault::layout("it reaches further than an address can");
+        let width = i128::from(self.dtype.bytes());
+        let (mut low, mut high, mut elements) = (0i128, width, 1i128);
+        for (&length, &stride) in self.shape.iter().zip(&self.strides) {
+            let reach = (i128::from(length - 1) * i128::from(stride)).checked_mul(width);
+            let reach = reach.filter(|reach| reach.unsigned_abs() < 1 << 62).ok_or_else(too_far)?;
+            if reach < 0 {
+                low += reach
+            } else {
+                high += reach
+            }
+            elements = elements.checked_mul(i128::from(length)).filter(|&n| n < 1 << 62).ok_or_else(too_far)?;
+        }
+        let is_turned = packed && self.strides != dlpack::row_major(&self.shape);
+        let below = u64::try_from(-low).map_err(|_| too_far())?;
+        let bytes = u64::try_from(high - low).ok().filter(|&bytes| bytes < 1 << 62).ok_or_else(too_far)?;
+        let lowest = self.address.checked_sub(below).ok_or_else(too_far)?;
+        lowest.checked_add(bytes).ok_or_else(too_far)?;
+        Ok(Extent { below, bytes, must_gather: i128::from(bytes) > elements * width || is_turned })
+    }
+
+    /// The layout of the tensor in a slot that begins with its lowest byte.
+    fn layout(&self, extent: &Extent) -> Outcome<Layout> {
+        let layout = Layout::strided(self.dtype, &self.shape, &self.strides, extent.below)?;
+        if layout.bytes() != extent.bytes {
+            return Err(Fault::layout(format!("{} bytes, or {}", layout.bytes(), extent.bytes)));
+        }
+        Ok(layout)
+    }
+
+    /// The elements in row-major order.
+    fn gather(&self, packed: &Layout) -> Outcome<Vec<u8>> {
+        let length = packed.bytes() as usize;
+        let mut bytes = Vec::new();
+        let no_room = |_| Fault::Own("DeviceMemoryError", format!("this process has no room for {length} bytes"));
+        bytes.try_reserve_exact(length).map_err(no_room)?;
+        let width = self.dtype.bytes() as usize;
+        let mut index = vec![0u64; self.shape.len()];
+        loop {
+            let reach: i64 = index.iter().zip(&self.strides).map(|(&at, &stride)| at as i64 * stride).sum();
+            let element = self.address.wrapping_add_signed(reach * width as i64);
+            // SAFETY: an element of the tensor, whose extent was checked; the object keeps it there for this call.
+            bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(element as *const u8, width) });
+            // The next index, the last dimension fastest.
+            let Some(turned) = (0..index.len()).rev().find(|&axis| index[axis] + 1 < self.shape[axis]) else {
+                return Ok(bytes);
+            };
+            index[turned] += 1;
+            index[turned + 1..].fill(0);
+        }
+    }
+}
+
+fn in_elements(strides: &Bound<'_, PyAny>, dtype: DType) -> PyResult<Vec<i64>> {
+    let width = dtype.bytes() as i64;
+    let bytes: Vec<i64> = strides.extract()?;
+    let whole = bytes.iter().all(|stride| stride % width == 0);
+    if !whole {
+        return Err(Fault::layout(format!("strides of {bytes:?} bytes and elements of {width}; copy it first")).into());
+    }
+    Ok(bytes.iter().map(|stride| stride / width).collect())
+}
+
+/// The dict of an array interface, if the object has that.
+fn interface<'py>(found: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyDict>>> {
+    match found.getattr(name) {
+        Ok(interface) => Ok(interface.cast_into::<PyDict>().ok()),
+        Err(error) if error.is_instance_of::<pyo3::exceptions::PyAttributeError>(found.py()) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// The tensor's capsule, of the newest version that its owner speaks.
+fn capsule<'py>(found: &Bound<'py, PyAny>, stream: Option<usize>) -> PyResult<Bound<'py, PyAny>> {
+    let py = found.py();
+    let options = PyDict::new(py);
+    if let Some(stream) = stream {
+        options.set_item("stream", stream)?;
+    }
+    options.set_item("max_version", dlpack::VERSION)?;
+    match found.call_method("__dlpack__", (), Some(&options)) {
+        Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => {
+            options.del_item("max_version")?;
+            found.call_method("__dlpack__", (), Some(&options))
+        }
+        other => other,
+    }
+}
+
+/// The stream to read a GPU's tensor on, and whether it is its framework's current one: what was asked for, else that,
+/// else the publisher's own, which the tensor's owner makes wait for its work.
+fn reader(
+    found: &Bound<'_, PyAny>,
+    device: &warpipe::Device,
+    stream: Option<&Consumer>,
+    own: &warpipe::Stream,
+) -> PyResult<(Consumer, bool)> {
+    let py = found.py();
+    let current = if is_from(found, "torch")? {
+        torch_stream(py, device)?
+    } else if is_from(found, "cupy")? {
+        cupy_stream(py, device)?
+    } else {
+        None
+    };
+    let current = current.map(|raw| Consumer::foreign(py, device, raw)).transpose()?;
+    Ok(match (stream, current) {
+        (Some(asked), Some(current)) if asked.stream.raw() == current.stream.raw() => (current, true),
+        (Some(asked), _) => (asked.clone(), false),
+        (None, Some(current)) => (current, true),
+        (None, None) => (Consumer::own(own), false),
+    })
+}
+
+/// A copy without gaps, made by the tensor's own framework on its current stream: gaps would carry what lies between.
+fn contiguous<'py>(found: &Bound<'py, PyAny>, stated: &Stated) -> PyResult<Bound<'py, PyAny>> {
+    let py = found.py();
+    if is_from(found, "torch")? {
+        return found.call_method0("contiguous");
+    }
+    if let Some(cupy) = imported(py, "cupy")? {
+        return cupy.call_method1("ascontiguousarray", (found,));
+    }
+    let said =
+        format!("shape {:?} with strides {:?} has gaps, and nobody here can gather it", stated.shape, stated.strides);
+    Err(Fault::layout(format!("{said}; make it contiguous first")).into())
+}
+
+/// Whether the object's class belongs to a package.
+fn is_from(found: &Bound<'_, PyAny>, package: &str) -> PyResult<bool> {
+    let module: String = found.get_type().getattr("__module__")?.extract().unwrap_or_default();
+    let root = module.split('.').next().unwrap_or_default();
+    Ok(root == package || (package == "jax" && root == "jaxlib"))
+}
+
+fn elsewhere(found: (i32, i32), device: &warpipe::Device) -> PyErr {
+    let place = match found {
+        (dlpack::CPU, _) => "the host".to_owned(),
+        (dlpack::CUDA | dlpack::CUDA_MANAGED, ordinal) => format!("cuda:{ordinal}"),
+        (kind, ordinal) => format!("DLPack device ({kind}, {ordinal})"),
+    };
+    let next = "copy it there first, or open the endpoint with device= of the tensor";
+    Fault::Own("WrongDeviceError", format!("the tensor lies on {place}, the publisher's memory on {device}; {next}"))
+        .into()
+}

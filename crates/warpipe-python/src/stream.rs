@@ -1,0 +1,259 @@
+//! Streams: the library's own, those of other frameworks, and who of them reads or writes a piece of memory.
+//! **This module is marked for unsafe**: it borrows streams that others own.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use pyo3::types::PyInt;
+
+use crate::device::{Device, is_cuda};
+use crate::errors::{Fault, Outcome};
+use crate::wait::{in_slices, late, none_if_late, seconds};
+
+/// More streams than this are not remembered: the table starts anew.
+const KNOWN_MAX: usize = 256;
+
+/// A stream of a device: the order of its work (``cuStreamCreate``, non-blocking; a thread on the host).
+///
+/// ``Stream()`` belongs to the first GPU, else the host. Everything that takes a stream takes one of these, a raw
+/// ``CUstream`` as an int (0 or 1: the legacy default stream, 2: the per-thread one), anything with
+/// ``__cuda_stream__``, and the streams of PyTorch, CuPy and Numba; on the host only one of these.
+///
+/// Raises ``DeviceError``.
+#[pyclass(frozen, module = "warpipe")]
+#[derive(Debug)]
+pub struct Stream {
+    pub inner: warpipe::Stream,
+}
+
+#[pymethods]
+impl Stream {
+    #[new]
+    #[pyo3(signature = (device = None))]
+    fn new(device: Option<&Bound<'_, PyAny>>) -> PyResult<Stream> {
+        let device = Device::from_argument(device)?;
+        Ok(Stream { inner: device.inner.stream().map_err(Fault::from)? })
+    }
+
+    /// Its device.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(self.inner.device())
+    }
+
+    /// The handle: a ``CUstream`` on CUDA.
+    #[getter]
+    fn ptr(&self) -> usize {
+        self.inner.raw().0 as usize
+    }
+
+    /// Whether all work enqueued so far is done (``cuStreamQuery``).
+    ///
+    /// Raises ``DriverError``, also for a fault of earlier work.
+    fn is_idle(&self) -> PyResult<bool> {
+        Ok(self.inner.is_idle().map_err(Fault::from)?)
+    }
+
+    /// Waits on the CPU until all work enqueued so far is done, at most ``timeout`` seconds (None: as long as it takes).
+    ///
+    /// Raises ``TimeoutError``, ``DriverError``.
+    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
+    fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let timeout = timeout.map(|timeout| seconds(timeout, "timeout")).transpose()?;
+        let done = in_slices(py, timeout, |slice| none_if_late(self.inner.synchronize(slice)))?;
+        Ok(done.ok_or_else(|| late("the end of the stream's work".into(), timeout))?)
+    }
+
+    /// Holds this stream until the work enqueued on ``other`` so far is done (``cuStreamWaitEvent``). No CPU waits.
+    ///
+    /// Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
+    fn wait_for(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<()> {
+        let other = Consumer::from_argument(py, self.inner.device(), other)?;
+        Ok(self.inner.wait_for(&other.stream).map_err(Fault::from)?)
+    }
+
+    /// The CUDA stream protocol: ``(version, handle)``.
+    fn __cuda_stream__(&self) -> PyResult<(u32, usize)> {
+        if is_cuda(self.inner.device()) {
+            return Ok((0, self.ptr()));
+        }
+        Err(Fault::argument("the stream", "one of the host", "one of a GPU").into())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Stream({}, {:#x})", self.inner.device().info().id, self.ptr())
+    }
+}
+
+/// A stream that uses memory of ours.
+///
+/// We are told of foreign streams by their number alone, and nobody promises that one lives longer than the array that
+/// was made on it, while a link has to ask its streams when it ends. So a link is given streams of our own, a *relay* for
+/// each foreign one, in the same order of work; the foreign one is touched only when an array is made or let go. The
+/// legacy default stream and those of PyTorch's pool are never destroyed and need none.
+#[derive(Debug, Clone)]
+pub struct Consumer {
+    pub stream: warpipe::Stream,
+    relay: Option<warpipe::Stream>,
+}
+
+impl Consumer {
+    /// A stream of our own.
+    pub fn own(stream: &warpipe::Stream) -> Consumer {
+        Consumer { stream: stream.clone(), relay: None }
+    }
+
+    /// What an argument names, see [`Stream`].
+    pub fn from_argument(py: Python<'_>, device: &warpipe::Device, found: &Bound<'_, PyAny>) -> PyResult<Consumer> {
+        if let Ok(stream) = found.cast::<Stream>() {
+            let stream = &stream.get().inner;
+            if stream.device().info().id != device.info().id {
+                return Err(Fault::argument("stream", stream.device(), format!("a stream of {device}")).into());
+            }
+            return Ok(Consumer::own(stream));
+        }
+        match raw_of(found)? {
+            Some(raw) if is_cuda(device) => Consumer::foreign(py, device, raw),
+            Some(_) => Err(Fault::argument("stream", found, "a warpipe.Stream of the host").into()),
+            None => Err(Fault::argument("stream", found, "a Stream, a raw CUstream, or a framework's stream").into()),
+        }
+    }
+
+    /// A GPU's stream by its number, in the words of DLPack: 0 and 1 are the legacy default stream, 2 the per-thread one.
+    pub fn foreign(py: Python<'_>, device: &warpipe::Device, raw: usize) -> PyResult<Consumer> {
+        // The per-thread stream is another one for each thread, and memory is let go on any of them. The legacy one is in
+        // order with all of those, before and after.
+        let raw = if raw <= 2 { 0 } else { raw };
+        let lasting = raw == 0 || torch_stream(py, device)? == Some(raw);
+        let mut table = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let table = table.get_or_insert_with(HashMap::new);
+        let key = (device.info().ordinal, raw, lasting);
+        if table.len() >= KNOWN_MAX && !table.contains_key(&key) {
+            table.clear();
+        }
+        if let Some(known) = table.get(&key) {
+            return Ok(known.clone());
+        }
+        // SAFETY: without a relay the stream is never destroyed; with one it is used only while an array that was made on
+        // it is made, or let go, which the protocols ask to be within the stream's life.
+        let stream = unsafe { warpipe::Stream::borrow_raw(device, raw as *mut c_void) };
+        let relay = if lasting { None } else { Some(device.stream().map_err(Fault::from)?) };
+        let consumer = Consumer { stream, relay };
+        table.insert(key, consumer.clone());
+        Ok(consumer)
+    }
+
+    /// The number that DLPack knows the stream by.
+    pub fn number(&self) -> usize {
+        match self.stream.raw().0 as usize {
+            0 => 1,
+            raw => raw,
+        }
+    }
+
+    /// The stream that a link is given.
+    pub fn linked(&self) -> &warpipe::Stream {
+        self.relay.as_ref().unwrap_or(&self.stream)
+    }
+
+    /// Puts the linked stream behind what the consumer has enqueued so far.
+    pub fn follow(&self) -> Outcome<&warpipe::Stream> {
+        if let Some(relay) = &self.relay {
+            relay.wait_for(&self.stream)?;
+        }
+        Ok(self.linked())
+    }
+
+    /// Puts the consumer behind what the linked stream has been given so far.
+    pub fn lead(&self) -> Outcome<()> {
+        if self.relay.is_some() {
+            self.stream.wait_for(self.linked())?;
+        }
+        Ok(())
+    }
+}
+
+type Known = HashMap<(u32, usize, bool), Consumer>;
+
+static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
+
+/// All streams that use one piece of memory.
+#[derive(Debug, Default)]
+pub struct Consumers {
+    list: Mutex<Vec<Consumer>>,
+}
+
+impl Consumers {
+    /// Remembers one.
+    pub fn note(&self, consumer: &Consumer) {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        if !list.iter().any(|known| known.stream.raw() == consumer.stream.raw()) {
+            list.push(consumer.clone());
+        }
+    }
+
+    /// A stream that is behind all that they have enqueued so far: `otherwise` if there are none.
+    pub fn join(&self, otherwise: &warpipe::Stream) -> Outcome<warpipe::Stream> {
+        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let Some((first, others)) = list.split_first() else { return Ok(otherwise.clone()) };
+        let joined = first.follow()?;
+        for other in others {
+            joined.wait_for(&other.stream)?;
+        }
+        Ok(joined.clone())
+    }
+}
+
+/// The number behind a stream of another framework; `None` for what is no stream.
+fn raw_of(found: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+    if found.is_instance_of::<PyInt>() {
+        return Ok(Some(found.extract()?));
+    }
+    if let Ok(protocol) = found.getattr("__cuda_stream__") {
+        let (_version, raw): (u32, usize) =
+            if protocol.is_callable() { protocol.call0()? } else { protocol }.extract()?;
+        return Ok(Some(raw));
+    }
+    // PyTorch, CuPy, Numba (a ctypes pointer, whose null is None).
+    for name in ["cuda_stream", "ptr"] {
+        if let Ok(raw) = found.getattr(name) {
+            return Ok(Some(raw.extract()?));
+        }
+    }
+    match found.getattr("handle").and_then(|handle| handle.getattr("value")) {
+        Ok(raw) => Ok(Some(raw.extract::<Option<usize>>()?.unwrap_or(0))),
+        Err(_) => Ok(None),
+    }
+}
+
+/// A module, if somebody has imported it.
+pub fn imported<'py>(py: Python<'py>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let modules = py.import("sys")?.getattr("modules")?;
+    let found = modules.call_method1("get", (name,))?;
+    Ok((!found.is_none()).then_some(found))
+}
+
+/// PyTorch's current stream, if it is there and uses the GPU.
+pub fn torch_stream(py: Python<'_>, device: &warpipe::Device) -> PyResult<Option<usize>> {
+    let Some(torch) = imported(py, "torch")?.filter(|_| is_cuda(device)) else { return Ok(None) };
+    let Ok(cuda) = torch.getattr("cuda") else { return Ok(None) };
+    if !cuda.call_method0("is_initialized")?.is_truthy()? {
+        return Ok(None);
+    }
+    Ok(Some(cuda.call_method1("current_stream", (device.info().ordinal,))?.getattr("cuda_stream")?.extract()?))
+}
+
+/// CuPy's current stream, if it is there.
+pub fn cupy_stream(py: Python<'_>, device: &warpipe::Device) -> PyResult<Option<usize>> {
+    let Some(cupy) = imported(py, "cupy")?.filter(|_| is_cuda(device)) else { return Ok(None) };
+    let Ok(cuda) = cupy.getattr("cuda") else { return Ok(None) };
+    Ok(Some(cuda.call_method0("get_current_stream")?.getattr("ptr")?.extract()?))
+}
+
+/// Everybody's current streams, and the legacy default one: what may use memory whose user does not say.
+pub fn likely(py: Python<'_>, device: &warpipe::Device) -> PyResult<Vec<Consumer>> {
+    let named = [torch_stream(py, device)?, cupy_stream(py, device)?, Some(0)];
+    named.into_iter().flatten().map(|raw| Consumer::foreign(py, device, raw)).collect()
+}

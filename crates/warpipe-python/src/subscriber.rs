@@ -1,0 +1,232 @@
+//! The subscriber as Python holds it.
+
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::PyStopIteration;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use warpipe::Error;
+
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::errors::{Fault, Outcome};
+use crate::frame::Frame;
+use crate::process::Home;
+use crate::publisher::word_of;
+use crate::stream::Consumer;
+use crate::turn::{Closed, Turn};
+use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, seconds};
+
+/// Receives the tensors of one publisher: ``for frame in Subscriber("camera/front"):``, ``receive()``, or ``async for``.
+///
+/// ``device``: what it reads with (default: the first GPU, else the host). ``wait``: seconds to wait for somebody to publish
+/// the name, None for as long as it takes (default: not at all). ``reconnect``: follow the next publisher of the name when
+/// this one goes. ``timeout``: seconds that a receive waits (None: as long as it takes). ``spin``: seconds that it polls
+/// before it sleeps. ``stream``: the stream to receive on; by default one of its own, and every array made of a frame
+/// orders its own stream behind the data.
+///
+/// One thread at a time receives; others wait for their turn. Frames may go anywhere.
+///
+/// Raises ``NoPublisherError``, ``HandshakeError``, ``AccessDeniedError``, ``PeerAccessError``, ``DeviceError``.
+#[pyclass(frozen, subclass, module = "warpipe", name = "_Subscriber", weakref)]
+#[derive(Debug)]
+pub struct Subscriber {
+    home: Home,
+    name: String,
+    device: warpipe::Device,
+    stream: warpipe::Stream,
+    timeout: Option<Duration>,
+    turn: Turn<warpipe::Subscriber>,
+}
+
+impl Subscriber {
+    /// Runs `work` when it is our turn; nothing if that does not come within `limit`.
+    fn within<R>(&self, limit: Duration, work: impl FnOnce(&mut warpipe::Subscriber) -> R) -> Outcome<Option<R>> {
+        self.home.check()?;
+        self.turn.with(limit, work).map_err(|Closed| Fault::closed("subscriber", &self.name))
+    }
+
+    /// Asks for something that is there at once, as soon as it is our turn.
+    fn ask<R: Send>(&self, py: Python<'_>, work: impl Fn(&mut warpipe::Subscriber) -> R + Send + Sync) -> PyResult<R> {
+        let said = in_slices(py, None, |slice| self.within(slice, &work))?;
+        Ok(said.ok_or_else(|| late("its turn".into(), None))?)
+    }
+
+    fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Option<Frame>> {
+        let sample = in_slices(py, timeout, |slice| {
+            let start = Instant::now();
+            let look = |subscriber: &mut warpipe::Subscriber| {
+                none_if_late(subscriber.receive_timeout(&self.stream, slice.saturating_sub(start.elapsed())))
+            };
+            Ok(self.within(slice, look)?.transpose()?.flatten())
+        })?;
+        Ok(sample.map(|sample| Frame::new(sample, &self.device, self.timeout)))
+    }
+}
+
+#[pymethods]
+impl Subscriber {
+    #[new]
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0), reconnect = false, timeout = Some(10.0),
+        spin = 20e-6, handshake_timeout = 5.0, stream = None),
+        text_signature = "(name, *, domain=None, device=None, wait=0.0, reconnect=False, timeout=10.0, spin=2e-05, \
+        handshake_timeout=5.0, stream=None)")]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        wait: Option<f64>,
+        reconnect: bool,
+        timeout: Option<f64>,
+        spin: f64,
+        handshake_timeout: f64,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Subscriber> {
+        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let wait = wait.map(|wait| seconds(wait, "wait")).transpose()?;
+        let timeout = timeout.map(|timeout| seconds(timeout, "timeout")).transpose()?;
+        let builder = warpipe::Subscriber::builder(name)
+            .domain(&domain)
+            .device(&device)
+            .reconnect(reconnect)
+            .spin(seconds(spin, "spin")?.min(SLICE))
+            .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
+        let stream = match stream {
+            Some(stream) => Consumer::from_argument(py, &device, stream)?.linked().clone(),
+            None => device.stream().map_err(Fault::from)?,
+        };
+        let mut absent = None;
+        let attached = in_slices(py, wait, |slice| {
+            match builder.clone().wait_for_publisher((!slice.is_zero()).then_some(slice)).build() {
+                Ok(subscriber) => Ok(Some(subscriber)),
+                Err(error @ Error::NoPublisher { .. }) => {
+                    absent = Some(error);
+                    Ok(None)
+                }
+                Err(error) => Err(error.into()),
+            }
+        })?;
+        let absent = || absent.map_or_else(|| late("a publisher".into(), wait), Fault::from);
+        let turn = Turn::new(attached.ok_or_else(absent)?);
+        Ok(Subscriber { home: Home::here(), name: name.to_owned(), device, stream, timeout, turn })
+    }
+
+    /// The name it listens to.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The device that it reads with.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.device)
+    }
+
+    /// Whether it has been closed.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        self.home.check()?;
+        Ok(self.turn.is_closed())
+    }
+
+    /// How long it waits, in seconds; None for as long as it takes.
+    #[getter]
+    fn _timeout(&self) -> Option<f64> {
+        self.timeout.map(|timeout| timeout.as_secs_f64())
+    }
+
+    /// How its publisher fares: ``"alive"``, ``"stalled"``, ``"leaving"``, ``"suspect"``, ``"dead"``; None while there is
+    /// none.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn publisher_state(&self, py: Python<'_>) -> PyResult<Option<&'static str>> {
+        self.ask(py, |subscriber| subscriber.publisher_state().map(word_of))
+    }
+
+    /// The publisher's process id; None while there is none.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn publisher_pid(&self, py: Python<'_>) -> PyResult<Option<i32>> {
+        self.ask(py, |subscriber| subscriber.publisher_pid())
+    }
+
+    /// Frames that it did not get because of the publisher's policy.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn dropped(&self, py: Python<'_>) -> PyResult<u64> {
+        self.ask(py, |subscriber| subscriber.dropped())
+    }
+
+    /// Waits for the next frame, at most ``timeout`` seconds (default: the subscriber's; None: as long as it takes).
+    ///
+    /// Raises ``TimeoutError``; ``PublisherGoneError`` once everything that it completed has been received (not with
+    /// ``reconnect``); ``EvictedError``, ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
+    fn receive(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Frame> {
+        let timeout = timeout.or(self.timeout);
+        let frame = self.next_within(py, timeout)?;
+        Ok(frame.ok_or_else(|| late(format!("a sample of {:?}", self.name), timeout))?)
+    }
+
+    /// The next frame if there is one, else None.
+    ///
+    /// Raises as ``receive``, without the timeout.
+    fn try_receive(&self, py: Python<'_>) -> PyResult<Option<Frame>> {
+        let sample = self.ask(py, |subscriber| subscriber.try_receive(&self.stream))?;
+        let sample = sample.map_err(Fault::from)?;
+        Ok(sample.map(|sample| Frame::new(sample, &self.device, self.timeout)))
+    }
+
+    /// A descriptor that is readable when ``try_receive`` is worth a call (an epoll descriptor, which nests). Receive until
+    /// it gives None before waiting on it.
+    ///
+    /// Raises ``ClosedError``.
+    fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
+        self.ask(py, |subscriber| subscriber.as_raw_fd())
+    }
+
+    /// Gives the link up. Frames that were received stay valid. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.home.check()?;
+        py.detach(|| self.turn.close());
+        Ok(())
+    }
+
+    fn __iter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    /// The next frame; the iteration ends when the publisher says goodbye.
+    fn __next__(&self, py: Python<'_>) -> PyResult<Frame> {
+        let frame = self.next_within(py, self.timeout).map_err(end_if_graceful)?;
+        Ok(frame.ok_or_else(|| late(format!("a sample of {:?}", self.name), self.timeout))?)
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Subscriber({:?}, {})", self.name, self.device)
+    }
+}
+
+fn end_if_graceful(error: PyErr) -> PyErr {
+    let graceful = Python::attach(|py| {
+        let said = error.value(py).getattr("graceful").and_then(|graceful| graceful.is_truthy());
+        said.unwrap_or(false)
+    });
+    if graceful { PyStopIteration::new_err(()) } else { error }
+}

@@ -1,0 +1,85 @@
+//! One value, one thread at a time, without waiting for a lock that another thread sleeps under.
+//!
+//! A subscriber belongs to one thread at a time, and its waits last. Who waits here does so with a limit, without the
+//! interpreter, and can be interrupted; who closes does not have to wait for a receiver.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// The value, in turns.
+#[derive(Debug)]
+pub struct Turn<T> {
+    state: Mutex<State<T>>,
+    back: Condvar,
+}
+
+#[derive(Debug)]
+struct State<T> {
+    /// `None` while somebody has it.
+    value: Option<T>,
+    closed: bool,
+    waiting: u32,
+}
+
+/// The value is gone for good.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Closed;
+
+impl<T> Turn<T> {
+    /// Everybody's.
+    pub fn new(value: T) -> Turn<T> {
+        Turn { state: Mutex::new(State { value: Some(value), closed: false, waiting: 0 }), back: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs `work` on the value when it is this thread's turn; `None` if that does not come within `limit`.
+    pub fn with<R>(&self, limit: Duration, work: impl FnOnce(&mut T) -> R) -> Result<Option<R>, Closed> {
+        let mut state = self.lock();
+        state.waiting += 1;
+        let busy = |state: &mut State<T>| state.value.is_none() && !state.closed;
+        let (mut state, _) = self.back.wait_timeout_while(state, limit, busy).unwrap_or_else(PoisonError::into_inner);
+        state.waiting -= 1;
+        if state.closed {
+            return Err(Closed);
+        }
+        let Some(mut value) = state.value.take() else { return Ok(None) };
+        drop(state);
+        let result = work(&mut value);
+        self.put(value);
+        Ok(Some(result))
+    }
+
+    fn put(&self, value: T) {
+        let mut state = self.lock();
+        if state.closed {
+            drop(state);
+            return drop(value);
+        }
+        state.value = Some(value);
+        let others = state.waiting > 0;
+        drop(state);
+        self.back.notify_one();
+        if others {
+            // Or this thread, in its loop, would have it again before the one that was woken runs.
+            std::thread::yield_now();
+        }
+    }
+
+    /// Ends it: at once if nobody has it, else when it is put back.
+    pub fn close(&self) {
+        let mut state = self.lock();
+        state.closed = true;
+        let value = state.value.take();
+        drop(state);
+        self.back.notify_all();
+        drop(value);
+    }
+
+    /// Whether it has ended.
+    pub fn is_closed(&self) -> bool {
+        self.lock().closed
+    }
+}

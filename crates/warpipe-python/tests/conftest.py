@@ -1,0 +1,89 @@
+"""Every test runs in a domain of its own, on the device that WARPIPE_TEST_DEVICE names (default: the host), and leaves
+no memory behind."""
+
+import gc
+import os
+import time
+
+import pytest
+
+import warpipe
+
+DEVICE = os.environ.get("WARPIPE_TEST_DEVICE", "host")
+LIMIT_SECONDS = 30.0
+
+
+def pytest_report_header(config):
+    device = warpipe.Device(DEVICE)
+    return f"warpipe {warpipe.__version__} on {device.name} ({device.uuid})"
+
+
+def pytest_unconfigure(config):
+    """The last line, as all test programs of this project write it."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    counts = {word: len(reporter.stats.get(word, [])) for word in ("passed", "failed", "error", "skipped")}
+    print(f"{counts['passed']} passed, {counts['failed'] + counts['error']} failed, {counts['skipped']} skipped")
+
+
+@pytest.fixture(scope="session")
+def device():
+    return warpipe.Device(DEVICE)
+
+
+@pytest.fixture
+def domain(tmp_path):
+    return warpipe.Domain(tmp_path / "domain")
+
+
+@pytest.fixture
+def open_publisher(domain, device):
+    """Makes publishers that are closed at the end."""
+    made = []
+
+    def make(name="a", **options):
+        made.append(warpipe.Publisher(name, domain=domain, **{"device": device, **options}))
+        return made[-1]
+
+    yield make
+    for publisher in made:
+        publisher.close()
+
+
+@pytest.fixture
+def open_subscriber(domain, device):
+    """Makes subscribers that are closed at the end."""
+    made = []
+
+    def make(name="a", **options):
+        made.append(warpipe.Subscriber(name, domain=domain, **{"device": device, "timeout": LIMIT_SECONDS, **options}))
+        return made[-1]
+
+    yield make
+    for subscriber in made:
+        subscriber.close()
+
+
+@pytest.fixture
+def link(open_publisher, open_subscriber):
+    """A publisher and its subscriber in this process."""
+    return open_publisher(), open_subscriber()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request, device):
+    """What a test held is given back to the device once its objects have gone."""
+    yield
+    # Set up first, so this runs last: the endpoints are closed by now.
+    end = time.monotonic() + LIMIT_SECONDS
+    while device.bytes_held and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    assert device.bytes_held == 0
+
+
+def until(condition, what):
+    """Looks until the condition holds."""
+    end = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come"
+        time.sleep(0.005)

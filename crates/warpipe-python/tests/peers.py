@@ -1,0 +1,114 @@
+"""What other processes of the tests do. They are spawned, so everything here can be imported."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+
+import numpy as np
+
+import warpipe
+
+LIMIT_SECONDS = 60.0
+spawn = multiprocessing.get_context("spawn")
+
+
+@contextlib.contextmanager
+def process(work, *arguments):
+    """Another process that does ``work(pipe, *arguments)``; gives it and our end of the pipe. Killed at the end."""
+    ours, theirs = spawn.Pipe()
+    child = spawn.Process(target=work, args=(theirs, *arguments), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        yield child, ours
+    finally:
+        if child.is_alive():
+            child.kill()
+        child.join(LIMIT_SECONDS)
+        ours.close()
+
+
+def said(pipe):
+    """What the other process says next."""
+    assert pipe.poll(LIMIT_SECONDS), "the other process is silent"
+    return pipe.recv()
+
+
+def kill(child):
+    os.kill(child.pid, signal.SIGKILL)
+    child.join(LIMIT_SECONDS)
+    assert child.exitcode == -signal.SIGKILL
+
+
+def publish_some(pipe, domain, device, count):
+    """Publishes ``count`` frames of their own number once somebody listens, and waits to be killed."""
+    publisher = warpipe.Publisher("a", domain=domain, device=device)
+    pipe.send("ready")
+    publisher.wait_for_subscribers(1, LIMIT_SECONDS)
+    for number in range(count):
+        publisher.send(np.full(16, number, np.int32))
+    pipe.send("sent")
+    pipe.recv()
+
+
+def publish_late(pipe, domain, device, delay):
+    """Sends a frame whose data is complete only after ``delay`` seconds, and waits to be killed."""
+    publisher = warpipe.Publisher("a", domain=domain, device=device)
+    stream = warpipe.Stream(device)
+    warpipe._warpipe._preload(stream)
+    pipe.send("ready")
+    publisher.wait_for_subscribers(1, LIMIT_SECONDS)
+    loan = publisher.loan((1 << 16,), "uint64")
+    warpipe._warpipe._slow_fill(loan, stream, 7, delay)
+    loan.send(stream)
+    pipe.send("sent")
+    pipe.recv()
+
+
+def receive_and_hold(pipe, domain, device, count):
+    """Receives ``count`` frames, keeps them, and waits to be killed."""
+    subscriber = warpipe.Subscriber("a", domain=domain, device=device, wait=LIMIT_SECONDS, timeout=LIMIT_SECONDS)
+    pipe.send("ready")
+    held = [subscriber.receive() for _ in range(count)]
+    pipe.send(len(held))
+    pipe.recv()
+
+
+def pass_on(pipe, domain, device, source, target):
+    """Sends every frame of ``source``, plus one, to ``target``."""
+    publisher = warpipe.Publisher(target, domain=domain, device=device, timeout=LIMIT_SECONDS)
+    subscriber = warpipe.Subscriber(source, domain=domain, device=device, wait=LIMIT_SECONDS, timeout=LIMIT_SECONDS)
+    publisher.wait_for_subscribers(1, LIMIT_SECONDS)
+    pipe.send("ready")
+    count = 0
+    for frame in subscriber:
+        publisher.send(frame.numpy() + 1)
+        frame.release()
+        count += 1
+    publisher.close()
+    pipe.send(count)
+    pipe.recv()
+
+
+def add_up(pipe, domain, device, source):
+    """Adds up the first elements of all frames of ``source``, and counts them."""
+    subscriber = warpipe.Subscriber(source, domain=domain, device=device, wait=LIMIT_SECONDS, timeout=LIMIT_SECONDS)
+    pipe.send("ready")
+    total = count = 0
+    in_order = True
+    for frame in subscriber:
+        with frame:
+            total += int(frame.numpy()[0])
+            count += 1
+            in_order &= frame.sequence == count
+    pipe.send((count, total, in_order))
+    pipe.recv()
+
+
+def hold_bytes(pipe, domain, device):
+    """Receives, closes everything, and says what this process still holds of the device."""
+    subscriber = warpipe.Subscriber("a", domain=domain, device=device, wait=LIMIT_SECONDS, timeout=LIMIT_SECONDS)
+    pipe.send("ready")
+    pipe.send(subscriber.receive().numpy().tolist())
+    pipe.recv()

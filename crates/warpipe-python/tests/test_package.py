@@ -1,0 +1,110 @@
+"""The package as people and tools meet it: help for every name, exceptions, types."""
+
+import inspect
+import pathlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import warpipe
+
+HERE = pathlib.Path(warpipe.__file__).parent
+
+
+def public_names():
+    """Every public class, function, method and property, with its path."""
+    for name in warpipe.__all__:
+        thing = getattr(warpipe, name)
+        if not (inspect.isclass(thing) or callable(thing)):
+            continue
+        yield name, thing
+        if inspect.isclass(thing) and not issubclass(thing, BaseException):
+            for member in sorted({key for base in thing.__mro__[:-1] for key in vars(base)}):
+                if not member.startswith("_"):
+                    yield f"{name}.{member}", inspect.getattr_static(thing, member)
+
+
+def test_every_public_name_has_help():
+    names = dict(public_names())
+    assert len(names) > 80
+    bare = [name for name, thing in names.items() if not (inspect.getdoc(thing) or "").strip()]
+    assert bare == []
+
+
+def test_help_renders():
+    import pydoc
+
+    text = pydoc.plain(pydoc.render_doc(warpipe))
+    for word in ("camera/front", "wait_for_subscribers", "receive_async", "SampleLostError"):
+        assert word in text or word in pydoc.plain(pydoc.render_doc(warpipe.Subscriber) + pydoc.render_doc(warpipe.Publisher))
+
+
+def test_every_exported_name_is_there_once():
+    assert len(set(warpipe.__all__)) == len(warpipe.__all__)
+    assert all(hasattr(warpipe, name) for name in warpipe.__all__)
+
+
+def test_every_exception_is_an_error_of_warpipe_with_a_message_of_its_own():
+    errors = [getattr(warpipe, name) for name in warpipe.__all__ if name.endswith("Error")]
+    assert len(errors) > 30
+    for error in errors:
+        assert issubclass(error, warpipe.Error) and error.__module__ == "warpipe"
+        assert str(error("said")) == "said"
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [("TimeoutError", TimeoutError), ("ConnectionError", ConnectionError), ("NoPublisherError", ConnectionRefusedError),
+     ("PublisherGoneError", ConnectionError), ("SampleLostError", ConnectionError), ("AccessDeniedError", PermissionError),
+     ("ArgumentError", ValueError), ("LayoutError", ValueError), ("DTypeError", TypeError), ("MemoryLimitError", MemoryError),
+     ("DeviceMemoryError", MemoryError), ("ExportError", BufferError), ("SystemCallError", OSError)],
+)
+def test_exceptions_are_where_python_expects_them(ours, theirs):
+    assert issubclass(getattr(warpipe, ours), theirs)
+
+
+def test_importing_brings_no_framework():
+    code = "import warpipe, sys; print([m for m in ('numpy', 'torch', 'cupy', 'jax', 'numba') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_package_says_that_it_is_typed():
+    files = {path.name for path in HERE.iterdir()}
+    assert {"py.typed", "_warpipe.pyi"} <= files
+    assert {module.name for module in pkgutil.iter_modules([str(HERE)])} >= {"_errors", "_subscriber"}
+
+
+def test_mypy_is_content_with_the_package_and_its_users(tmp_path):
+    pytest.importorskip("mypy")
+    user = tmp_path / "user.py"
+    user.write_text(
+        "import warpipe\n"
+        "def use(p: warpipe.Publisher, s: warpipe.Subscriber) -> int:\n"
+        "    with p.loan((2, 3), 'float32') as out:\n"
+        "        out[:] = 1\n"
+        "    for frame in s:\n"
+        "        with frame:\n"
+        "            return frame.sequence + frame.shape[0] + len(frame.metadata)\n"
+        "    return s.receive(timeout=None).nbytes\n"
+        "async def wait(s: warpipe.Subscriber) -> str:\n"
+        "    async for frame in s:\n"
+        "        return frame.dtype\n"
+        "    raise warpipe.TimeoutError('late')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "-m", "user", "-p", "warpipe"],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_stubs_say_what_the_native_half_is():
+    pytest.importorskip("mypy")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy.stubtest", "warpipe._warpipe", "--ignore-missing-stub"],
+        capture_output=True, text=True, timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,154 @@
+"""Streams: a consumer that does not wait reads what a slow producer wrote; without the library's wait it does not."""
+
+import numpy as np
+import pytest
+
+import warpipe
+from warpipe import _warpipe
+
+WORDS = 1 << 16
+DELAY_SECONDS = 0.4
+
+
+@pytest.fixture
+def stream(device):
+    stream = warpipe.Stream(device)
+    _warpipe._preload(stream)
+    return stream
+
+
+@pytest.fixture
+def without_waits():
+    _warpipe._skip_waits(True)
+    yield
+    _warpipe._skip_waits(False)
+
+
+def send_late(publisher, stream, seed):
+    loan = publisher.loan((WORDS,), "uint64")
+    _warpipe._slow_fill(loan, stream, seed, DELAY_SECONDS)
+    loan.send(stream)
+
+
+def expected(seed):
+    return np.array([_warpipe._pattern(seed, index) for index in range(WORDS)], np.uint64)
+
+
+def consumers(device):
+    """Ways to read a frame without a word of synchronisation."""
+    if device.kind == "host":
+        return {
+            "numpy": lambda frame, wanted: bool((frame.numpy() == wanted).all()),
+            "np.asarray": lambda frame, wanted: bool((np.asarray(frame) == wanted).all()),
+            "np.from_dlpack": lambda frame, wanted: bool((np.from_dlpack(frame) == wanted).all()),
+        }
+    ways = {}
+    try:
+        import torch
+
+        def by_torch(frame, wanted):
+            other = torch.cuda.Stream()
+            with torch.cuda.stream(other):
+                same = (frame.torch().view(torch.int64) == wanted_on_gpu[id(wanted)]).all()
+            return bool(same.item())
+
+        wanted_on_gpu = {}
+        by_torch.prepare = lambda wanted: wanted_on_gpu.update(
+            {id(wanted): torch.from_numpy(wanted.view(np.int64)).cuda()}
+        )
+        ways["torch"] = by_torch
+    except ImportError:
+        pass
+    try:
+        import cupy
+
+        def by_cupy(frame, wanted, make=cupy.from_dlpack):
+            with cupy.cuda.Stream(non_blocking=True):
+                same = (make(frame) == cupied[id(wanted)]).all()
+                return bool(same.get())
+
+        cupied = {}
+        by_cupy.prepare = lambda wanted: cupied.update({id(wanted): cupy.asarray(wanted)})
+        ways["cupy"] = by_cupy
+        by_interface = lambda frame, wanted: by_cupy(frame, wanted, cupy.asarray)  # noqa: E731
+        by_interface.prepare = by_cupy.prepare
+        ways["cupy by its interface"] = by_interface
+    except ImportError:
+        pass
+    return ways
+
+
+def verdicts(device, link, stream):
+    publisher, subscriber = link
+    ways = consumers(device)
+    if not ways:
+        pytest.skip("neither PyTorch nor CuPy is installed, and NumPy alone reads no GPU")
+    found = {}
+    for seed, (name, read) in enumerate(ways.items(), start=1):
+        wanted = expected(seed)
+        getattr(read, "prepare", lambda wanted: None)(wanted)
+        send_late(publisher, stream, seed)
+        frame = subscriber.receive()
+        found[name] = read(frame, wanted)
+        frame.release()
+        stream.synchronize()
+    return found
+
+
+def test_a_consumer_that_does_not_synchronise_reads_the_right_values(device, link, stream):
+    assert all(verdicts(device, link, stream).values())
+
+
+def test_without_the_wait_it_reads_wrong_values(device, link, stream, without_waits):
+    assert not any(verdicts(device, link, stream).values())
+
+
+def test_a_frame_is_there_before_its_data(device, link, stream):
+    publisher, subscriber = link
+    send_late(publisher, stream, 3)
+    frame = subscriber.receive()
+    with pytest.raises(warpipe.TimeoutError):
+        frame.wait(timeout=0)
+    frame.wait()
+    np.testing.assert_array_equal(frame.numpy(), expected(3))
+
+
+def test_a_slot_is_released_behind_the_work_of_its_user(device, link, stream, open_publisher):
+    publisher, subscriber = link
+    publisher.send(np.zeros(8))
+    frame = subscriber.receive()
+    # Something that keeps the user's stream busy.
+    loan = publisher.loan((WORDS,), "uint64")
+    _warpipe._slow_fill(loan, stream, 1, DELAY_SECONDS)
+    frame.release(stream)
+    assert publisher.subscribers[0].in_flight == 1
+    stream.synchronize()
+    from conftest import until
+
+    until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
+    loan.discard(stream)
+
+
+def test_streams_wait_for_each_other(device, link, stream):
+    publisher, _subscriber = link
+    other = warpipe.Stream(device)
+    loan = publisher.loan((WORDS,), "uint64")
+    _warpipe._slow_fill(loan, stream, 1, DELAY_SECONDS)
+    other.wait_for(stream)
+    assert not other.is_idle()
+    other.synchronize()
+    assert stream.is_idle()
+    loan.discard(stream)
+
+
+def test_a_stream_of_another_kind_is_refused(device, link):
+    frame_of, subscriber = link
+    frame_of.send(b"x")
+    frame = subscriber.receive()
+    for wrong in ("a stream", object(), 1.5):
+        with pytest.raises(warpipe.ArgumentError, match="stream"):
+            frame.release(wrong)
+    if device.kind == "host":
+        with pytest.raises(warpipe.ArgumentError, match="host"):
+            frame.release(1)
+    assert frame.tobytes() == b"x"

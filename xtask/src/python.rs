@@ -1,0 +1,141 @@
+//! `cargo xtask wheel`, and the Python package's tests: maturin, the compiler it links with, and what the tests use come
+//! into virtual environments under `target/`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::Outcome;
+use crate::counts::{Counts, Dialect};
+use crate::process::Task;
+use crate::workspace::Workspace;
+
+const CRATE: &str = "crates/warpipe-python";
+
+/// What builds the package for this machine.
+const BUILDERS: &[&str] = &["maturin==1.16.0"];
+/// What builds the wheel for others: Zig binds to the C library of `manylinux2014` (glibc 2.17), whatever this machine's.
+const WHEEL_BUILDERS: &[&str] = &["maturin==1.16.0", "ziglang==0.17.0"];
+const PLATFORM: &str = "manylinux2014";
+
+/// What the tests use. PyTorch, CuPy and Numba are used if this machine has them already.
+const TESTED_WITH: &[&str] = &["pytest==9.2.0", "numpy>=2.1", "ml_dtypes>=0.5", "jax[cpu]>=0.6", "mypy>=2,<3"];
+
+/// pytest for a machine that has none and no network: pure Python, 2 MiB.
+const CARRIED: &[&str] = &["pytest==9.2.0", "pluggy==1.7.0", "iniconfig==2.3.1", "packaging==26.3", "pygments==2.21.0"];
+
+const INSTALL_LIMIT: Duration = Duration::from_secs(900);
+const BUILD_LIMIT: Duration = Duration::from_secs(3600);
+const TEST_LIMIT: Duration = Duration::from_secs(1800);
+
+/// Builds the wheel that is given away, in `target/wheels/`. Returns its path.
+pub fn wheel(workspace: &Workspace) -> Outcome<PathBuf> {
+    let folder = workspace.target.join("wheels");
+    let options = ["--release", "--strip", "--zig", "--compatibility", PLATFORM];
+    let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[])?;
+    let wheel = build(workspace, &tools, &folder, &options)?;
+    println!("{}", wheel.display());
+    Ok(wheel)
+}
+
+/// Builds the package as it stands, without optimisation, installs it in an environment and runs its tests there.
+pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
+    let (tools, folder) = (environment(workspace, "python-build", BUILDERS, &[])?, workspace.target.join("python-dev"));
+    let wheel = build(workspace, &tools, &folder, &["--profile", "dev", "--compatibility", "linux"])?;
+    let environment = environment(workspace, "python-tests", TESTED_WITH, &["--system-site-packages"])?;
+    let install = pip(&environment).args(["--force-reinstall", "--no-deps"]).args([&wheel]);
+    if !install.run(&workspace.root, INSTALL_LIMIT)?.success {
+        return Err(format!("pip did not install {}", wheel.display()));
+    }
+    let pytest = Task::new(environment.join("bin/python"))
+        .args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"])
+        .env("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        .env("WARPIPE_TEST_DEVICE", "host");
+    let finished = pytest.run(&workspace.root.join(CRATE), TEST_LIMIT)?;
+    Ok(Counts::of(Dialect::LastLine, &finished.lines, finished.success))
+}
+
+/// Puts the wheel, the tests, and what they need into `folder`.
+pub fn carry(workspace: &Workspace, folder: &Path) -> Outcome<()> {
+    let wheel = wheel(workspace)?;
+    copy_scripts(&workspace.root.join(CRATE).join("tests"), &folder.join("tests"))?;
+    copy_scripts(&workspace.root.join("examples/python"), &folder.join("examples"))?;
+    copy(&wheel, folder)?;
+    let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[])?;
+    let download = Task::new(tools.join("bin/python"))
+        .args(["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest"])
+        .args([folder.join("pytest")])
+        .args(CARRIED.iter().copied());
+    if !download.run(&workspace.root, INSTALL_LIMIT)?.success {
+        return Err("pip did not download pytest; see that it reaches its index (pip config list)".into());
+    }
+    Ok(())
+}
+
+/// Runs the maturin of `tools` with `options` and leaves one wheel in `folder`.
+fn build(workspace: &Workspace, tools: &Path, folder: &Path, options: &[&str]) -> Outcome<PathBuf> {
+    let _ = fs::remove_dir_all(folder);
+    let path = std::env::var("PATH").unwrap_or_default();
+    let maturin = Task::new(tools.join("bin/maturin"))
+        .args(["build", "--quiet"])
+        .args(options.iter().copied())
+        .args(["--out"])
+        .args([folder])
+        .env("VIRTUAL_ENV", tools)
+        // maturin finds Zig by the python of the search path.
+        .env("PATH", format!("{}:{path}", tools.join("bin").display()));
+    if !maturin.run(&workspace.root.join(CRATE), BUILD_LIMIT)?.success {
+        return Err("maturin built no wheel; its words are above".into());
+    }
+    let wheels = fs::read_dir(folder).map_err(|error| format!("{} cannot be read: {error}", folder.display()))?;
+    let mut wheels = wheels.filter_map(|entry| entry.ok().map(|entry| entry.path()));
+    let wheel = wheels.find(|path| path.extension().is_some_and(|extension| extension == "whl"));
+    wheel.ok_or_else(|| format!("maturin left no wheel in {}", folder.display()))
+}
+
+/// The virtual environment `target/NAME` with `packages`; made anew when those change.
+fn environment(workspace: &Workspace, name: &str, packages: &[&str], options: &[&str]) -> Outcome<PathBuf> {
+    let folder = workspace.target.join(name);
+    let (complete, wanted) = (folder.join("complete"), packages.join("\n"));
+    if fs::read_to_string(&complete).is_ok_and(|found| found == wanted) {
+        return Ok(folder);
+    }
+    let _ = fs::remove_dir_all(&folder);
+    println!("installing {} in {}", packages.join(", "), workspace.show(&folder));
+    let venv = Task::new("python3").args(["-m", "venv"]).args(options.iter().copied()).args([&folder]);
+    if !venv.run(&workspace.root, INSTALL_LIMIT)?.success {
+        return Err("python3 makes no virtual environment; install it (Debian: apt-get install python3-venv)".into());
+    }
+    if !pip(&folder).args(packages.iter().copied()).run(&workspace.root, INSTALL_LIMIT)?.success {
+        return Err(format!("pip did not install {wanted}; see that it reaches its index (pip config list)"));
+    }
+    fs::write(&complete, wanted).map_err(|error| format!("{} not written: {error}", complete.display()))?;
+    Ok(folder)
+}
+
+fn pip(environment: &Path) -> Task {
+    let quiet = ["--quiet", "--disable-pip-version-check", "--no-input"];
+    Task::new(environment.join("bin/python")).args(["-m", "pip", "install"]).args(quiet)
+}
+
+/// Copies every Python file of one folder to another.
+fn copy_scripts(from: &Path, to: &Path) -> Outcome<()> {
+    make(to)?;
+    let unreadable = |error: std::io::Error| format!("{} cannot be read: {error}", from.display());
+    for entry in fs::read_dir(from).map_err(unreadable)? {
+        let path = entry.map_err(unreadable)?.path();
+        if path.extension().is_some_and(|extension| extension == "py") {
+            copy(&path, to)?;
+        }
+    }
+    Ok(())
+}
+
+fn make(folder: &Path) -> Outcome<()> {
+    fs::create_dir_all(folder).map_err(|error| format!("{} not made: {error}", folder.display()))
+}
+
+fn copy(file: &Path, folder: &Path) -> Outcome<()> {
+    let name = file.file_name().ok_or_else(|| format!("{} has no name", file.display()))?;
+    fs::copy(file, folder.join(name)).map(drop).map_err(|error| format!("{} not copied: {error}", file.display()))
+}
