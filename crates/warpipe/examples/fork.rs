@@ -1,8 +1,8 @@
 //! A child made by `fork(2)` opens its parent's memory and doubles the numbers in it where they lie.
 //!
 //! CUDA does not survive a fork. Once a process has initialised the driver, a child that it forks has a copy of the
-//! driver's state but not its threads, contexts and channels to the GPU, and every call there fails or hangs. So the
-//! order is all that matters: **fork first, open devices afterwards, each process for itself.** This program forks before
+//! driver's memory but not its threads, and the driver does not support what it calls there: `Device::cuda` is
+//! `Error::Forked`. So the order is all that matters: **fork first, open devices afterwards, each process for itself.** This program forks before
 //! anything else; the child then waits, on a pair of sockets, for the ticket of memory that its parent allocates later.
 //! (A process that has a device already starts children by `exec`, as the other examples do. A handle of this
 //! library that a forked child has inherited answers `Error::Forked`.)
