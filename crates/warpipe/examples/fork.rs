@@ -2,10 +2,10 @@
 //!
 //! CUDA does not survive a fork. Once a process has initialised the driver, a child that it forks has a copy of the
 //! driver's memory but not its threads, and the driver does not support what it calls there: `Device::cuda` is
-//! `Error::Forked`. So the order is all that matters: **fork first, open devices afterwards, each process for itself.** This program forks before
-//! anything else; the child then waits, on a pair of sockets, for the ticket of memory that its parent allocates later.
-//! (A process that has a device already starts children by `exec`, as the other examples do. A handle of this
-//! library that a forked child has inherited answers `Error::Forked`.)
+//! `Error::Forked`. So the order is all that matters: **fork first, open devices afterwards, each process for itself.**
+//! This program forks before anything else; the child then waits, on a pair of sockets, for the ticket of memory that its
+//! parent allocates later. (A process that has a device already starts children by `exec`, as the other examples do. A
+//! handle of this library that a forked child has inherited answers `Error::Forked`.)
 //!
 //! **This module is marked for unsafe**: it forks, and launches a kernel on device memory.
 //!
