@@ -9,6 +9,7 @@ use super::core::Taken;
 use super::*;
 use crate::error::Expiry;
 use crate::link::watcher::{Next, Watched};
+use crate::rendezvous::encode;
 use crate::{Device, Domain, Error, Kind, Memory, Stream, Ticket};
 
 const WAIT: Duration = Duration::from_secs(10);
@@ -298,4 +299,18 @@ fn the_watcher_does_not_wait_for_who_is_in_a_call_of_the_driver_with_a_pools_loc
     // The second one comes when the pool has had its tick in between.
     (0..2).for_each(|_| told.recv_timeout(WAIT).expect("the watcher goes on"));
     drop(held);
+}
+
+#[test]
+fn a_block_that_is_granted_when_its_asker_has_given_up_comes_back() {
+    let stage = Stage::new("late");
+    let client = stage.client();
+    let held = stage.pool.core().lock();
+    let wish = encode(&Wish::Block { bytes: MIB }).unwrap();
+    let late = client.visitor().ask(&wish, Duration::from_millis(10)).unwrap_err();
+    assert!(matches!(late, Error::Timeout { .. }), "{late}");
+    drop(held);
+    assert!(eventually(|| stage.pool.stats().allocations == 1), "it is granted");
+    assert!(eventually(|| stage.pool.stats().lent_bytes == 0), "and given back");
+    drop(client.allocate(2 * MIB).unwrap());
 }

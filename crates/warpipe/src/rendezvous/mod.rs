@@ -183,6 +183,9 @@ pub(crate) trait Visit: Send + Sync {
 
     /// The keeper is proven dead: nothing of that process writes any more, so whoever waits for it is to be let go.
     fn proven_dead(&self) {}
+
+    /// An answer came for which nobody waits any more. What it gives is counted as ours all the same.
+    fn late(&self, _gift: Gift) {}
 }
 
 /// Where to find a keeper, and as what.

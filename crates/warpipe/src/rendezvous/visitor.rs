@@ -351,12 +351,16 @@ impl Inner {
         }
     }
 
-    /// An answer; one that nobody waits for any more is dropped with its descriptors.
+    /// An answer; one that nobody waits for any more is for the visit to give back.
     fn on_answer(&self, serial: u64, answer: Result<Gift>) {
         if let Some(place) = self.lock().open.get_mut(&serial) {
             *place = Some(answer);
+            self.answered.notify_all();
+            return;
         }
-        self.answered.notify_all();
+        if let (Ok(gift), Some(visit)) = (answer, self.visit()) {
+            visit.late(gift);
+        }
     }
 
     fn on_socket(&self) -> Next {
