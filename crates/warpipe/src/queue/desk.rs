@@ -335,9 +335,9 @@ impl Desk {
     /// Gives out what waits, as long as there is somebody with credit.
     fn dispatch(&self, ledger: &mut Ledger) {
         let mut passed_over = Vec::new();
-        while ledger.waiting() > 0 {
-            let Some(id) = ledger.choose(&passed_over) else { return };
-            let Some((ticket, job)) = ledger.first_waiting() else { return };
+        while let Some(waiting) = ledger.first_waiting() {
+            let Some(id) = ledger.choose(waiting, &passed_over) else { return };
+            let Some((ticket, job)) = ledger.next_ticket(waiting) else { return };
             let metadata = ticket.encode(&job.metadata);
             let Some(parcel) = job.parcel.clone() else { return };
             match metadata.and_then(|metadata| parcel.forward(id, &metadata)) {

@@ -219,7 +219,7 @@ pub struct QueueState {
 /// ```
 #[derive(Debug)]
 pub struct Queue {
-    desk: Arc<Desk>,
+    pub(super) desk: Arc<Desk>,
 }
 
 impl Queue {
@@ -395,7 +395,7 @@ fn enter(ledger: &mut Ledger, input: Loan, stream: &Stream, deadline_ns: u64) ->
         Ok(encoded) => encoded,
         Err(error) => return Err(SubmitError { error, loan: Some(Box::new(Loan { sample, metadata })) }),
     };
-    let to = if is_next { ledger.choose(&[]) } else { None };
+    let to = if is_next { ledger.choose(job, &[]) } else { None };
     match sample.post(to, &encoded, stream) {
         Ok((parcel, position)) => {
             ledger.spend();

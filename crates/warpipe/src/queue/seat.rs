@@ -73,14 +73,15 @@ impl Seat {
     }
 
     /// Whether it may be given a job. One that is late with another gets none before it has answered, and results
-    /// that nobody has released take their places, too.
-    pub(super) fn has_credit(&self, credits: u32) -> bool {
+    /// that nobody has released take their places, too. The last place is the `oldest` job's: results may be held because
+    /// that one's is to come first.
+    pub(super) fn has_credit(&self, credits: u32, oldest: bool) -> bool {
         let (depth, held) = self.subscriber.load();
         !self.is_leaving
             && self.end.is_none()
             && self.leases.len() < credits as usize
             && self.leases.iter().all(|lease| !lease.is_late)
-            && held + self.leases.len() < depth
+            && held + self.leases.len() + usize::from(!oldest) < depth
     }
 
     /// Whether it takes jobs, now or when it has answered others.
