@@ -60,7 +60,7 @@ pub(super) struct Ledger {
     pub(super) rules: Rules,
     jobs: BTreeMap<u64, Job>,
     /// Jobs to be given out, first first.
-    waiting: VecDeque<u64>,
+    pub(super) waiting: VecDeque<u64>,
     /// Jobs with an outcome, as they came; those that were taken by their handle are stepped over.
     pub(super) finished: VecDeque<u64>,
     unfinished: usize,
@@ -120,7 +120,7 @@ impl Ledger {
 
     /// Jobs that nobody has leased.
     pub(super) fn waiting(&self) -> usize {
-        self.waiting.len()
+        self.waiting.iter().filter(|id| self.jobs.contains_key(id)).count()
     }
 
     /// The number of the job to come, and whether it is its turn to be given out at once.
@@ -228,6 +228,7 @@ impl Ledger {
         let Some(job) = self.jobs.remove(&id) else { return false };
         self.unfinished -= usize::from(job.outcome.is_none());
         self.changes += 1;
+        self.prune();
         true
     }
 
@@ -239,11 +240,18 @@ impl Ledger {
         }
         // Somebody may wait for the room.
         self.changes += 1;
-        if self.finished.len() > 2 * self.jobs.len() + 16 {
-            let jobs = &self.jobs;
-            self.finished.retain(|id| jobs.contains_key(id));
-        }
+        self.prune();
         Ok(self.jobs.remove(&id).and_then(|job| job.outcome).map(|outcome| (id, outcome)))
+    }
+
+    /// Drops the numbers that jobs which are not here any more have left, when they are the most.
+    fn prune(&mut self) {
+        let (jobs, limit) = (&self.jobs, 2 * self.jobs.len() + 16);
+        for numbers in [&mut self.waiting, &mut self.finished] {
+            if numbers.len() > limit {
+                numbers.retain(|id| jobs.contains_key(id));
+            }
+        }
     }
 
     /// The next outcome in the queue's order, if it is there.
@@ -278,7 +286,8 @@ impl Ledger {
         };
         let expiry = self.rules.lease_timeout.and_then(|timeout| {
             let oldest = self.seats.iter().filter_map(Seat::oldest_lease).min()?;
-            Some((oldest + timeout).saturating_duration_since(Instant::now()) + Duration::from_millis(1))
+            // Whatever was chosen, also more than the clock can count.
+            Some(timeout.saturating_sub(oldest.elapsed()).saturating_add(Duration::from_millis(1)))
         });
         limit.min(expiry.unwrap_or(limit))
     }

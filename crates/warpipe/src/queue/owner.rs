@@ -300,7 +300,9 @@ impl Queue {
             if ledger.len() >= limit {
                 return None;
             }
-            Some(enter(ledger, input.take()?, stream, deadline_ns))
+            let entered = enter(ledger, input.take()?, stream, deadline_ns);
+            desk.look_soon(ledger);
+            Some(entered)
         };
         let full = || Error::QueueFull { name: self.name().to_string(), limit, waited: timeout };
         let mut enter = enter;

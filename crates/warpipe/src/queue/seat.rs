@@ -43,6 +43,8 @@ pub(super) struct Seat {
     pub(super) unready: VecDeque<Unready>,
     /// Why no answers come any more, and since when.
     pub(super) end: Option<(String, bool, Instant)>,
+    /// It has said goodbye: what was under way still completes, or its process is proven dead.
+    has_left: bool,
     /// It takes no more jobs.
     pub(super) is_leaving: bool,
     last_answer: Option<Instant>,
@@ -67,6 +69,7 @@ impl Seat {
             leases: Vec::new(),
             unready: VecDeque::new(),
             end: None,
+            has_left: false,
             is_leaving: false,
             last_answer: None,
         }
@@ -120,6 +123,7 @@ impl Seat {
 
     fn part(&mut self, error: &Error) {
         let is_settled = !matches!(error, Error::PublisherGone { graceful: false, .. });
+        self.has_left = matches!(error, Error::PublisherGone { graceful: true, .. });
         self.end = Some((error.to_string(), is_settled, Instant::now()));
     }
 
@@ -205,8 +209,7 @@ impl Seat {
     pub(super) fn is_over(&self) -> bool {
         let Some((_, is_settled, since)) = &self.end else { return false };
         let is_gone = *is_settled || self.subscriber.is_publisher_dead();
-        // What was under way when it said goodbye still completes.
-        (is_gone && self.unready.is_empty()) || since.elapsed() > GONE_AFTER
+        (is_gone && self.unready.is_empty()) || (!self.has_left && since.elapsed() > GONE_AFTER)
     }
 
     /// What it leaves undone.

@@ -289,3 +289,21 @@ fn jobs_that_come_back_are_given_out_oldest_first() {
         lease.complete(&place.stream).unwrap();
     }
 }
+
+#[test]
+fn a_worker_that_cannot_say_its_answer_loses_its_link_and_not_the_job() {
+    let place = Place::new("mute");
+    let queue = place.queue();
+    let mute = Worker::builder("jobs").domain(&place.domain).device(&place.device);
+    // Memory for one region, and no patience.
+    let mut mute = mute.memory_limit(2 << 20).timeout(Duration::from_millis(20)).build().unwrap();
+    queue.wait_for_workers(1, SOON).unwrap();
+    let job = queue.submit_bytes(b"work", &place.stream).unwrap();
+    let lease = mute.lease_timeout(&place.stream, SOON).unwrap();
+    let all_its_memory = lease.output(&Layout::bytes_only(2 << 20).unwrap()).unwrap();
+    assert!(matches!(lease.complete(&place.stream), Err(Error::MemoryLimit { .. })));
+    let mut other = place.worker();
+    let lease = other.lease(&place.stream).unwrap();
+    assert_eq!((lease.job(), lease.attempt()), (job.id(), 2));
+    drop((all_its_memory, mute));
+}

@@ -126,6 +126,16 @@ impl Answers {
         Error::QueueGone { name: self.queue.clone(), reason: reason.to_string() }
     }
 
+    /// Ends the link of the answers: one could not be said, and its job would be this worker's for ever. If the queue has
+    /// gone there is nobody to tell.
+    fn fall_silent(&self, error: &Error) {
+        if self.home.is_here()
+            && let Some(owner) = self.publisher.member_of(self.queue_pid)
+        {
+            self.publisher.expel(owner, &format!("an answer could not be given: {error}"));
+        }
+    }
+
     /// Sends an answer behind the work on `stream`.
     fn send(&self, ticket: Ticket, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<(), Unsaid> {
         self.home.check()?;
@@ -437,8 +447,9 @@ impl Drop for Lease {
     fn drop(&mut self) {
         if let Some(input) = self.input.take() {
             let verdict = Verdict::Failed("its worker dropped it without an answer".into());
-            // If the queue has gone there is nobody to tell.
-            let _ = self.desk.send(self.ticket, verdict, None, &self.stream);
+            if let Err(Unsaid { error, is_told: false }) = self.desk.send(self.ticket, verdict, None, &self.stream) {
+                self.desk.fall_silent(&error);
+            }
             drop(input);
         }
     }
