@@ -228,7 +228,7 @@ impl PoolClient {
         let at = Address { domain, name: &name, kind: Kind::Pool };
         let hello = encode(&Hello { incarnation: None })?;
         let (visitor, gift) = Visitor::attach(&at, Some(device.info().id), &hello, timeout)?;
-        let key = Key::new(visitor.generation(), 0, device);
+        let key = Key::new(visitor.uid(), visitor.generation(), 0, device);
         // One visit for all: should there be one already, this one ends here.
         let account = ACCOUNTS.get_or(&key, || match Account::of(visitor, gift, device)? {
             Some(account) => Ok(Arc::new(account)),
@@ -321,7 +321,7 @@ impl LentBuffer {
     pub fn open(ticket: &Ticket, device: &Device) -> Result<LentBuffer> {
         ticket.check(Kind::Pool, device)?;
         let Some(incarnation) = ticket.incarnation() else { return Err(ticket.expired(Expiry::Replaced)) };
-        let account = ACCOUNTS.get_or(&Key::new(incarnation, 0, device), || {
+        let account = ACCOUNTS.get_or(&Key::new(ticket.owner(), incarnation, 0, device), || {
             let hello = encode(&Hello { incarnation: Some(incarnation) })?;
             let (visitor, gift) = ticket.attach(device, &hello, Duration::ZERO)?;
             let account = Account::of(visitor, gift, device)?;
