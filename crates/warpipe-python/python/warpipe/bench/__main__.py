@@ -18,7 +18,7 @@ from typing import Any
 
 import warpipe
 
-from . import figures, ours, pair, plot, rivals, rust
+from . import calls, figures, ours, pair, plot, rivals, rust
 
 SIZES = {"cuda": [4 << 10, 1 << 20, 64 << 20, 1 << 30], "host": [4 << 10, 1 << 20, 64 << 20]}
 QUICK_SIZES = [4 << 10, 1 << 20]
@@ -48,18 +48,22 @@ def main(given: list[str] | None = None) -> int:
     if asked.quick:
         print("quick: this shows that everything runs; the figures mean little", flush=True)
     records = measure(kind, asked.devices, asked.quick)
+    with tempfile.TemporaryDirectory() as folder:
+        first = "cuda:0" if kind == "cuda" else "host"
+        each = calls.measure(first, os.path.join(folder, "domain"), 50 if asked.quick else 1000)
     bare = rust.measure(asked.rust or shutil.which("warpipe"), kind, asked.devices, asked.quick)
     print(f"Rust: {bare.status} {bare.reason}".rstrip())
     made = figures.figures(records, mode, bare)
-    print(f"\n{figures.table(records)}\n\n{figures.verdicts(made)}")
+    print(f"\n{figures.table(records)}\n\n{figures.verdicts(made)}\n\n{calls.line(each)}")
     if asked.out:
-        report = {**heading(device, mode, asked), "contestants": records, "rust": dataclasses.asdict(bare), "figures": made}
+        report = heading(device, mode, asked)
+        report |= {"contestants": records, "rust": dataclasses.asdict(bare), "calls": each, "figures": made}
         asked.out.write_text(json.dumps(report, indent=1) + "\n")
     if asked.svg:
         asked.svg.write_text(plot.svg(records, f"{device.name}, {mode}"))
-    failed = sum(record["status"] == "failed" for record in records) + (bare.status == "failed")
+    failed = sum(found["status"] == "failed" for found in [*records, each, {"status": bare.status}])
     is_measured = any(record["role"] == "ours" and record["status"] == "measured" for record in records)
-    print(f"\n{len(records)} measurements, {failed} failed" + ("" if is_measured else ", and none of warpipe"))
+    print(f"\n{len(records)} of contestants, {failed} failed" + ("" if is_measured else ", and none of warpipe"))
     return 1 if failed or not is_measured else 0
 
 

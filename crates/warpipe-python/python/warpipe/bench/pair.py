@@ -80,7 +80,9 @@ def measure(contestant: type[Contestant], place: Place, sizes: list[int], plan: 
     while len(outcomes) < len(allowed):
         outcomes += _Pair(contestant, place, allowed[len(outcomes) :], plan, patience).run()
     return outcomes + [
-        _outcome(contestant, place, size, "skipped", contestant.bytes_max_reason) for size in sizes if size not in allowed
+        _outcome(contestant, place, size, "skipped", contestant.bytes_max_reason)
+        for size in sizes
+        if size not in allowed
     ]
 
 
@@ -215,7 +217,11 @@ def _play(control: Connection, contestant: type[Contestant], side: Side, sizes: 
         control.send(("ok", None))
         for size in sizes:
             player.open(elements(size))
-            said = _Leader(player, arrays).play(plan) if side.is_a else _answer(player, arrays, plan)
+            said = None
+            if side.is_a:
+                said = _Leader(player, arrays).play(plan)
+            else:
+                _answer(player, arrays, plan)
             player.close()
             # The other's streams may use this process's memory until it has come here.
             arrays.synchronize()
