@@ -78,7 +78,7 @@ def measure(kind: str, devices: int, quick: bool) -> list[dict[str, Any]]:
         for contestant in contestants:
             with tempfile.TemporaryDirectory() as folder:
                 place = pair.Place(name, first, other, os.path.join(folder, "domain"))
-                outcomes = pair.measure(contestant, place, sizes, plan, patience=1.0)
+                outcomes = pair.measure(contestant, place, sizes, plan)
             records += [figures.record(outcome) for outcome in outcomes]
             said = sorted({f"{outcome.status} {outcome.reason}".rstrip() for outcome in outcomes})
             print(f"{name}, {contestant.name}: {'; '.join(said)}", flush=True)

@@ -45,7 +45,7 @@ def measure(device: str, domain: str, times: int) -> dict[str, Any]:
 def _once(publisher: warpipe.Publisher, subscriber: warpipe.Subscriber, arrays: Arrays, kind: str) -> list[int]:
     """Nanoseconds of each call of one hand-over. Nothing of the device is waited for in between."""
     clock = time.perf_counter_ns
-    options = {"max_version": (1, 0), **({"stream": 1} if kind == "cuda" else {})}
+    options: dict[str, Any] = {"max_version": (1, 0), **({"stream": 1} if kind == "cuda" else {})}
     add_one, source = arrays.adder(False), arrays.zeros(HEAD)
     marks = [clock()]
     loan = publisher.loan((HEAD,), "float32")

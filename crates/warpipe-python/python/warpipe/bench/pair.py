@@ -72,13 +72,13 @@ class Place:
     domain: str
 
 
-def measure(contestant: type[Contestant], place: Place, sizes: list[int], plan: Plan, patience: float) -> list[Outcome]:
-    """Runs a contestant at all sizes, in as few pairs of processes as it survives. ``patience`` scales every limit."""
+def measure(contestant: type[Contestant], place: Place, sizes: list[int], plan: Plan) -> list[Outcome]:
+    """Runs a contestant at all sizes, in as few pairs of processes as it survives."""
     assert plan.trips < TRIPS_MAX
     outcomes: list[Outcome] = []
     allowed = [size for size in sizes if contestant.bytes_max is None or size <= contestant.bytes_max]
     while len(outcomes) < len(allowed):
-        outcomes += _Pair(contestant, place, allowed[len(outcomes) :], plan, patience).run()
+        outcomes += _Pair(contestant, place, allowed[len(outcomes) :], plan).run()
     return outcomes + [
         _outcome(contestant, place, size, "skipped", contestant.bytes_max_reason)
         for size in sizes
@@ -99,16 +99,13 @@ def _outcome(
 class _Pair:
     """Two fresh processes and what they say."""
 
-    def __init__(
-        self, contestant: type[Contestant], place: Place, sizes: list[int], plan: Plan, patience: float
-    ) -> None:
+    def __init__(self, contestant: type[Contestant], place: Place, sizes: list[int], plan: Plan) -> None:
         self.contestant, self.place, self.sizes = contestant, place, sizes
         spawn = multiprocessing.get_context("spawn")
         pipes = spawn.Pipe()
         queues = (spawn.Queue(), spawn.Queue())
         # Kept: the children open their semaphores by name.
         self.queues = queues
-        self.patience = patience
         self.has_started = False
         self.children: list[Any] = []
         self.controls: list[Connection] = []
@@ -120,7 +117,7 @@ class _Pair:
                 device=device,
                 other_device=other,
                 domain=place.domain,
-                limit=SIZE_SECONDS * patience,
+                limit=SIZE_SECONDS,
                 pipe=pipes[number],
                 inbox=queues[1 - number],
                 outbox=queues[number],
@@ -167,13 +164,13 @@ class _Pair:
     def hear_both(self, limit: float) -> list[Any]:
         """What A and B say next. The first that says it cannot go on ends the pair."""
         said: dict[int, Any] = {}
-        end = time.monotonic() + limit * self.patience
+        end = time.monotonic() + limit
         while len(said) < len(self.controls):
             open_ones = [control for number, control in enumerate(self.controls) if number not in said]
             ready = connection.wait(open_ones, max(0.0, end - time.monotonic()))
             if not ready:
                 silent = " and ".join("AB"[number] for number in range(2) if number not in said)
-                raise _Failed(f"{silent} said nothing for {limit * self.patience:.0f} s")
+                raise _Failed(f"{silent} said nothing for {limit:.0f} s")
             for control in ready:
                 number = self.controls.index(control)  # type: ignore[arg-type]
                 said[number] = self.hear(number)

@@ -108,13 +108,12 @@ class PoolBuffer(_OwnTensor):
         self.pool = self.core.DeviceMemoryResource(device, options=options)
         handle = _of(self.pool, "allocation_handle", "get_allocation_handle")
         self.side.meet()
-        reduction.send_handle(self.side.pipe, getattr(handle, "handle", None) or int(handle), os.getppid())
+        reduction.send_handle(self.side.pipe, int(handle), os.getppid())
         descriptor = reduction.recv_handle(self.side.pipe)
-        theirs = self.core.Device(int(self.side.other_device.partition(":")[2] or 0))
-        self.imported = self.core.DeviceMemoryResource.from_allocation_handle(theirs, descriptor)
+        self.imported = self.core.DeviceMemoryResource.from_allocation_handle(device, descriptor)
         os.close(descriptor)
-        device.set_current()
-        self.buffer = self.pool.allocate(size)
+        self.stream = device.default_stream
+        self.buffer = self.pool.allocate(size, stream=self.stream)
         self.received = None
         self.take(self.tensor_of(self.buffer))
         self.arrays.synchronize()
@@ -130,7 +129,8 @@ class PoolBuffer(_OwnTensor):
     def receive(self) -> Any:
         # A pointer is imported once at a time.
         self.let_go()
-        self.received = self.core.Buffer.from_ipc_descriptor(self.imported, self.side.pipe.recv())
+        descriptor = self.side.pipe.recv()
+        self.received = self.core.Buffer.from_ipc_descriptor(self.imported, descriptor, stream=self.stream)
         return self.arrays.head(self.tensor_of(self.received))
 
     def let_go(self) -> None:
