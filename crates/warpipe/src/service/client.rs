@@ -8,7 +8,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::link::watcher::new_generation;
-use crate::queue::{JobHandle, JobResult, Loan, Queue, QueueBuilder, QueueState, SubmitError};
+use crate::queue::{JobHandle, JobResult, Loan, Queue, QueueBuilder, QueueState, SubmitError, QueueWatch};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -167,6 +167,14 @@ impl Client {
         self.call(input, stream, deadline)
     }
 
+    /// A descriptor that says when looking again is worth it. See [`Queue::watch`].
+    ///
+    /// # Errors
+    /// Those of [`Queue::watch`].
+    pub fn watch(&self) -> Result<QueueWatch> {
+        self.queue.watch()
+    }
+
     /// Waits until `count` servers are there.
     ///
     /// # Errors
@@ -202,6 +210,24 @@ impl Pending {
     pub fn wait(self, stream: &Stream) -> Result<JobResult> {
         let left = Duration::from_nanos(self.deadline_ns.saturating_sub(now_ns()));
         self.settle(self.handle.wait(stream, left))
+    }
+
+    /// Whether [`wait`](Self::wait) would return at once: the reply is there, or was taken, or the deadline has passed.
+    ///
+    /// # Errors
+    /// [`Error::QueueClosed`] when the client is gone; [`Error::Forked`].
+    pub fn is_done(&self) -> Result<bool> {
+        Ok(self.handle.is_done()? || now_ns() >= self.deadline_ns)
+    }
+
+    /// The request's number, from 1.
+    pub fn id(&self) -> u64 {
+        self.handle.id()
+    }
+
+    /// `CLOCK_MONOTONIC` nanoseconds by which the reply is wanted.
+    pub fn deadline_ns(&self) -> u64 {
+        self.deadline_ns
     }
 
     /// The reply if it is there.

@@ -350,6 +350,11 @@ impl Request {
         self.client_pid
     }
 
+    /// The lease that it is, for [`Lease::split`].
+    pub fn into_lease(self) -> Lease {
+        self.lease
+    }
+
     /// Replies without a tensor once the work enqueued on `stream` is done.
     ///
     /// # Errors
