@@ -101,10 +101,7 @@ impl WorkerBuilder {
             .generation(generation)
             .build()?;
         let queue_pid = jobs.publisher_pid().unwrap_or_default();
-        Ok(Worker {
-            jobs,
-            desk: Arc::new(Answers::new(answers, self.name, queue_pid)),
-        })
+        Ok(Worker { jobs, desk: Arc::new(Answers::new(answers, self.name, queue_pid)) })
     }
 }
 
