@@ -179,6 +179,10 @@ impl Keep for Counter {
     }
 
     fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
+
+    fn is_quick(&self) -> bool {
+        true
+    }
 }
 
 /// What a publication gave, checked and mapped. `None` if it is another one than was wanted.

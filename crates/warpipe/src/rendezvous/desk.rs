@@ -368,7 +368,7 @@ impl Desk {
 
 impl Watched for Desk {
     fn is_attended(&self) -> bool {
-        true
+        !self.keep.is_quick()
     }
 
     fn on_ready(&self, tag: u64) -> Next {

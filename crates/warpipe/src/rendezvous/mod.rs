@@ -173,6 +173,12 @@ pub(crate) trait Keep: Send + Sync {
     /// Every 200 ms, on the watcher's thread, and at the same time as the other calls: nothing here may call the driver, or
     /// wait for a lock that is held across such a call.
     fn tick(&self, _desk: &Desk, _now_ns: u64) {}
+
+    /// Whether the watcher's thread may make these calls itself, which saves the way to the attendant's: only for who
+    /// never calls the driver and takes no lock.
+    fn is_quick(&self) -> bool {
+        false
+    }
 }
 
 /// What a visitor hears without asking. All calls come from the watcher's thread: nothing here may call the driver, or

@@ -20,6 +20,9 @@ use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
 /// Questions of this process that one keeper has not answered.
 const ASKED_MAX: usize = 64;
 
+/// How long the first answer is looked for before it is slept for.
+const SPIN: Duration = Duration::from_micros(200);
+
 /// Messages read before other sockets have their turn.
 const TURN: usize = 16;
 
@@ -200,7 +203,10 @@ impl Visitor {
             if left.is_zero() {
                 return Err(call.fault(HandshakeFault::Silent(ANSWER_TIMEOUT)));
             }
-            message::wait_readable(call.as_fd(), left);
+            // A keeper that is there answers before this thread could fall asleep and be woken.
+            if start.elapsed() > SPIN {
+                message::wait_readable(call.as_fd(), left);
+            }
         }
     }
 
