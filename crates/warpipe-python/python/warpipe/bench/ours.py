@@ -6,6 +6,7 @@ from typing import Any
 
 import warpipe
 
+from .arrays import Missing, Torch
 from .contest import Contestant
 
 # Round trips that may be enqueued ahead of the device; large tensors each have memory of their own.
@@ -37,7 +38,7 @@ class _Channel(Contestant):
         )
         self.publisher.wait_for_subscribers(1, side.limit)
         self.shape = (count,)
-        self.head = self.arrays.head
+        self.head = self.arrays.head(count)
         self.of = self.arrays.of
         self.add_one = self.arrays.adder(False)
 
@@ -63,6 +64,19 @@ class Loaned(_Channel):
             self.add_one(theirs, self.head(self.of(out)))
 
 
+class LoanedByCapsule(Loaned):
+    """The same for a program that knows its stream and imports the capsules itself."""
+
+    name = "warpipe, loan by capsule"
+    role = "ours, by hand"
+
+    def open(self, count: int) -> None:
+        if not isinstance(self.arrays, Torch):
+            raise Missing("NumPy imports no bare capsules")
+        super().open(count)
+        self.of = self.arrays.of_capsule
+
+
 class Copied(_Channel):
     """The kernel writes a tensor of the framework's, and ``send`` copies all of it."""
 
@@ -83,4 +97,5 @@ class Copied(_Channel):
         del self.tensor, self.own
 
 
-OURS: list[type[Contestant]] = [Loaned, Copied]
+ON_GPUS: list[type[Contestant]] = [Loaned, LoanedByCapsule, Copied]
+ON_HOST: list[type[Contestant]] = [Loaned, Copied]
