@@ -15,6 +15,7 @@ use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::fork::Home;
 use crate::link::watcher::new_generation;
+use crate::nvtx;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -125,6 +126,16 @@ impl Answers {
         Error::QueueGone { name: self.queue.clone(), reason: reason.to_string() }
     }
 
+    /// Ends the link of the answers: one could not be said, and its job would be this worker's for ever. If the queue has
+    /// gone there is nobody to tell.
+    fn fall_silent(&self, error: &Error) {
+        if self.home.is_here()
+            && let Some(owner) = self.publisher.member_of(self.queue_pid)
+        {
+            self.publisher.expel(owner, &format!("an answer could not be given: {error}"));
+        }
+    }
+
     /// Sends an answer behind the work on `stream`.
     fn send(&self, ticket: Ticket, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<(), Unsaid> {
         self.home.check()?;
@@ -212,6 +223,7 @@ impl Worker {
     /// # Errors
     /// As [`lease`](Self::lease).
     pub fn lease_timeout(&mut self, stream: &Stream, timeout: Duration) -> Result<Lease> {
+        let _range = nvtx::range(nvtx::LEASE);
         let start = Instant::now();
         loop {
             let left = timeout.saturating_sub(start.elapsed());
@@ -232,6 +244,7 @@ impl Worker {
     /// # Errors
     /// As [`lease`](Self::lease), without the timeout.
     pub fn try_lease(&mut self, stream: &Stream) -> Result<Option<Lease>> {
+        let _range = nvtx::range(nvtx::LEASE);
         loop {
             let received = self.jobs.try_receive(stream);
             let Some(sample) = received.map_err(|error| self.told(error))? else { return Ok(None) };
@@ -411,6 +424,7 @@ impl Lease {
     }
 
     fn answer(mut self, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<()> {
+        let _range = nvtx::range(nvtx::COMPLETE);
         if let Some(output) = &output
             && !self.desk.publisher.lent(&output.sample)
         {
@@ -433,8 +447,9 @@ impl Drop for Lease {
     fn drop(&mut self) {
         if let Some(input) = self.input.take() {
             let verdict = Verdict::Failed("its worker dropped it without an answer".into());
-            // If the queue has gone there is nobody to tell.
-            let _ = self.desk.send(self.ticket, verdict, None, &self.stream);
+            if let Err(Unsaid { error, is_told: false }) = self.desk.send(self.ticket, verdict, None, &self.stream) {
+                self.desk.fall_silent(&error);
+            }
             drop(input);
         }
     }
