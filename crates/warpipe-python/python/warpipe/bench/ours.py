@@ -7,7 +7,7 @@ from typing import Any
 import warpipe
 
 from .arrays import Missing, Torch
-from .contest import Contestant
+from .contest import Contestant, Role
 
 # Round trips that may be enqueued ahead of the device; large tensors each have memory of their own.
 DEPTH = 8
@@ -57,7 +57,7 @@ class Loaned(_Channel):
     """The kernel writes where the other reads."""
 
     name = "warpipe, loan"
-    role = "ours"
+    role: Role = "ours"
 
     def hand_over(self, theirs: Any) -> None:
         with self.publisher.loan(self.shape, "float32") as out:
@@ -68,7 +68,7 @@ class LoanedByCapsule(Loaned):
     """The same for a program that knows its stream and imports the capsules itself."""
 
     name = "warpipe, loan by capsule"
-    role = "ours, by hand"
+    role: Role = "ours, by hand"
 
     def open(self, count: int) -> None:
         if not isinstance(self.arrays, Torch):
@@ -81,7 +81,7 @@ class Copied(_Channel):
     """The kernel writes a tensor of the framework's, and ``send`` copies all of it."""
 
     name = "warpipe, send"
-    role = "ours, copied"
+    role: Role = "ours, copied"
 
     def open(self, count: int) -> None:
         super().open(count)

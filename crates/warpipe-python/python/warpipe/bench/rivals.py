@@ -11,7 +11,7 @@ from multiprocessing import reduction, shared_memory
 from typing import Any
 
 from .arrays import ELEMENT_BYTES, Missing, Torch, needed
-from .contest import Contestant
+from .contest import Contestant, Role
 
 
 class _OwnTensor(Contestant):
@@ -37,7 +37,7 @@ class QueueKept(_OwnTensor):
     """``put`` and ``get``. The receiver keeps its tensor until the next has come, so the memory stays open there."""
 
     name = "torch.multiprocessing"
-    role = "usual"
+    role: Role = "usual"
 
     def hand_over(self, theirs: Any) -> None:
         self.fill(theirs)
@@ -173,8 +173,8 @@ class PickledQueue(QueueKept):
     """``put`` and ``get`` of arrays on the host: pickled, so every byte goes through a pipe."""
 
     name = "multiprocessing.Queue"
-    bytes_max = 64 << 20
-    bytes_max_reason = "every byte goes through a pipe"
+    bytes_max = 1 << 20
+    bytes_max_reason = "every byte goes through a pipe: minutes for larger ones"
 
 
 class SharedMemory(_OwnTensor):
