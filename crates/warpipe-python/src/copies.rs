@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use warpipe::SampleMut;
 
 use crate::errors::{Fault, Outcome};
+use crate::slot::Slot;
 use crate::source::{Keep, Place, Source};
 use crate::wait::{in_slices, late, none_if_late};
 
@@ -40,24 +40,24 @@ impl Copies {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues the copy of `source` into `sample`, on `own` if it comes from the host. Returns the stream that does it.
+    /// Enqueues the copy of `source` into `slot`, on `own` if it comes from the host. Returns the stream that does it.
     /// Waits, at most `patience`, only if too many are on their way.
     pub fn fill(
         &self,
         py: Python<'_>,
-        sample: &mut SampleMut,
+        slot: &mut Slot,
         source: Source,
         own: &warpipe::Stream,
         patience: Option<Duration>,
     ) -> PyResult<warpipe::Stream> {
         if let Some(bytes) = source.host_bytes() {
-            py.detach(|| sample.write(own, bytes)).map_err(Fault::from)?;
+            py.detach(|| slot.write(own, bytes))?;
             return Ok(own.clone());
         }
         let Place::Device(address, reader, keep) = source.place else { unreachable!("what is not here is there") };
         let target = reader.follow()?.clone();
         if source.layout.bytes() > 0 {
-            copy(&target, sample, address)?;
+            copy(&target, slot, address)?;
             self.keep(py, &target, keep, patience)?;
         }
         // The tensor's owner may write it again behind its own stream.
@@ -119,8 +119,8 @@ impl Drop for Copies {
 }
 
 /// Enqueues the copy of a whole slot.
-fn copy(stream: &warpipe::Stream, sample: &SampleMut, from: u64) -> Outcome<()> {
+fn copy(stream: &warpipe::Stream, slot: &Slot, from: u64) -> Outcome<()> {
     // SAFETY: the slot is this loan's alone and as long as the layout; the source names as many bytes, and is kept until the
     // stream has done the copy (`keep`), or its owner orders its reuse behind this stream.
-    Ok(unsafe { stream.copy(sample.slot_ptr(), from, sample.layout().bytes()) }?)
+    Ok(unsafe { stream.copy(slot.slot_ptr(), from, slot.layout().bytes()) }?)
 }

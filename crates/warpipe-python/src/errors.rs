@@ -105,6 +105,14 @@ fn class_of(error: &Error) -> &'static str {
         Error::Argument { .. } => "ArgumentError",
         Error::Forked => "ForkedError",
         Error::Injected { .. } => "InjectedError",
+        // Queues and services.
+        Error::QueueFull { .. } => "QueueFullError",
+        Error::Buried { .. } => "BuriedError",
+        Error::Rejected { .. } => "RejectedError",
+        Error::DeadlinePassed { .. } => "DeadlinePassedError",
+        Error::NoSuchJob { .. } => "NoSuchJobError",
+        Error::QueueClosed { .. } => "QueueClosedError",
+        Error::QueueGone { .. } => "QueueGoneError",
         _ => "Error",
     }
 }
@@ -154,6 +162,37 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("limit", limit)
         }
         Error::Timeout { waited, .. } => dict.set_item("waited", waited.as_secs_f64()),
+        other => fill_of_job(dict, other),
+    }
+}
+
+/// As [`fill`], of queues and services.
+fn fill_of_job(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
+    match error {
+        Error::QueueFull { name, limit, waited } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("limit", limit)?;
+            dict.set_item("waited", waited.as_secs_f64())
+        }
+        Error::Buried { name, job, reasons } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("job", job)?;
+            dict.set_item("reasons", reasons)
+        }
+        Error::Rejected { name, job, reason } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("job", job)?;
+            dict.set_item("reason", reason)
+        }
+        Error::DeadlinePassed { name, job } | Error::NoSuchJob { name, job } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("job", job)
+        }
+        Error::QueueClosed { name } => dict.set_item("endpoint", name),
+        Error::QueueGone { name, graceful, .. } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("graceful", graceful)
+        }
         _ => Ok(()),
     }
 }

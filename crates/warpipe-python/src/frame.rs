@@ -25,7 +25,7 @@ use crate::wait::{Timeout, in_slices, late, none_if_late};
 /// The memory stays lent while this object, or any array made of it, lives, and goes back behind the work that the
 /// streams of those arrays had been given by then. ``release()``, ``finish()`` and the end of a ``with`` block give up
 /// this object's part. It is read only: NumPy knows that, PyTorch does not and faults on a write.
-#[pyclass(frozen, module = "warpipe", name = "Sample", weakref)]
+#[pyclass(frozen, subclass, module = "warpipe", name = "Sample", weakref)]
 #[derive(Debug)]
 pub struct Frame {
     home: Home,
@@ -68,6 +68,17 @@ impl Discontinuity {
 impl Frame {
     /// Takes a sample over. `patience` is how long the CPU waits for its data.
     pub fn new(sample: warpipe::Sample, device: &warpipe::Device, patience: Option<Duration>) -> Frame {
+        let metadata = sample.metadata().to_vec();
+        Frame::with_metadata(sample, metadata, device, patience)
+    }
+
+    /// With other metadata than what the channel knows.
+    pub fn with_metadata(
+        sample: warpipe::Sample,
+        metadata: Vec<u8>,
+        device: &warpipe::Device,
+        patience: Option<Duration>,
+    ) -> Frame {
         let change = |found: warpipe::Discontinuity| Discontinuity {
             previous_pid: found.previous_pid,
             graceful: found.graceful,
@@ -79,7 +90,7 @@ impl Frame {
             sequence: sample.sequence(),
             sent_at_ns: sample.sent_at_ns(),
             received_at_ns: sample.received_at_ns(),
-            metadata: sample.metadata().to_vec(),
+            metadata,
             discontinuity: sample.discontinuity().map(change),
             patience,
             state: Mutex::new(State { lent: Some(Arc::new(Lent::new(sample, patience))), pinned: None }),
@@ -91,7 +102,8 @@ impl Frame {
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn lent(&self) -> Outcome<Arc<Lent>> {
+    /// What it holds.
+    pub fn lent(&self) -> Outcome<Arc<Lent>> {
         let lent = self.state()?.lent.clone();
         lent.ok_or_else(|| Fault::released(&format!("sample {}", self.sequence)))
     }
@@ -105,6 +117,11 @@ impl Frame {
         let lent = self.lent()?;
         self.state()?.pinned = Some(lent.clone());
         Ok(Memory::of_sample(&lent, &self.device))
+    }
+
+    /// For `__repr__`.
+    pub fn described(&self) -> String {
+        format!("{:?}, {}", self.layout, self.device)
     }
 
     fn give_up(&self) -> Outcome<Option<Arc<Lent>>> {
@@ -241,7 +258,7 @@ impl Frame {
     ///
     /// Raises ``ArgumentError`` for a stream of another device.
     #[pyo3(signature = (stream = None))]
-    fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    pub fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let consumer = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
         let lent = self.give_up()?;
         if let (Some(lent), Some(consumer)) = (&lent, &consumer) {

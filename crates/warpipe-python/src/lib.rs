@@ -4,6 +4,9 @@
 //! | --- | --- |
 //! | `device`, `domain`, `stream` | where memory lies, where names live, the order of work and who uses what |
 //! | `publisher`, `loan`, `subscriber`, `frame` | the channel; `loan` is its `SampleMut`, `frame` its `Sample` with what Python adds |
+//! | `outgoing`, `slot` | a publisher's loan, and what is behind every loan |
+//! | `queue`, `job`, `worker`, `lease` | jobs: who submits, what becomes of them, who does them |
+//! | `client`, `server`, `office` | services; `office` is what a queue and a client have in common |
 //! | `memory` | what arrays are made of, and when it goes back |
 //! | `array`, `dlpack` | memory of ours as arrays of others |
 //! | `source`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |
@@ -19,6 +22,7 @@
 #![deny(missing_docs)]
 
 mod array;
+mod client;
 mod copies;
 mod device;
 mod dlpack;
@@ -26,17 +30,25 @@ mod domain;
 mod dtype;
 mod errors;
 mod frame;
+mod job;
+mod lease;
 mod loan;
 mod memory;
 mod metadata;
+mod office;
+mod outgoing;
 mod process;
 mod publisher;
+mod queue;
+mod server;
+mod slot;
 mod source;
 mod stream;
 mod subscriber;
 mod testing;
 mod turn;
 mod wait;
+mod worker;
 
 use pyo3::prelude::*;
 
@@ -56,7 +68,21 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<publisher::Publisher>()?;
     module.add_class::<publisher::SubscriberInfo>()?;
     module.add_class::<loan::Loan>()?;
+    module.add_class::<outgoing::Outgoing>()?;
     module.add_class::<subscriber::Subscriber>()?;
     module.add_class::<frame::Frame>()?;
-    module.add_class::<frame::Discontinuity>()
+    module.add_class::<frame::Discontinuity>()?;
+    module.add_class::<queue::Queue>()?;
+    module.add_class::<queue::QueueState>()?;
+    module.add_class::<job::JobHandle>()?;
+    module.add_class::<job::Result>()?;
+    module.add_class::<job::Results>()?;
+    module.add_class::<job::Watch>()?;
+    module.add_class::<worker::Worker>()?;
+    module.add_class::<lease::Lease>()?;
+    module.add_class::<lease::Output>()?;
+    module.add_class::<client::Client>()?;
+    module.add_class::<client::Pending>()?;
+    module.add_class::<server::Server>()?;
+    module.add_class::<server::Request>()
 }

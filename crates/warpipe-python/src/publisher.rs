@@ -5,16 +5,18 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use warpipe::{Error, Layout, PeerState, Policy, SampleMut};
+use warpipe::{Layout, PeerState, Policy};
 
 use crate::copies::Copies;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
-use crate::loan::{Loan, dispatch};
+use crate::loan::Loan;
 use crate::metadata;
+use crate::outgoing::{Outgoing, dispatch};
 use crate::process::Home;
+use crate::slot::{self, Slot};
 use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::wait::{SLICE, in_slices, late, none_if_late, seconds};
@@ -101,7 +103,8 @@ fn policy(name: &str, timeout: Option<Duration>) -> Outcome<Policy> {
     })
 }
 
-fn optional(value: Option<f64>, argument: &str) -> PyResult<Option<Duration>> {
+/// `value` seconds, or none.
+pub fn optional(value: Option<f64>, argument: &str) -> PyResult<Option<Duration>> {
     value.map(|value| seconds(value, argument)).transpose()
 }
 
@@ -113,19 +116,11 @@ impl Publisher {
     }
 
     /// A slot for `layout`, waiting for one as long as the loan's timeout says.
-    fn take(&self, py: Python<'_>, layout: &Layout) -> PyResult<SampleMut> {
-        let inner = self.inner()?;
-        let mut full = None;
-        let taken = in_slices(py, self.loan_timeout, |_| match inner.loan(layout) {
-            Ok(sample) => Ok(Some(sample)),
-            Err(error @ Error::MemoryLimit { bytes, limit, .. }) if bytes <= limit => {
-                full = Some(error);
-                self.inner().map(|_| None)
-            }
-            Err(error) => Err(error.into()),
-        })?;
-        let late = || full.map_or_else(|| late("memory for a loan".into(), self.loan_timeout), Fault::from);
-        Ok(taken.ok_or_else(late)?)
+    fn take(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Slot> {
+        let sample = slot::borrow(py, self.loan_timeout, || Ok(self.inner()?.loan(layout)?))?;
+        let mut slot = Slot::Sample(sample);
+        slot.set_metadata(metadata)?;
+        Ok(slot)
     }
 }
 
@@ -224,14 +219,13 @@ impl Publisher {
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
         self.inner()?;
-        let metadata = metadata::encode(metadata)?;
+        metadata::encode(metadata, metadata::BYTES_MAX)?;
         let stream = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
         let source =
             Wanted { device: &self.device, stream: stream.as_ref(), own: &self.stream, packed: false }.find(tensor)?;
-        let mut sample = self.take(py, &source.layout)?;
-        sample.set_metadata(&metadata).map_err(Fault::from)?;
-        let filled_on = self.copies.fill(py, &mut sample, source, &self.stream, self.block)?;
-        dispatch(py, sample, &filled_on, self.block)
+        let mut slot = self.take(py, &source.layout, metadata)?;
+        let filled_on = self.copies.fill(py, &mut slot, source, &self.stream, self.block)?;
+        dispatch(py, slot, &filled_on, self.block)
     }
 
     /// Lends a slot for a tensor of this shape and element type, to be filled in place: see ``SampleMut``. ``dtype`` is a name
@@ -246,13 +240,12 @@ impl Publisher {
         shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
         metadata: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Loan> {
+    ) -> PyResult<Py<Outgoing>> {
         self.inner()?;
-        let layout = Layout::contiguous(dtype::from_argument(dtype)?, &dtype::shape(shape)?).map_err(Fault::from)?;
-        let metadata = metadata::encode(metadata)?;
-        let mut sample = self.take(py, &layout)?;
-        sample.set_metadata(&metadata).map_err(Fault::from)?;
-        Ok(Loan::new(sample, &self.device, &self.stream, &self.copies, self.block))
+        let layout = dtype::layout(shape, dtype)?;
+        metadata::encode(metadata, metadata::BYTES_MAX)?;
+        let slot = self.take(py, &layout, metadata)?;
+        Outgoing::new(py, Loan::new(slot, &self.device, &self.stream, &self.copies, self.block))
     }
 
     /// Who is subscribed, and how each of them fares.

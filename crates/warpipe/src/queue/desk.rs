@@ -277,7 +277,8 @@ impl Desk {
     }
 
     /// Wakes whoever may wait for what has changed.
-    fn tell_sleepers(&self, ledger: &Ledger) {
+    fn tell_sleepers(&self, ledger: &mut Ledger) {
+        ledger.tell_watches();
         if ledger.sleepers > 0 {
             self.changed.notify_all();
         }
@@ -414,12 +415,13 @@ impl Desk {
         let mut ledger = self.lock();
         let rules = ledger.rules;
         // Dropped without the lock: that says goodbye to workers and leaves memory to be let go.
-        let old = std::mem::replace(&mut *ledger, Ledger::new(rules));
+        let mut old = std::mem::replace(&mut *ledger, Ledger::new(rules));
         (ledger.is_closed, ledger.is_shut) = (true, true);
         ledger.pollers = old.pollers;
         ledger.sleepers = old.sleepers;
         ledger.has_leader = old.has_leader;
         drop(ledger);
+        old.tell_watches();
         drop(old);
         self.changed.notify_all();
         self.publisher.withdraw();

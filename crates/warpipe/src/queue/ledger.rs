@@ -1,7 +1,7 @@
 //! The books of a queue: its jobs, what became of each, and who is to get the next one. No shared memory, no driver.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::owner::Order;
@@ -9,6 +9,7 @@ use super::seat::Seat;
 use super::wire::Ticket;
 use crate::channel::{Arrival, Awaited, Parcel};
 use crate::link::message::text;
+use crate::link::wake::Bell;
 
 /// A look without having been rung.
 const IDLE: Duration = Duration::from_secs(10);
@@ -80,6 +81,8 @@ pub(super) struct Ledger {
     pub(super) sleeps_long: bool,
     /// Counts what may end somebody's wait.
     pub(super) changes: u64,
+    /// Rung at every change: event loops sleep on them.
+    pub(super) watches: Vec<Weak<Bell>>,
     /// Nothing new is submitted.
     pub(super) is_shut: bool,
     /// The queue is gone.
@@ -103,6 +106,7 @@ impl Ledger {
             is_parked: false,
             sleeps_long: false,
             changes: 0,
+            watches: Vec::new(),
             is_shut: false,
             is_closed: false,
         }
@@ -230,6 +234,16 @@ impl Ledger {
         self.changes += 1;
         self.prune();
         true
+    }
+
+    /// Whether the job has an outcome, or is no longer there.
+    pub(super) fn is_settled(&self, id: u64) -> bool {
+        self.jobs.get(&id).is_none_or(|job| job.outcome.is_some())
+    }
+
+    /// Rings all who watch, and forgets those who no longer do.
+    pub(super) fn tell_watches(&mut self) {
+        self.watches.retain(|watch| watch.upgrade().inspect(|bell| bell.ring()).is_some());
     }
 
     /// The outcome of one job, if it is there; an error word if the job is not.

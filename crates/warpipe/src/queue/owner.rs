@@ -8,11 +8,13 @@ use super::desk::Desk;
 use super::handle::{JobHandle, JobResult, receive};
 use super::ledger::{Ledger, Rules};
 use super::loan::Loan;
+use super::watch::QueueWatch;
 use super::wire::Ticket;
 use crate::channel::{Observer, Policy, Publisher, SendError};
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
+use crate::link::wake::Bell;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -369,6 +371,17 @@ impl Queue {
             leased: ledger.seats.iter().map(|seat| seat.leases.len()).sum(),
             finished: ledger.len() - ledger.unfinished(),
         })
+    }
+
+    /// A descriptor that says when looking again is worth it, for an event loop (`eventfd`). See [`QueueWatch`].
+    ///
+    /// # Errors
+    /// [`Error::Os`], [`Error::DescriptorLimit`]; [`Error::Forked`].
+    pub fn watch(&self) -> Result<QueueWatch> {
+        self.desk.home.check()?;
+        let bell = Arc::new(Bell::new()?);
+        self.desk.lock().watches.push(Arc::downgrade(&bell));
+        Ok(QueueWatch::new(bell))
     }
 
     /// Device memory taken for inputs so far and its limit, in bytes.
