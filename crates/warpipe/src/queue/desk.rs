@@ -124,7 +124,7 @@ impl Desk {
             let found = look(&mut ledger);
             if ledger.changes != before {
                 // An outcome that is taken makes room for a job.
-                self.tell_sleepers(&ledger);
+                self.tell_sleepers(&mut ledger);
             }
             if let Some(found) = found {
                 break found;
