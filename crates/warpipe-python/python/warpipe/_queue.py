@@ -94,7 +94,7 @@ async def outcome_of(handle: _warpipe.JobHandle | _warpipe.Pending) -> _warpipe.
     awaited: _Awaited[_warpipe.JobResult] = handle
     end = handle.deadline_ns / 1e9 if isinstance(handle, _warpipe.Pending) else None
     while True:
-        found: _warpipe.JobResult | None = await _found(awaited, end)
+        found = await _found(awaited, end)
         if found is not None:
             return found
         # At its deadline the next look raises; until then it is a rounding's time away.
@@ -104,7 +104,8 @@ async def outcome_of(handle: _warpipe.JobHandle | _warpipe.Pending) -> _warpipe.
 async def next_of(results: _warpipe.Results) -> _warpipe.JobResult:
     """The next of a queue's results, in the running event loop."""
     timeout = results._timeout
-    found = await _found(results, None if timeout is None else time.monotonic() + timeout)
+    awaited: _Awaited[_warpipe.JobResult | bool] = results
+    found: _warpipe.JobResult | bool | None = await _found(awaited, None if timeout is None else time.monotonic() + timeout)
     if found is None:
         error = TimeoutError(f"a result did not come within {timeout} s; wait longer")
         error.waited = timeout or 0.0
