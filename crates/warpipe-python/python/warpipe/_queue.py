@@ -105,7 +105,8 @@ async def next_of(results: _warpipe.Results) -> _warpipe.JobResult:
     """The next of a queue's results, in the running event loop."""
     timeout = results._timeout
     awaited: _Awaited[_warpipe.JobResult | bool] = results
-    found: _warpipe.JobResult | bool | None = await _found(awaited, None if timeout is None else time.monotonic() + timeout)
+    end = None if timeout is None else time.monotonic() + timeout
+    found: _warpipe.JobResult | bool | None = await _found(awaited, end)
     if found is None:
         error = TimeoutError(f"a result did not come within {timeout} s; wait longer")
         error.waited = timeout or 0.0

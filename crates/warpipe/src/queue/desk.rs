@@ -219,7 +219,9 @@ impl Desk {
         if ledger.pollers == 0 {
             ledger.seats.iter().for_each(|seat| seat.subscriber.set_asleep(true));
             let has_news = |seat: &Seat| seat.end.is_none() && seat.subscriber.may_have_news();
-            let is_due = ledger.seats.iter().any(|seat| has_news(seat) || !seat.unready.is_empty());
+            // A job that could not be given out waits for what may not ring, such as results that are released.
+            let is_due =
+                ledger.waiting() > 0 || ledger.seats.iter().any(|seat| has_news(seat) || !seat.unready.is_empty());
             if is_due && std::mem::take(&mut ledger.sleeps_long) {
                 self.observer.bell.ring();
             }
