@@ -56,7 +56,7 @@ impl Answers {
                 Error::LinkClosed { reason, .. } => self.gone(reason, false),
                 other => other,
             };
-            let output = failed.sample.filter(|_| has_output).map(|sample| Loan { sample: *sample, metadata });
+            let output = failed.sample.filter(|_| has_output).map(|sample| Box::new(Loan { sample: *sample, metadata }));
             Unsaid { error, is_told, output }
         })
     }
@@ -68,7 +68,7 @@ struct Unsaid {
     error: Error,
     /// The queue has heard it all the same, and that its data is lost: there is nothing more to be said.
     is_told: bool,
-    output: Option<Loan>,
+    output: Option<Box<Loan>>,
 }
 
 impl From<Error> for Unsaid {
@@ -182,7 +182,7 @@ impl Duty {
             Err(Unsaid { error, is_told, output }) => {
                 self.is_done = is_told;
                 let duty = (!is_told).then(|| Box::new(self));
-                Err(AnswerError { error, duty, output: output.map(Box::new) })
+                Err(AnswerError { error, duty, output })
             }
         }
     }
