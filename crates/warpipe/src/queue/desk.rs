@@ -1,6 +1,9 @@
 //! Who looks after a queue, and when: any thread that waits for it does the work itself, and when none does, one thread
 //! of the queue's own, which sleeps on the descriptors of all workers.
 
+#[cfg(test)]
+mod overlooked;
+
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -117,7 +120,13 @@ impl Desk {
                 self.observer.bell.ring();
                 break Err(self.gone());
             }
-            if let Some(found) = look(&mut ledger) {
+            let before = ledger.changes;
+            let found = look(&mut ledger);
+            if ledger.changes != before {
+                // An outcome that is taken makes room for a job.
+                self.tell_sleepers(&mut ledger);
+            }
+            if let Some(found) = found {
                 break found;
             }
             let waited = clock.elapsed();
@@ -219,12 +228,22 @@ impl Desk {
         if ledger.pollers == 0 {
             ledger.seats.iter().for_each(|seat| seat.subscriber.set_asleep(true));
             let has_news = |seat: &Seat| seat.end.is_none() && seat.subscriber.may_have_news();
-            // A job that could not be given out waits for what may not ring, such as results that are released.
-            let is_due =
-                ledger.waiting() > 0 || ledger.seats.iter().any(|seat| has_news(seat) || !seat.unready.is_empty());
-            if is_due && std::mem::take(&mut ledger.sleeps_long) {
+            let is_due = ledger.seats.iter().any(|seat| has_news(seat) || !seat.unready.is_empty());
+            // A job that could not be given out waits for what may not ring, such as results that are released; a
+            // leader looks soon enough.
+            let wakes_runner = (is_due || ledger.waiting() > 0) && std::mem::take(&mut ledger.sleeps_long);
+            if wakes_runner || is_due && ledger.has_leader {
                 self.observer.bell.ring();
             }
+        }
+    }
+
+    /// A worker that had credit may have had no room in its ring for what was just submitted. Its device may make some
+    /// soon, and rings nobody.
+    pub(super) fn look_soon(&self, ledger: &mut Ledger) {
+        let is_due = ledger.first_waiting().is_some_and(|job| ledger.choose(job, &[]).is_some());
+        if is_due && std::mem::take(&mut ledger.sleeps_long) {
+            self.observer.bell.ring();
         }
     }
 
@@ -280,12 +299,16 @@ impl Desk {
         }
         let Ledger { known, seats, .. } = &mut *ledger;
         known.retain(|id| members.iter().any(|member| member.id == *id) || seats.iter().any(|seat| seat.id == *id));
-        for member in members {
+        for member in &members {
             if ledger.known.insert(member.id) {
-                self.recruit(member);
+                self.recruit(*member);
             }
         }
         for (member, subscriber) in self.recruits.take() {
+            if !members.iter().any(|present| present.id == member.id) {
+                // Gone meanwhile, and nobody will say so again.
+                continue;
+            }
             let id = epoll::EventData::new_u64(member.id);
             if epoll::add(&self.readable, subscriber.descriptor(), id, LISTEN).is_err() {
                 self.publisher.expel(member.id, "its queue has no room for it");
@@ -338,9 +361,9 @@ impl Desk {
     /// Gives out what waits, as long as there is somebody with credit.
     fn dispatch(&self, ledger: &mut Ledger) {
         let mut passed_over = Vec::new();
-        while ledger.waiting() > 0 {
-            let Some(id) = ledger.choose(&passed_over) else { return };
-            let Some((ticket, job)) = ledger.first_waiting() else { return };
+        while let Some(waiting) = ledger.first_waiting() {
+            let Some(id) = ledger.choose(waiting, &passed_over) else { return };
+            let Some((ticket, job)) = ledger.next_ticket(waiting) else { return };
             let metadata = ticket.encode(&job.metadata);
             let Some(parcel) = job.parcel.clone() else { return };
             match metadata.and_then(|metadata| parcel.forward(id, &metadata)) {

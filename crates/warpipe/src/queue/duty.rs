@@ -9,6 +9,7 @@ use crate::backend::DevicePtr;
 use crate::channel::{Publisher, Sample};
 use crate::error::{Error, Result};
 use crate::fork::Home;
+use crate::nvtx;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -38,6 +39,16 @@ impl Answers {
         Error::QueueGone { name: self.queue.clone(), reason: reason.to_string(), graceful }
     }
 
+    /// Ends the link of the answers: one could not be said, and its job would be this worker's for ever. If the queue has
+    /// gone there is nobody to tell.
+    fn fall_silent(&self, error: &Error) {
+        if self.home.is_here()
+            && let Some(owner) = self.publisher.member_of(self.queue_pid)
+        {
+            self.publisher.expel(owner, &format!("an answer could not be given: {error}"));
+        }
+    }
+
     /// Sends an answer behind the work on `stream`.
     fn send(&self, ticket: Ticket, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<(), Unsaid> {
         self.home.check()?;
@@ -56,7 +67,8 @@ impl Answers {
                 Error::LinkClosed { reason, .. } => self.gone(reason, false),
                 other => other,
             };
-            let output = failed.sample.filter(|_| has_output).map(|sample| Box::new(Loan { sample: *sample, metadata }));
+            let output =
+                failed.sample.filter(|_| has_output).map(|sample| Box::new(Loan { sample: *sample, metadata }));
             Unsaid { error, is_told, output }
         })
     }
@@ -169,6 +181,7 @@ impl Duty {
     }
 
     fn answer(mut self, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<(), AnswerError> {
+        let _range = nvtx::range(nvtx::COMPLETE);
         if let Some(foreign) = output.as_ref().filter(|output| !self.desk.publisher.lent(&output.sample)) {
             let layout = format!("a loan of somebody else, {:?}", foreign.layout());
             let error = Error::argument("output", layout, "one of this worker's `Lease::output`");
@@ -192,8 +205,10 @@ impl Drop for Duty {
     fn drop(&mut self) {
         if !self.is_done {
             let verdict = Verdict::Failed("its worker dropped it without an answer".into());
-            // If the queue has gone there is nobody to tell.
-            let _ = self.desk.send(self.ticket, verdict, None, &self.stream);
+            if let Err(Unsaid { error, is_told: false, .. }) = self.desk.send(self.ticket, verdict, None, &self.stream)
+            {
+                self.desk.fall_silent(&error);
+            }
         }
     }
 }

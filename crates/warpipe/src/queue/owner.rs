@@ -221,7 +221,7 @@ pub struct QueueState {
 /// ```
 #[derive(Debug)]
 pub struct Queue {
-    desk: Arc<Desk>,
+    pub(super) desk: Arc<Desk>,
 }
 
 impl Queue {
@@ -302,7 +302,9 @@ impl Queue {
             if ledger.len() >= limit {
                 return None;
             }
-            Some(enter(ledger, input.take()?, stream, deadline_ns))
+            let entered = enter(ledger, input.take()?, stream, deadline_ns);
+            desk.look_soon(ledger);
+            Some(entered)
         };
         let full = || Error::QueueFull { name: self.name().to_string(), limit, waited: timeout };
         let mut enter = enter;
@@ -408,7 +410,7 @@ fn enter(ledger: &mut Ledger, input: Loan, stream: &Stream, deadline_ns: u64) ->
         Ok(encoded) => encoded,
         Err(error) => return Err(SubmitError { error, loan: Some(Box::new(Loan { sample, metadata })) }),
     };
-    let to = if is_next { ledger.choose(&[]) } else { None };
+    let to = if is_next { ledger.choose(job, &[]) } else { None };
     match sample.post(to, &encoded, stream) {
         Ok((parcel, position)) => {
             ledger.spend();

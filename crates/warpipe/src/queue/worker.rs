@@ -13,6 +13,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::link::watcher::new_generation;
+use crate::nvtx;
 use crate::stream::Stream;
 
 /// Results of one worker that the queue's owner may have taken and not released.
@@ -156,6 +157,7 @@ impl Worker {
     /// # Errors
     /// As [`lease`](Self::lease).
     pub fn lease_timeout(&mut self, stream: &Stream, timeout: Duration) -> Result<Lease> {
+        let _range = nvtx::range(nvtx::LEASE);
         let start = Instant::now();
         loop {
             let left = timeout.saturating_sub(start.elapsed());
@@ -176,6 +178,7 @@ impl Worker {
     /// # Errors
     /// As [`lease`](Self::lease), without the timeout.
     pub fn try_lease(&mut self, stream: &Stream) -> Result<Option<Lease>> {
+        let _range = nvtx::range(nvtx::LEASE);
         loop {
             let received = self.jobs.try_receive(stream);
             let Some(sample) = received.map_err(|error| self.told(error))? else { return Ok(None) };
