@@ -68,7 +68,11 @@ impl From<Fault> for PyErr {
 
 /// The error's message, its next step in Python's words.
 fn in_python(error: &Error) -> String {
-    let words = [("`wait_for_publisher`", "`wait=`"), ("Device::host()", "device=\"host\"")];
+    let words = [
+        ("`wait_for_publisher`", "`wait=`"),
+        ("Device::host()", "device=\"host\""),
+        ("`Lease::output`", "`lease.output`"),
+    ];
     words.iter().fold(error.to_string(), |said, (rust, python)| said.replace(rust, python))
 }
 

@@ -100,7 +100,7 @@ impl Office {
     pub fn end(&self) -> Outcome<Arc<End>> {
         self.home.check()?;
         let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        end.ok_or_else(|| Fault::closed(self.kind, &self.name))
+        end.ok_or_else(|| Error::QueueClosed { name: self.name.clone() }.into())
     }
 
     /// An error in a forked child.

@@ -148,7 +148,7 @@ impl Queue {
     /// ``metadata``: a dict (as JSON) or bytes, at most 200 bytes, for the worker.
     ///
     /// Raises ``QueueFullError``; ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
-    /// ``MetadataError``; ``MemoryLimitError``, ``QueueClosedError``, ``ClosedError``, ``DriverError``.
+    /// ``MetadataError``; ``MemoryLimitError``, ``QueueClosedError``, ``DriverError``.
     #[pyo3(signature = (tensor, *, metadata = None, stream = None, timeout = Timeout::Usual),
         text_signature = "($self, tensor, *, metadata=None, stream=None, timeout=...)")]
     fn submit(

@@ -1,11 +1,13 @@
 """The examples run as they stand, in processes of their own."""
 
+import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from test_processes import kills
 
 # In the repository, and in the bundle for a GPU machine.
 PLACES = [pathlib.Path(__file__).parent / path for path in ("../../../examples/python", "../examples")]
@@ -31,3 +33,27 @@ def test_a_camera_serves_two_models(device):
         pytest.importorskip("torch", reason="on a GPU the example's images are made by PyTorch")
     said = run(example("camera_to_two_models.py"), "--frames", "60", "--device", device.kind)
     assert "detector: 60 frames" in said
+
+
+def needs_a_framework(device):
+    if device.kind == "cuda" and not any(importlib.util.find_spec(name) for name in ("torch", "cupy")):
+        pytest.skip("on a GPU the example computes with PyTorch or CuPy")
+
+
+def test_a_data_loader_feeds_a_trainer(device):
+    needs_a_framework(device)
+    said = run(example("data_loader_to_trainer.py"), "--batches", "150", "--device", device.kind)
+    assert "trainer: 150 batches" in said
+
+
+@kills
+def test_inference_goes_on_when_a_server_is_killed(device):
+    needs_a_framework(device)
+    said = run(example("inference_server.py"), "--requests", "40", "--device", device.kind)
+    assert "40 requests, 2 servers answered" in said
+
+
+def test_an_asyncio_gateway_serves_all_its_clients(device):
+    needs_a_framework(device)
+    said = run(example("asyncio_gateway.py"), "--clients", "60", "--device", device.kind)
+    assert "60 clients served by 2 workers" in said

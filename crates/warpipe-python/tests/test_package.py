@@ -93,6 +93,17 @@ def test_mypy_is_content_with_the_package_and_its_users(tmp_path):
         "    async for frame in s:\n"
         "        return frame.dtype\n"
         "    raise warpipe.TimeoutError('late')\n"
+        "def work(q: warpipe.Queue, w: warpipe.Worker, s: warpipe.Server) -> list[int]:\n"
+        "    for lease in w:\n"
+        "        with lease, lease.output(lease.shape, lease.dtype) as out:\n"
+        "            out.copy_from(lease)\n"
+        "    for request in s:\n"
+        "        request.reply(b'', metadata={'by': request.client_pid})\n"
+        "    return [result.job for result in q.results(timeout=1)] + [q.submit(b'').result(1.0).attempt]\n"
+        "async def ask(q: warpipe.Queue, c: warpipe.Client) -> str:\n"
+        "    async for result in q.results():\n"
+        "        return result.dtype\n"
+        "    return (await q.submit(b'')).dtype + (await c.request(b'', timeout=2)).dtype\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "-m", "user", "-p", "warpipe"],

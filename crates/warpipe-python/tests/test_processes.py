@@ -119,6 +119,19 @@ publisher.send(np.arange(3))
 frame = subscriber.receive()
 array = np.from_dlpack(frame, device="cpu")
 loan = publisher.loan(4, "uint8")
+queue = warpipe.Queue("jobs", domain=domain, device=where)
+worker = warpipe.Worker("jobs", domain=domain, device=where)
+client = warpipe.Client("service", domain=domain, device=where)
+server = warpipe.Server("service", domain=domain, device=where)
+handles = [queue.submit(np.arange(4)) for _ in range(3)]
+lease = worker.lease()
+worker.lease().complete(b"done")
+result = handles[1].result(30)
+output = lease.output(4, "int64")
+pending = client.request(b"x")
+request = server.accept(30)
+results = queue.results()
+threading.Thread(target=lambda: handles[2].result(), daemon=True).start()
 # Somebody waits at the fork, and holds whatever a waiter holds.
 threading.Thread(target=lambda: subscriber.receive(None), daemon=True).start()
 pid = os.fork()
@@ -126,7 +139,15 @@ if pid == 0:
     uses = [lambda: publisher.send(b"x"), lambda: publisher.loan(1, "uint8"), lambda: publisher.subscribers,
             lambda: publisher.closed, publisher.close, subscriber.receive, subscriber.try_receive, subscriber.fileno,
             lambda: next(subscriber), lambda: subscriber.dropped, subscriber.close, frame.numpy, frame.wait,
-            frame.release, frame.__dlpack__, loan.send, loan.discard, lambda: loan.ptr]
+            frame.release, frame.__dlpack__, loan.send, loan.discard, lambda: loan.ptr,
+            lambda: queue.submit(b"x"), lambda: queue.loan(1, "uint8"), queue.drain, queue.shutdown, lambda: queue.state,
+            queue.wait_for_workers, lambda: next(results), queue.close, handles[0].result, handles[0].done,
+            handles[0].cancel, worker.lease, worker.try_lease, lambda: next(worker), worker.fileno, worker.close,
+            lease.complete, lambda: lease.fail("x"), lease.give_back, lambda: lease.output(1, "uint8"), lease.numpy,
+            lambda: lease.complete(output), lambda: output.ptr, result.numpy, result.release,
+            lambda: client.call(b"x"), lambda: client.state, client.close, pending.result, pending.done, pending.cancel,
+            server.accept, lambda: next(server), lambda: server.clients, server.close, lambda: request.reply(b"x"),
+            request.numpy]
     wrong = 0
     for number, use in enumerate(uses):
         try:
@@ -137,6 +158,7 @@ if pid == 0:
             if "spawn" not in str(error):
                 wrong = 2
     del array, frame, loan, subscriber, publisher, uses, use
+    del queue, worker, client, server, handles, lease, result, output, pending, request, results
     gc.collect()
     if where == "host":
         with warpipe.Publisher("child", domain=domain, device=where) as own:
@@ -149,6 +171,11 @@ assert os.waitstatus_to_exitcode(status) == 0, status
 # The child harmed nothing of ours.
 assert array.tolist() == [0, 1, 2] and frame.numpy().tolist() == [0, 1, 2]
 loan.send()
+with output:
+    output[...] = 7
+assert handles[0].result(30).numpy().tolist() == [7] * 4 and result.tobytes() == b"done"
+request.reply(b"y")
+assert pending.result().tobytes() == b"y"
 print("whole")
 os._exit(0)
 """

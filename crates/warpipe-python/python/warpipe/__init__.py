@@ -11,9 +11,12 @@ GPU the same programs run on memory that is shared through memfds.
 >>> for frame in warpipe.Subscriber("camera/front"):         # doctest: +SKIP
 ...     print(frame.torch().float().mean())
 
-Everything that holds memory (``Sample``, ``SampleMut``) speaks DLPack and the array interfaces, so any framework can use it;
-``Publisher.send`` takes any object that does. Errors are subclasses of ``warpipe.Error`` and say the next step. Objects
-belong to the process that made them: use ``multiprocessing`` with ``spawn``; after a ``fork`` they raise ``ForkedError``.
+Units of work go through a ``Queue``, which gets each job done once by one of any number of ``Worker`` processes; a ``Client``
+asks a service, and a ``Server`` answers.
+
+Everything that holds memory (``Sample``, ``SampleMut``, ``Lease``, ``JobResult``, ...) speaks DLPack and the array
+interfaces, so any framework can use it; ``Publisher.send`` takes any object that does. Errors are subclasses of
+``warpipe.Error`` and say the next step. Objects belong to the process that made them: use ``multiprocessing`` with ``spawn``; after a ``fork`` they raise ``ForkedError``.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from __future__ import annotations
 from ._errors import (
     AccessDeniedError,
     ArgumentError,
+    BuriedError,
     ClosedError,
     ConnectionError,
+    DeadlinePassedError,
     DescriptorLimitError,
     DeviceError,
     DeviceMemoryError,
@@ -40,6 +45,7 @@ from ._errors import (
     HandshakeError,
     InjectedError,
     InvalidNameError,
+    JobError,
     LayoutError,
     LinkClosedError,
     MemoryLimitError,
@@ -49,26 +55,44 @@ from ._errors import (
     NoDriverError,
     NoPublisherError,
     NoSuchDeviceError,
+    NoSuchJobError,
     NotATensorError,
     NotDeviceMemoryError,
     PeerAccessError,
     ProtocolError,
     PublisherGoneError,
+    QueueClosedError,
+    QueueFullError,
+    QueueGoneError,
+    RejectedError,
     ReleasedError,
     SampleLostError,
     SystemCallError,
     TimeoutError,
     WrongDeviceError,
 )
+from ._queue import Worker
 from ._subscriber import Subscriber
 from ._warpipe import (
     DTYPES,
+    Client,
     Device,
     Discontinuity,
     Domain,
+    JobHandle,
+    JobResult,
+    Lease,
+    Loan,
+    Output,
+    Pending,
     Publisher,
+    Queue,
+    QueueState,
+    Request,
+    Results,
     Sample,
     SampleMut,
+    Server,
     Stream,
     SubscriberInfo,
     __version__,
@@ -77,10 +101,13 @@ from ._warpipe import (
 __all__ = [
     "AccessDeniedError",
     "ArgumentError",
+    "BuriedError",
+    "Client",
     "ClosedError",
     "ConnectionError",
     "DTYPES",
     "DTypeError",
+    "DeadlinePassedError",
     "DescriptorLimitError",
     "Device",
     "DeviceError",
@@ -100,8 +127,13 @@ __all__ = [
     "HandshakeError",
     "InjectedError",
     "InvalidNameError",
+    "JobError",
+    "JobHandle",
+    "JobResult",
     "LayoutError",
+    "Lease",
     "LinkClosedError",
+    "Loan",
     "MemoryLimitError",
     "MetadataError",
     "NameTakenError",
@@ -109,21 +141,34 @@ __all__ = [
     "NoDriverError",
     "NoPublisherError",
     "NoSuchDeviceError",
+    "NoSuchJobError",
     "NotATensorError",
     "NotDeviceMemoryError",
+    "Output",
     "PeerAccessError",
+    "Pending",
     "ProtocolError",
     "Publisher",
     "PublisherGoneError",
+    "Queue",
+    "QueueClosedError",
+    "QueueFullError",
+    "QueueGoneError",
+    "QueueState",
+    "RejectedError",
     "ReleasedError",
+    "Request",
+    "Results",
     "Sample",
     "SampleLostError",
     "SampleMut",
+    "Server",
     "Stream",
     "Subscriber",
     "SubscriberInfo",
     "SystemCallError",
     "TimeoutError",
+    "Worker",
     "WrongDeviceError",
     "__version__",
 ]

@@ -218,6 +218,56 @@ class InjectedError(Error):
     """A fault that a test asked for."""
 
 
+# Queues and services.
+
+
+class QueueFullError(Error):
+    """A queue has as many jobs as it may have. Attributes: ``endpoint``, ``limit``, ``waited`` (seconds)."""
+
+    endpoint: str
+    limit: int
+    waited: float
+
+
+class JobError(Error):
+    """A job, or a request, that came to no result. Attributes: ``endpoint``, ``job`` (its number)."""
+
+    endpoint: str
+    job: int
+
+
+class BuriedError(JobError):
+    """Every attempt at a job failed. Attribute: ``reasons``, one for each attempt, the first first."""
+
+    reasons: list[str]
+
+
+class RejectedError(JobError):
+    """The worker or server that had the job said that it is not to be done. Attribute: ``reason``."""
+
+    reason: str
+
+
+class DeadlinePassedError(JobError, builtins.TimeoutError):
+    """The deadline of a request has passed."""
+
+
+class NoSuchJobError(JobError, LookupError):
+    """The job is not in its queue any more: its outcome was taken, or it was called off."""
+
+
+class QueueClosedError(ClosedError):
+    """The queue was shut, or closed, in this process. Attribute: ``endpoint``."""
+
+    endpoint: str
+
+
+class QueueGoneError(ConnectionError, ConnectionResetError):
+    """A worker's queue, or a server's client, has gone. Attribute: ``graceful`` (whether it said goodbye)."""
+
+    graceful: bool
+
+
 for _class in list(globals().values()):
     if isinstance(_class, type) and issubclass(_class, Error):
         _class.__module__ = "warpipe"

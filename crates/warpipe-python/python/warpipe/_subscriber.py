@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from types import EllipsisType
 
 from . import _warpipe
 from ._errors import PublisherGoneError, TimeoutError
-
-# A look without having been woken: a publisher that comes back, or memory that is still being mapped, may not ring.
-_LOOK_SECONDS = 0.1
+from ._loop import LOOK_SECONDS, readable
 
 
 class Subscriber(_warpipe._Subscriber):
@@ -33,12 +30,12 @@ class Subscriber(_warpipe._Subscriber):
             frame = self.try_receive()
             if frame is not None:
                 return frame
-            left = _LOOK_SECONDS if end is None else min(_LOOK_SECONDS, end - time.monotonic())
+            left = LOOK_SECONDS if end is None else min(LOOK_SECONDS, end - time.monotonic())
             if left <= 0:
                 error = TimeoutError(f"a sample of {self.name!r} did not come within {timeout} s; wait longer")
                 error.waited = timeout or 0.0
                 raise error
-            await _readable(descriptor, left)
+            await readable(descriptor, left)
 
     def __aiter__(self) -> Subscriber:
         return self
@@ -57,24 +54,6 @@ class Subscriber(_warpipe._Subscriber):
 
     async def __aexit__(self, *_exception: object) -> None:
         self.close()
-
-
-async def _readable(descriptor: int, seconds: float) -> None:
-    """Returns when the descriptor is readable, or the time is over."""
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-
-    def settle() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_reader(descriptor, settle)
-    timer = loop.call_later(seconds, settle)
-    try:
-        await ready
-    finally:
-        timer.cancel()
-        loop.remove_reader(descriptor)
 
 
 Subscriber.__module__ = "warpipe"

@@ -229,7 +229,10 @@ impl Desk {
             ledger.seats.iter().for_each(|seat| seat.subscriber.set_asleep(true));
             let has_news = |seat: &Seat| seat.end.is_none() && seat.subscriber.may_have_news();
             let is_due = ledger.seats.iter().any(|seat| has_news(seat) || !seat.unready.is_empty());
-            if is_due && (ledger.sleeps_long || ledger.has_leader) {
+            // A job that could not be given out waits for what may not ring, such as results that are released; a
+            // leader looks soon enough.
+            let wakes_runner = (is_due || ledger.waiting() > 0) && ledger.sleeps_long;
+            if wakes_runner || is_due && ledger.has_leader {
                 self.observer.bell.ring();
             }
         }
