@@ -11,6 +11,10 @@ import pytest
 from conftest import until
 
 import warpipe
+from warpipe import _warpipe
+
+WORDS = 1 << 16
+DELAY_SECONDS = 0.4
 
 name_of = ctypes.pythonapi.PyCapsule_GetName
 name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
@@ -41,7 +45,7 @@ class Torch(types.ModuleType):
 
     def __init__(self, speaks=(1, 0)):
         super().__init__("torch")
-        self.asked, self.speaks, self.stream = [], speaks, Stream(0, 0)
+        self.asked, self.speaks, self.stream, self.refuses = [], speaks, Stream(0, 0), False
         self._C = types.SimpleNamespace(**{PRIVATE: self._take, RAW_STREAM: self._raw_stream})
         self.cuda = types.SimpleNamespace(is_initialized=lambda: True, current_stream=self._current_stream)
 
@@ -56,6 +60,8 @@ class Torch(types.ModuleType):
 
     def _take(self, capsule):
         self.asked.append(PRIVATE)
+        if self.refuses:
+            raise RuntimeError("refused below")
         return Tensor(capsule)
 
     def _raw_stream(self, ordinal):
@@ -147,11 +153,9 @@ def test_what_it_refuses_is_told_in_its_own_words(torch, frame):
     def refuse(_found):
         raise RuntimeError("no such type here")
 
-    torch._C._from_dlpack = torch.from_dlpack = refuse
-    sys.modules["torch"] = other = Torch()
-    other._C._from_dlpack = refuse
+    torch.from_dlpack = refuse
     frame.torch()
-    other.from_dlpack = refuse
+    torch.refuses = True
     with pytest.raises(RuntimeError, match="no such type here"):
         frame.torch()
 
@@ -237,6 +241,39 @@ def test_before_it_uses_gpus_it_is_not_asked_for_its_stream(torch, pool, frame):
         assert torch.forget() == [PUBLIC]
 
 
+def test_a_loan_goes_out_behind_its_current_stream(torch, pool, link):
+    publisher, subscriber = link
+    for asked in (PUBLIC, PRIVATE):
+        loan = publisher.loan((WORDS,), "uint64")
+        _warpipe._slow_fill(loan, POOL[-1], 1, DELAY_SECONDS)
+        torch.forget()
+        tensor = loan.torch()
+        assert asked in torch.forget()
+        del tensor
+        loan.send()
+        with subscriber.receive() as frame:
+            with pytest.raises(warpipe.TimeoutError):
+                frame.wait(timeout=0)
+            frame.wait()
+
+
+def test_its_current_stream_waits_for_a_sample(torch, pool, device, link):
+    publisher, subscriber = link
+    filler = warpipe.Stream(device)
+    for asked in (PUBLIC, PRIVATE):
+        loan = publisher.loan((WORDS,), "uint64")
+        _warpipe._slow_fill(loan, filler, 1, DELAY_SECONDS)
+        loan.send(filler)
+        with subscriber.receive() as frame:
+            torch.forget()
+            tensor = frame.torch()
+            assert asked in torch.forget()
+            assert not POOL[-1].is_idle()
+            POOL[-1].synchronize()
+            assert filler.is_idle()
+            del tensor
+
+
 class Element:
     """An element type of a framework that nobody has heard of."""
 
@@ -244,8 +281,8 @@ class Element:
         self.name = name
 
 
-def test_an_element_type_is_looked_up_once_and_an_object_that_has_one_each_time(link):
-    publisher, _subscriber = link
+def test_an_element_type_is_looked_up_once_and_an_object_that_has_one_each_time(open_publisher):
+    publisher = open_publisher()
     asked = []
 
     class Named(type):
@@ -268,8 +305,8 @@ def test_an_element_type_is_looked_up_once_and_an_object_that_has_one_each_time(
             assert out.dtype == name
 
 
-def test_more_element_types_than_are_remembered_are_told_apart(link):
-    publisher, _subscriber = link
+def test_more_element_types_than_are_remembered_are_told_apart(open_publisher):
+    publisher = open_publisher()
     names = ["float16", "float32", "int8"]
     classes = [type(names[index % 3], (), {}) for index in range(100)]
     for _ in range(2):
