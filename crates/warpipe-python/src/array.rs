@@ -35,7 +35,7 @@ pub fn dlpack(py: Python<'_>, memory: &Memory, request: Request<'_>) -> PyResult
             "it lies on DLPack device {own:?} and cannot be exported to {wanted:?}; copy it there"
         )));
     }
-    let versioned = request.max_version.is_some_and(|(major, _)| major >= dlpack::VERSION.0);
+    let versioned = dlpack::is_versioned(request.max_version);
     if to_host || request.copy == Some(true) {
         if to_host && request.copy == Some(false) {
             return Err(refuse("from a GPU to the host it must be copied, and `copy` is False".into()));
@@ -173,11 +173,6 @@ fn extension<'py>(py: Python<'py>, dtype: DType) -> PyResult<Bound<'py, PyAny>> 
     let missing = |next: &str| PyErr::from(Fault::dtype(dtype, next));
     let module = py.import("ml_dtypes").map_err(|_| missing("needs the package ml_dtypes for NumPy; install it"))?;
     module.getattr(dtype.name()).map_err(|_| missing("is not one that NumPy or ml_dtypes has; use .torch()"))
-}
-
-/// A PyTorch tensor in place, on PyTorch's current stream.
-pub fn torch<'py>(slf: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    slf.py().import("torch")?.call_method1("from_dlpack", (slf,))
 }
 
 /// A CuPy array in place, on CuPy's current stream.

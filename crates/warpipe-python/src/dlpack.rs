@@ -100,6 +100,11 @@ pub fn device_of(device: &warpipe::Device) -> (i32, i32) {
     (kind, i32::try_from(device.info().ordinal).unwrap_or(i32::MAX))
 }
 
+/// Which of the two capsules is meant by a consumer's newest version.
+pub fn is_versioned(max_version: Option<(u32, u32)>) -> bool {
+    max_version.is_some_and(|(major, _)| major >= VERSION.0)
+}
+
 /// A capsule that holds `memory` until its consumer calls the deleter, or nobody has taken it.
 pub fn export(py: Python<'_>, memory: &Memory, versioned: bool, copied: bool) -> PyResult<Py<PyAny>> {
     let layout = &memory.layout;

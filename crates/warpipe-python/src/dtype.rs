@@ -1,14 +1,69 @@
 //! Element types and shapes as Python's frameworks write them.
 
+use std::sync::Mutex;
+
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyInt, PyString, PyType};
 use warpipe::DType;
 use warpipe::tensor::RANK_MAX;
 
 use crate::errors::Fault;
+use crate::stream::imported;
+
+/// More objects than this are not remembered: the table starts anew.
+const KNOWN_MAX: usize = 32;
+
+/// Classes and element types by the object, which is held: its address is not another's. Few, so they are looked through.
+static KNOWN: Mutex<Vec<(Py<PyAny>, DType)>> = Mutex::new(Vec::new());
 
 /// What an argument names: `"float32"`, `np.float32`, `np.dtype("f4")`, `torch.float32`, `ml_dtypes.bfloat16`, `float`.
 pub fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<DType> {
+    if found.is_instance_of::<PyString>() {
+        return named(found);
+    }
+    if let Some(dtype) = known(found) {
+        return Ok(dtype);
+    }
+    let dtype = named(found)?;
+    if is_constant(found)? {
+        remember(found, dtype);
+    }
+    Ok(dtype)
+}
+
+/// Nobody waits for the table: a forked child may find it held for ever, and it only saves time.
+fn known(found: &Bound<'_, PyAny>) -> Option<DType> {
+    let table = KNOWN.try_lock().ok()?;
+    table.iter().find(|(known, _)| known.is(found)).map(|(_, dtype)| *dtype)
+}
+
+fn remember(found: &Bound<'_, PyAny>, dtype: DType) {
+    let Ok(mut table) = KNOWN.try_lock() else { return };
+    let before = if table.len() >= KNOWN_MAX { std::mem::take(&mut *table) } else { Vec::new() };
+    table.push((found.clone().unbind(), dtype));
+    drop(table);
+    // Without the lock: the end of an object may run Python.
+    drop(before);
+}
+
+/// Whether it is nothing but an element type. Anything else that has one, such as an array, is neither held nor trusted to
+/// keep it.
+fn is_constant(found: &Bound<'_, PyAny>) -> PyResult<bool> {
+    if found.is_instance_of::<PyType>() {
+        return Ok(true);
+    }
+    for name in ["torch", "numpy"] {
+        let class = imported(found.py(), name)?.and_then(|module| module.getattr("dtype").ok());
+        if let Some(class) = class
+            && found.is_instance(&class).unwrap_or(false)
+        {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+fn named(found: &Bound<'_, PyAny>) -> PyResult<DType> {
     let name = name_of(found)?;
     let bare = name.strip_prefix("torch.").unwrap_or(&name);
     DType::from_name(bare).ok_or_else(|| {

@@ -280,7 +280,7 @@ impl Frame {
     ///
     /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
     fn torch<'py>(slf: &Bound<'py, Frame>) -> PyResult<Bound<'py, PyAny>> {
-        array::torch(slf.as_any())
+        crate::torch::tensor(slf.py(), &slf.get().memory()?)
     }
 
     /// A CuPy array in place; CuPy's current stream waits for the data.

@@ -8,7 +8,7 @@
 //! | `queue`, `job`, `worker`, `lease` | jobs: who submits, what becomes of them, who does them |
 //! | `client`, `server`, `office` | services; `office` is what a queue and a client have in common |
 //! | `memory` | what arrays are made of, and when it goes back |
-//! | `array`, `dlpack` | memory of ours as arrays of others |
+//! | `array`, `dlpack`, `torch` | memory of ours as arrays of others |
 //! | `source`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |
 //! | `errors`, `wait`, `turn`, `process` | exceptions; waits that Ctrl-C ends; threads; forks |
 //! | `testing` | private switches of the tests |
@@ -46,6 +46,7 @@ mod source;
 mod stream;
 mod subscriber;
 mod testing;
+mod torch;
 mod turn;
 mod wait;
 mod worker;

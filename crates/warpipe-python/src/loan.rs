@@ -145,7 +145,7 @@ impl Loan {
             return array::numpy(py, &loan.memory()?);
         }
         if imported(py, "torch")?.is_some() {
-            return array::torch(slf.as_any());
+            return crate::torch::tensor(py, &loan.memory()?);
         }
         if imported(py, "cupy")?.is_some() {
             return array::cupy(slf.as_any());
@@ -290,7 +290,7 @@ impl Loan {
     ///
     /// Raises ``ReleasedError``, ``ImportError``.
     fn torch<'py>(slf: &Bound<'py, Loan>) -> PyResult<Bound<'py, PyAny>> {
-        array::torch(slf.as_any())
+        crate::torch::tensor(slf.py(), &slf.get().memory()?)
     }
 
     /// A CuPy array in place; the loan is handed on behind CuPy's current stream of now.

@@ -6,10 +6,12 @@ use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
-use pyo3::types::PyInt;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyInt};
 
 use crate::device::{Device, is_cuda};
 use crate::errors::{Fault, Outcome};
+use crate::torch;
 use crate::wait::{in_slices, late, none_if_late, seconds};
 
 /// More streams than this are not remembered: the table starts anew.
@@ -126,23 +128,28 @@ impl Consumer {
         // The per-thread stream is another one for each thread, and memory is let go on any of them. The legacy one is in
         // order with all of those, before and after.
         let raw = if raw <= 2 { 0 } else { raw };
-        let lasting = raw == 0 || torch_stream(py, device)? == Some(raw);
-        let mut table = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        let table = table.get_or_insert_with(HashMap::new);
-        let key = (device.info().ordinal, raw, lasting);
-        if table.len() >= KNOWN_MAX && !table.contains_key(&key) {
-            table.clear();
+        let ordinal = device.info().ordinal;
+        // What was lasting once is so for ever; whoever else has that stream now has it from PyTorch.
+        if let Some(known) = known(&(ordinal, raw, true)) {
+            return Ok(known);
         }
-        if let Some(known) = table.get(&key) {
-            return Ok(known.clone());
+        let lasting = raw == 0 || torch_owns(py, device, raw)?;
+        let key = (ordinal, raw, lasting);
+        if let Some(known) = known(&key) {
+            return Ok(known);
         }
         // SAFETY: without a relay the stream is never destroyed; with one it is used only while an array that was made on
         // it is made, or let go, which the protocols ask to be within the stream's life.
         let stream = unsafe { warpipe::Stream::borrow_raw(device, raw as *mut c_void) };
         let relay = if lasting { None } else { Some(device.stream().map_err(Fault::from)?) };
         let consumer = Consumer { stream, relay };
-        table.insert(key, consumer.clone());
-        Ok(consumer)
+        let mut table = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let table = table.get_or_insert_with(HashMap::new);
+        if table.len() >= KNOWN_MAX {
+            table.clear();
+        }
+        // Another thread may have been faster: both then have the same.
+        Ok(table.entry(key).or_insert(consumer).clone())
     }
 
     /// The number that DLPack knows the stream by.
@@ -178,6 +185,10 @@ impl Consumer {
 type Known = HashMap<(u32, usize, bool), Consumer>;
 
 static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
+
+fn known(key: &(u32, usize, bool)) -> Option<Consumer> {
+    KNOWN.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.get(key).cloned()
+}
 
 /// All streams that use one piece of memory.
 #[derive(Debug, Default)]
@@ -230,19 +241,24 @@ fn raw_of(found: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
 
 /// A module, if somebody has imported it.
 pub fn imported<'py>(py: Python<'py>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
-    let modules = py.import("sys")?.getattr("modules")?;
-    let found = modules.call_method1("get", (name,))?;
-    Ok((!found.is_none()).then_some(found))
+    static MODULES: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
+    let modules = MODULES.get_or_try_init(py, || -> PyResult<_> {
+        Ok(py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?.unbind())
+    })?;
+    Ok(modules.bind(py).get_item(name)?.filter(|found| !found.is_none()))
 }
 
 /// PyTorch's current stream, if it is there and uses the GPU.
 pub fn torch_stream(py: Python<'_>, device: &warpipe::Device) -> PyResult<Option<usize>> {
-    let Some(torch) = imported(py, "torch")?.filter(|_| is_cuda(device)) else { return Ok(None) };
-    let Ok(cuda) = torch.getattr("cuda") else { return Ok(None) };
-    if !cuda.call_method0("is_initialized")?.is_truthy()? {
+    if !is_cuda(device) {
         return Ok(None);
     }
-    Ok(Some(cuda.call_method1("current_stream", (device.info().ordinal,))?.getattr("cuda_stream")?.extract()?))
+    torch::found(py)?.map_or(Ok(None), |torch| torch.current_stream(py, device.info().ordinal))
+}
+
+/// Whether a stream is PyTorch's current one and lasts as long as that.
+fn torch_owns(py: Python<'_>, device: &warpipe::Device, raw: usize) -> PyResult<bool> {
+    torch::found(py)?.map_or(Ok(false), |torch| torch.owns(py, device.info().ordinal, raw))
 }
 
 /// CuPy's current stream, if it is there.

@@ -1,0 +1,171 @@
+//! PyTorch where a hand-over meets it: its current stream, and its import of capsules.
+//!
+//! Both are asked for at every hand-over, and half of what PyTorch takes for them is Python of its own. Below that lie
+//! `torch._C._cuda_getCurrentRawStream` and `torch._C._from_dlpack`, which are private: they are used where they are
+//! there and do as expected, else what is public is.
+
+use std::sync::{Arc, Mutex, OnceLock};
+
+use pyo3::prelude::*;
+
+use crate::array::{self, Request};
+use crate::device::is_cuda;
+use crate::dlpack;
+use crate::memory::Memory;
+use crate::process::Home;
+use crate::stream::{Consumer, imported};
+
+/// The functions of one `torch`, looked up once.
+#[derive(Debug)]
+pub struct Torch {
+    module: Py<PyAny>,
+    cuda: Option<Py<PyAny>>,
+    /// Gives the current stream of a GPU by its ordinal.
+    raw_stream: Option<Py<PyAny>>,
+    /// Makes a tensor of a bare capsule.
+    of_capsule: Py<PyAny>,
+    /// Whether `torch.from_dlpack` asks for capsules that have a version. Known once it has been seen to ask.
+    versioned: OnceLock<bool>,
+    /// The process in which its part for GPUs has been started. That does not end but with a fork.
+    started: OnceLock<Home>,
+}
+
+static FOUND: Mutex<Option<Arc<Torch>>> = Mutex::new(None);
+
+/// What is imported as `torch`, if that is.
+pub fn found(py: Python<'_>) -> PyResult<Option<Arc<Torch>>> {
+    imported(py, "torch")?.map(|module| Torch::of(&module)).transpose()
+}
+
+impl Torch {
+    fn of(module: &Bound<'_, PyAny>) -> PyResult<Arc<Torch>> {
+        // Nobody waits for the lock: a forked child may find it held for ever, and what it keeps only saves time.
+        let known = FOUND.try_lock().ok().and_then(|known| known.clone());
+        if let Some(known) = known.filter(|known| known.module.is(module)) {
+            return Ok(known);
+        }
+        let private = |name: &str| module.getattr("_C").and_then(|native| native.getattr(name)).ok();
+        let raw_stream = private("_cuda_getCurrentRawStream");
+        let of_capsule = match private("_from_dlpack") {
+            Some(of_capsule) => of_capsule,
+            None => module.getattr("from_dlpack")?,
+        };
+        let cuda = module.getattr("cuda").ok();
+        let complete = cuda.is_some();
+        let torch = Arc::new(Torch {
+            module: module.clone().unbind(),
+            cuda: cuda.map(Bound::unbind),
+            raw_stream: raw_stream.map(Bound::unbind),
+            of_capsule: of_capsule.unbind(),
+            versioned: OnceLock::new(),
+            started: OnceLock::new(),
+        });
+        // Not while another thread is in the middle of importing it. What was there is dropped without the lock: that may
+        // run Python.
+        let before =
+            if complete { FOUND.try_lock().ok().and_then(|mut known| known.replace(torch.clone())) } else { None };
+        drop(before);
+        Ok(torch)
+    }
+
+    /// Its part for GPUs, if that is there and at work in this process. To ask it for a stream would start it.
+    fn at_work<'py>(&self, py: Python<'py>) -> PyResult<Option<&Bound<'py, PyAny>>> {
+        let Some(cuda) = self.cuda.as_ref().map(|cuda| cuda.bind(py)) else { return Ok(None) };
+        if self.started.get().is_some_and(|home| home.is_here()) {
+            return Ok(Some(cuda));
+        }
+        if !cuda.call_method0("is_initialized")?.is_truthy()? {
+            return Ok(None);
+        }
+        let _ = self.started.set(Home::here());
+        Ok(Some(cuda))
+    }
+
+    /// Its current stream on a GPU, 0 for the legacy default one; `None` if it does not use GPUs here.
+    pub fn current_stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<Option<usize>> {
+        let Some(cuda) = self.at_work(py)? else { return Ok(None) };
+        if let Some(raw) = &self.raw_stream
+            && let Ok(raw) = raw.bind(py).call1((ordinal,)).and_then(|raw| raw.extract())
+        {
+            return Ok(Some(raw));
+        }
+        Ok(Some(cuda.call_method1("current_stream", (ordinal,))?.getattr("cuda_stream")?.extract()?))
+    }
+
+    /// Whether its current stream is this one and of its pool, whose streams are never destroyed. One that it was given
+    /// (`torch.cuda.ExternalStream`) has its own number for an identity, and its owner may destroy it.
+    pub fn owns(&self, py: Python<'_>, ordinal: u32, stream: usize) -> PyResult<bool> {
+        let Some(cuda) = self.at_work(py)? else { return Ok(false) };
+        let current = cuda.call_method1("current_stream", (ordinal,))?;
+        if current.getattr("cuda_stream")?.extract::<usize>()? != stream {
+            return Ok(false);
+        }
+        // An old one does not tell; a stream that may not last is the safe guess.
+        let Ok(identity) = current.getattr("stream_id") else { return Ok(false) };
+        Ok(identity.extract::<i64>()? != stream as i64)
+    }
+
+    /// As `torch.from_dlpack`, on an object that notes how it is asked.
+    fn ask<'py>(&self, py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
+        let asked = Bound::new(py, Asked { memory: memory.clone(), versioned: OnceLock::new() })?;
+        let tensor = self.module.bind(py).call_method1("from_dlpack", (&asked,))?;
+        if let Some(&versioned) = asked.get().versioned.get() {
+            let _ = self.versioned.set(versioned);
+        }
+        Ok(tensor)
+    }
+
+    /// As `torch.from_dlpack`, in fewer steps. `None` where that has to be asked itself.
+    fn import<'py>(&self, py: Python<'py>, memory: &Memory) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Some(&versioned) = self.versioned.get() else { return Ok(None) };
+        if is_cuda(&memory.device) {
+            let Some(raw) = self.current_stream(py, memory.device.info().ordinal)? else { return Ok(None) };
+            memory.admit(&Consumer::foreign(py, &memory.device, raw)?)?;
+        } else {
+            memory.settle(py)?;
+        }
+        let capsule = dlpack::export(py, memory, versioned, false)?;
+        // What it refuses is refused in the public function's words, or taken by that if this one has changed.
+        Ok(self.of_capsule.bind(py).call1((capsule,)).ok())
+    }
+}
+
+/// A tensor in place, on PyTorch's current stream.
+pub fn tensor<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
+    let torch = match found(py)? {
+        Some(torch) => torch,
+        None => Torch::of(py.import("torch")?.as_any())?,
+    };
+    match torch.import(py, memory)? {
+        Some(tensor) => Ok(tensor),
+        None => torch.ask(py, memory),
+    }
+}
+
+/// Memory of ours that notes which capsules are asked of it.
+#[pyclass(frozen, module = "warpipe")]
+#[derive(Debug)]
+struct Asked {
+    memory: Memory,
+    versioned: OnceLock<bool>,
+}
+
+#[pymethods]
+impl Asked {
+    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Py<PyAny>> {
+        let _ = self.versioned.set(dlpack::is_versioned(max_version));
+        array::dlpack(py, &self.memory, Request { stream, max_version, dl_device, copy })
+    }
+
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        dlpack::device_of(&self.memory.device)
+    }
+}
