@@ -4,6 +4,9 @@
 //! | --- | --- |
 //! | `device`, `domain`, `stream` | where memory lies, where names live, the order of work and who uses what |
 //! | `publisher`, `loan`, `subscriber`, `frame` | the channel; `loan` is its `SampleMut`, `frame` its `Sample` with what Python adds |
+//! | `timeline`, `event`, `semaphore` | what streams of one process tell streams of others |
+//! | `members` | who is in a domain |
+//! | `door` | handles that Python may close, and the wait for their owners |
 //! | `memory` | what arrays are made of, and when it goes back |
 //! | `array`, `dlpack` | memory of ours as arrays of others |
 //! | `source`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |
@@ -12,7 +15,8 @@
 //!
 //! An object asks which process it is in before it touches a lock (`process`). No wait holds the interpreter. What is
 //! dropped by another framework's deleter is dropped without the interpreter, on any thread (`memory`). The classes keep
-//! no Python objects, except tensors that are being copied, so there are no cycles to collect.
+//! no Python objects, except tensors that are being copied and the callbacks of a watch of members, so there are no cycles
+//! to collect.
 //!
 //! A new piece of the library becomes a module here, a line in `register`, its classes in `python/warpipe/__init__.py` and
 //! `_warpipe.pyi`.
@@ -23,18 +27,23 @@ mod copies;
 mod device;
 mod dlpack;
 mod domain;
+mod door;
 mod dtype;
 mod errors;
+mod event;
 mod frame;
 mod loan;
+mod members;
 mod memory;
 mod metadata;
 mod process;
 mod publisher;
+mod semaphore;
 mod source;
 mod stream;
 mod subscriber;
 mod testing;
+mod timeline;
 mod turn;
 mod wait;
 
@@ -58,5 +67,15 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<loan::Loan>()?;
     module.add_class::<subscriber::Subscriber>()?;
     module.add_class::<frame::Frame>()?;
-    module.add_class::<frame::Discontinuity>()
+    module.add_class::<frame::Discontinuity>()?;
+    module.add_class::<timeline::Timeline>()?;
+    module.add_class::<event::Event>()?;
+    module.add_class::<event::EventHandle>()?;
+    module.add_class::<event::Recording>()?;
+    module.add_class::<semaphore::Semaphore>()?;
+    module.add_class::<semaphore::Permit>()?;
+    module.add_class::<members::Member>()?;
+    module.add_class::<members::MemberInfo>()?;
+    module.add_class::<members::Change>()?;
+    module.add_class::<members::Members>()
 }

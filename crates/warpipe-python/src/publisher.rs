@@ -17,7 +17,7 @@ use crate::metadata;
 use crate::process::Home;
 use crate::source::Wanted;
 use crate::stream::Consumer;
-use crate::wait::{SLICE, in_slices, late, none_if_late, seconds};
+use crate::wait::{SLICE, in_slices, late, none_if_late, optional, seconds};
 
 /// Hands tensors in device memory to any number of subscribers.
 ///
@@ -99,10 +99,6 @@ fn policy(name: &str, timeout: Option<Duration>) -> Outcome<Policy> {
             return Err(Fault::argument("policy", format!("{name:?}"), allowed));
         }
     })
-}
-
-fn optional(value: Option<f64>, argument: &str) -> PyResult<Option<Duration>> {
-    value.map(|value| seconds(value, argument)).transpose()
 }
 
 impl Publisher {
