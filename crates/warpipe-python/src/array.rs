@@ -100,6 +100,7 @@ pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<B
         match &memory.hold {
             Hold::Sample(lent) => lent.note(&consumer),
             Hold::Loan(lease) => lease.consumers.note(&consumer),
+            Hold::Held(held) => held.admit(&consumer)?,
             Hold::Copy(_) => {}
         }
     }

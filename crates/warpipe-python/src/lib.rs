@@ -4,6 +4,8 @@
 //! | --- | --- |
 //! | `device`, `domain`, `stream` | where memory lies, where names live, the order of work and who uses what |
 //! | `publisher`, `loan`, `subscriber`, `frame` | the channel; `loan` is its `SampleMut`, `frame` its `Sample` with what Python adds |
+//! | `view`, `held` | memory of any other kind as a tensor, and when that goes back |
+//! | `faces`, `ticket`, `pool`, `legacy` | whose memory it is, and the names under which others open it |
 //! | `timeline`, `event`, `semaphore` | what streams of one process tell streams of others |
 //! | `members` | who is in a domain |
 //! | `door` | handles that Python may close, and the wait for their owners |
@@ -31,11 +33,15 @@ mod door;
 mod dtype;
 mod errors;
 mod event;
+mod faces;
 mod frame;
+mod held;
+mod legacy;
 mod loan;
 mod members;
 mod memory;
 mod metadata;
+mod pool;
 mod process;
 mod publisher;
 mod semaphore;
@@ -43,8 +49,10 @@ mod source;
 mod stream;
 mod subscriber;
 mod testing;
+mod ticket;
 mod timeline;
 mod turn;
+mod view;
 mod wait;
 
 use pyo3::prelude::*;
@@ -77,5 +85,18 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<members::Member>()?;
     module.add_class::<members::MemberInfo>()?;
     module.add_class::<members::Change>()?;
-    module.add_class::<members::Members>()
+    module.add_class::<members::Members>()?;
+    module.add_class::<view::View>()?;
+    module.add_class::<faces::Memory>()?;
+    module.add_class::<faces::Published>()?;
+    module.add_class::<faces::SharedMemory>()?;
+    module.add_class::<ticket::Ticket>()?;
+    module.add_class::<ticket::MemoryInfo>()?;
+    module.add_class::<legacy::LegacyHandle>()?;
+    module.add_class::<legacy::LegacyMemory>()?;
+    module.add_class::<pool::Pool>()?;
+    module.add_class::<pool::PoolStats>()?;
+    module.add_class::<pool::Buffer>()?;
+    module.add_class::<pool::PoolClient>()?;
+    module.add_class::<pool::LentBuffer>()
 }

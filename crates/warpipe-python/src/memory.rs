@@ -1,4 +1,5 @@
-//! Memory that arrays are made of: a received sample's, a loan's, or a copy on the host, and who uses it.
+//! Memory that arrays are made of: a received sample's, a loan's, what else the library has, or a copy on the host, and
+//! who uses it. **This module is marked for unsafe**: it copies from memory by address.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,6 +9,7 @@ use warpipe::backend::DevicePtr;
 use warpipe::{Layout, Receipt, Sample, SlotHold};
 
 use crate::errors::{Fault, Outcome};
+use crate::held::{Held, download};
 use crate::process::Home;
 use crate::stream::{Consumer, Consumers};
 use crate::testing;
@@ -33,6 +35,8 @@ pub enum Hold {
     Sample(Arc<Lent>),
     /// A loan of a publisher of this process.
     Loan(Arc<Lease>),
+    /// Memory of another kind than a channel's.
+    Held(Arc<Held>),
     /// A copy of our own.
     Copy(Arc<[u8]>),
 }
@@ -145,6 +149,7 @@ impl Memory {
         match &self.hold {
             Hold::Sample(lent) => lent.admit(consumer)?,
             Hold::Loan(lease) => lease.consumers.note(consumer),
+            Hold::Held(held) => held.admit(consumer)?,
             Hold::Copy(_) => {}
         }
         Ok(())
@@ -154,6 +159,7 @@ impl Memory {
     pub fn settle(&self, py: Python<'_>) -> PyResult<()> {
         match &self.hold {
             Hold::Sample(lent) if !testing::waits_are_skipped() => lent.wait(py, lent.patience),
+            Hold::Held(held) => held.settle_soon(py),
             _ => Ok(()),
         }
     }
@@ -166,6 +172,11 @@ impl Memory {
             Hold::Sample(lent) => {
                 // Complete already, so there is nothing to wait for.
                 py.detach(|| lent.sample().to_vec(crate::wait::SLICE)).map_err(Fault::from)?.into()
+            }
+            Hold::Held(_) => {
+                let (device, lowest, bytes) = (&self.device, self.lowest, self.layout.bytes());
+                // SAFETY: the hold keeps the memory mapped, and the layout was checked against its length.
+                py.detach(|| unsafe { download(device, lowest, bytes) })?.into()
             }
             Hold::Loan(_) => {
                 let next = "a loan is there to be written; receive it to read it, or use a framework's array of it";

@@ -223,7 +223,7 @@ impl Publisher {
         let metadata = metadata::encode(metadata)?;
         let stream = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
         let source =
-            Wanted { device: &self.device, stream: stream.as_ref(), own: &self.stream, packed: false }.find(tensor)?;
+            Wanted { device: &self.device, stream: stream.as_ref(), own: &self.stream, packed: false, lasting: false }.find(tensor)?;
         let mut sample = self.take(py, &source.layout)?;
         sample.set_metadata(&metadata).map_err(Fault::from)?;
         let filled_on = self.copies.fill(py, &mut sample, source, &self.stream, self.block)?;
