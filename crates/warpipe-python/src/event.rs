@@ -121,11 +121,7 @@ impl Event {
     /// Raises ``EventLimitError``, ``DomainError``, ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (*, domain = None, device = None))]
-    fn create(
-        py: Python<'_>,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Event> {
+    fn create(py: Python<'_>, domain: Option<&Bound<'_, PyAny>>, device: Option<&Bound<'_, PyAny>>) -> PyResult<Event> {
         let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
         let made = py.detach(|| warpipe::Event::create(&domain, &device));
         Ok(Event::of(made.map_err(Fault::from)?))

@@ -50,11 +50,7 @@ impl Memory {
     /// Raises ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes, ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (nbytes, *, device = None))]
-    fn allocate<'py>(
-        py: Python<'py>,
-        nbytes: u64,
-        device: Option<&Bound<'py, PyAny>>,
-    ) -> PyResult<Bound<'py, Memory>> {
+    fn allocate<'py>(py: Python<'py>, nbytes: u64, device: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, Memory>> {
         let device = Device::from_argument(device)?.inner;
         let memory = py.detach(|| warpipe::Memory::allocate(&device, nbytes)).map_err(Fault::from)?;
         Memory::make(py, memory)

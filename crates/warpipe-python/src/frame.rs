@@ -11,7 +11,8 @@ use crate::array::{self, Request};
 use crate::device::Device;
 use crate::dlpack;
 use crate::errors::{Fault, Outcome};
-use crate::memory::{Lent, Memory};
+use crate::in_place::{self, Named, Openings};
+use crate::memory::{Elsewhere, Lent, Memory};
 use crate::process::Home;
 use crate::stream::Consumer;
 use crate::wait::{Timeout, in_slices, late, none_if_late};
@@ -32,6 +33,7 @@ pub struct Frame {
     state: Mutex<State>,
     device: warpipe::Device,
     layout: Layout,
+    in_place: bool,
     sequence: u64,
     sent_at_ns: u64,
     received_at_ns: u64,
@@ -66,24 +68,37 @@ impl Discontinuity {
 }
 
 impl Frame {
-    /// Takes a sample over. `patience` is how long the CPU waits for its data.
-    pub fn new(sample: warpipe::Sample, device: &warpipe::Device, patience: Option<Duration>) -> Frame {
+    /// Takes a sample over. `patience` is how long the CPU waits for its data. A tensor that was sent where it lies is
+    /// opened.
+    pub fn new(
+        sample: warpipe::Sample,
+        device: &warpipe::Device,
+        patience: Option<Duration>,
+        openings: &Openings,
+    ) -> Outcome<Frame> {
         let change = |found: warpipe::Discontinuity| Discontinuity {
             previous_pid: found.previous_pid,
             graceful: found.graceful,
         };
-        Frame {
+        let (elsewhere, metadata) = match in_place::read(sample.metadata())? {
+            Some(Named { layout, handle, metadata }) => {
+                (Some(Elsewhere { layout, memory: openings.open(&handle, device)? }), metadata)
+            }
+            None => (None, sample.metadata().to_vec()),
+        };
+        Ok(Frame {
             home: Home::here(),
             device: device.clone(),
-            layout: *sample.layout(),
+            layout: elsewhere.as_ref().map_or(*sample.layout(), |elsewhere| elsewhere.layout),
+            in_place: elsewhere.is_some(),
             sequence: sample.sequence(),
             sent_at_ns: sample.sent_at_ns(),
             received_at_ns: sample.received_at_ns(),
-            metadata: sample.metadata().to_vec(),
+            metadata,
             discontinuity: sample.discontinuity().map(change),
             patience,
-            state: Mutex::new(State { lent: Some(Arc::new(Lent::new(sample, patience))), pinned: None }),
-        }
+            state: Mutex::new(State { lent: Some(Arc::new(Lent::new(sample, elsewhere, patience))), pinned: None }),
+        })
     }
 
     fn state(&self) -> Outcome<MutexGuard<'_, State>> {
@@ -162,6 +177,12 @@ impl Frame {
     #[getter]
     fn ptr(&self) -> PyResult<u64> {
         Ok(self.memory()?.address)
+    }
+
+    /// Whether it lies in its sender's own tensor, which was sent with ``zero_copy``.
+    #[getter]
+    fn in_place(&self) -> bool {
+        self.in_place
     }
 
     /// Its number among its publisher's frames, from 1. A gap is what this subscriber did not get.

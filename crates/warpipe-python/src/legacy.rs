@@ -63,11 +63,7 @@ impl LegacyHandle {
     ///
     /// Raises ``ExporterGoneError``, ``LegacyHandleError``, ``PeerAccessError``, ``DeviceError``.
     #[pyo3(signature = (*, device = None))]
-    fn open<'py>(
-        &self,
-        py: Python<'py>,
-        device: Option<&Bound<'py, PyAny>>,
-    ) -> PyResult<Bound<'py, LegacyMemory>> {
+    fn open<'py>(&self, py: Python<'py>, device: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, LegacyMemory>> {
         let device = Device::from_argument(device)?.inner;
         let memory = py.detach(|| self.inner.open(&device)).map_err(Fault::from)?;
         Bound::new(py, (LegacyMemory, View::of("the memory", Place::Legacy(memory))?))

@@ -11,6 +11,7 @@
 //! | `door` | handles that Python may close, and the wait for their owners |
 //! | `memory` | what arrays are made of, and when it goes back |
 //! | `array`, `dlpack` | memory of ours as arrays of others |
+//! | `in_place` | tensors of others that are sent where they lie |
 //! | `source`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |
 //! | `errors`, `wait`, `turn`, `process` | exceptions; waits that Ctrl-C ends; threads; forks |
 //! | `testing` | private switches of the tests |
@@ -36,6 +37,7 @@ mod event;
 mod faces;
 mod frame;
 mod held;
+mod in_place;
 mod legacy;
 mod loan;
 mod members;

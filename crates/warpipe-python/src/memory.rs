@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use warpipe::backend::DevicePtr;
-use warpipe::{Layout, Receipt, Sample, SlotHold};
+use warpipe::{Layout, LegacyMemory, Receipt, Sample, SlotHold};
 
 use crate::errors::{Fault, Outcome};
 use crate::held::{Held, download};
@@ -51,6 +51,15 @@ pub struct Lent {
     consumers: Consumers,
     /// How long the CPU waits for its data.
     patience: Option<Duration>,
+    /// Where the tensor is, if it is not in the slot. Dropped last: it is unmapped behind all who used it.
+    elsewhere: Option<Elsewhere>,
+}
+
+/// A tensor that its sender sent where it lies.
+#[derive(Debug)]
+pub struct Elsewhere {
+    pub layout: Layout,
+    pub memory: LegacyMemory,
 }
 
 /// A loan's memory: mapped as long as any array made of it lives, whatever becomes of the loan.
@@ -69,8 +78,8 @@ impl Lease {
 
 impl Lent {
     /// Takes it over.
-    pub fn new(sample: Sample, patience: Option<Duration>) -> Lent {
-        Lent { home: Home::here(), sample: Some(sample), consumers: Consumers::default(), patience }
+    pub fn new(sample: Sample, elsewhere: Option<Elsewhere>, patience: Option<Duration>) -> Lent {
+        Lent { home: Home::here(), sample: Some(sample), consumers: Consumers::default(), patience, elsewhere }
     }
 
     /// The sample.
@@ -80,7 +89,26 @@ impl Lent {
 
     /// Notes a user of the memory, without making it wait for the data.
     pub fn note(&self, consumer: &Consumer) {
+        self.used_by(consumer.linked());
         self.consumers.note(consumer);
+    }
+
+    /// Tells what is mapped beside the channel.
+    fn used_by(&self, stream: &warpipe::Stream) {
+        if let Some(Elsewhere { memory, .. }) = &self.elsewhere {
+            // Only a forked child is refused, which uses nothing.
+            let _ = memory.used_by(stream);
+        }
+    }
+
+    /// The elements' bytes, complete already.
+    fn to_bytes(&self) -> Outcome<Vec<u8>> {
+        match &self.elsewhere {
+            // SAFETY: mapped while `memory` is, and as long as its layout, which was checked when it was opened.
+            Some(Elsewhere { layout, memory }) => unsafe { download(memory.device(), memory.ptr(), layout.bytes()) },
+            // There is nothing to wait for.
+            None => Ok(self.sample().to_vec(crate::wait::SLICE)?),
+        }
     }
 
     /// Lets `consumer` use the memory: it waits, on the device, until the data is complete.
@@ -110,6 +138,7 @@ impl Lent {
         self.home.check()?;
         let sample = self.sample.take().expect("present until dropped");
         let stream = self.consumers.join(sample.stream())?;
+        self.used_by(&stream);
         Ok(sample.release_on(&stream)?)
     }
 }
@@ -123,9 +152,12 @@ impl Drop for Lent {
         }
         match self.consumers.join(sample.stream()) {
             // A release that fails closes the link; nobody is left to be told here.
-            Ok(stream) => drop(sample.release_on(&stream)),
+            Ok(stream) => {
+                self.used_by(&stream);
+                drop(sample.release_on(&stream));
+            }
             // The device does not say when the users are done: the slot must not be written again.
-            Err(_) => std::mem::forget(sample),
+            Err(_) => std::mem::forget((sample, self.elsewhere.take())),
         }
     }
 }
@@ -133,15 +165,12 @@ impl Drop for Lent {
 impl Memory {
     /// Of a received sample.
     pub fn of_sample(lent: &Arc<Lent>, device: &warpipe::Device) -> Memory {
-        let sample = lent.sample();
-        Memory {
-            layout: *sample.layout(),
-            address: sample.ptr(),
-            lowest: sample.slot_ptr(),
-            device: device.clone(),
-            read_only: true,
-            hold: Hold::Sample(lent.clone()),
-        }
+        let (layout, lowest) = match &lent.elsewhere {
+            Some(Elsewhere { layout, memory }) => (*layout, memory.ptr()),
+            None => (*lent.sample().layout(), lent.sample().slot_ptr()),
+        };
+        let (address, device, hold) = (lowest + layout.offset(), device.clone(), Hold::Sample(lent.clone()));
+        Memory { layout, address, lowest, device, read_only: true, hold }
     }
 
     /// Makes it ready for a stream of its device.
@@ -169,10 +198,7 @@ impl Memory {
         self.settle(py)?;
         let bytes: Arc<[u8]> = match &self.hold {
             Hold::Copy(bytes) => bytes.clone(),
-            Hold::Sample(lent) => {
-                // Complete already, so there is nothing to wait for.
-                py.detach(|| lent.sample().to_vec(crate::wait::SLICE)).map_err(Fault::from)?.into()
-            }
+            Hold::Sample(lent) => py.detach(|| lent.to_bytes())?.into(),
             Hold::Held(_) => {
                 let (device, lowest, bytes) = (&self.device, self.lowest, self.layout.bytes());
                 // SAFETY: the hold keeps the memory mapped, and the layout was checked against its length.

@@ -260,12 +260,7 @@ impl PoolClient {
     /// Raises ``MemoryLimitError``, ``OwnerGoneError``, ``RefusedError``, ``ArgumentError``, ``ClosedError``,
     /// ``DeviceError``.
     #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
-    fn allocate<'py>(
-        &self,
-        py: Python<'py>,
-        nbytes: u64,
-        timeout: Option<f64>,
-    ) -> PyResult<Bound<'py, LentBuffer>> {
+    fn allocate<'py>(&self, py: Python<'py>, nbytes: u64, timeout: Option<f64>) -> PyResult<Bound<'py, LentBuffer>> {
         let timeout = optional(timeout, "timeout")?;
         let block = allocate(py, timeout, |slice| Ok(self.door.get()?.allocate_timeout(nbytes, slice)?))?;
         LentBuffer::make(py, block)

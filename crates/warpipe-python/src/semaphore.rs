@@ -96,13 +96,12 @@ fn line_up(
     std::thread::Builder::new().name("warpipe-permit".into()).spawn(wait)?;
     // Shared with the closure that runs without the interpreter.
     let taken = Mutex::new(taken);
-    let come = in_slices(py, None, |slice| {
-        match taken.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(slice) {
+    let come =
+        in_slices(py, None, |slice| match taken.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(slice) {
             Ok(result) => Ok(Some(result?)),
             Err(RecvTimeoutError::Timeout) => Ok(None),
             Err(RecvTimeoutError::Disconnected) => Err(Fault::Own("Error", "the thread that waited has gone".into())),
-        }
-    })?;
+        })?;
     Ok(come.ok_or_else(|| Fault::Own("Error", "a wait without end has ended".into()))?)
 }
 
@@ -185,12 +184,7 @@ impl Semaphore {
     ///
     /// Raises ``TimeoutError``, ``OwnerGoneError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (stream = None, timeout = Some(10.0)), text_signature = "($self, stream=None, timeout=10.0)")]
-    fn acquire(
-        &self,
-        py: Python<'_>,
-        stream: Option<&Bound<'_, PyAny>>,
-        timeout: Option<f64>,
-    ) -> PyResult<Permit> {
+    fn acquire(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>, timeout: Option<f64>) -> PyResult<Permit> {
         let (semaphore, consumer) = (self.door.get()?, self.consumer(py, stream)?);
         let timeout = optional(timeout, "timeout")?.unwrap_or(VERY_LONG);
         if let Some(permit) = take_now(&semaphore, consumer.as_ref())? {

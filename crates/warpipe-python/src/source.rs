@@ -141,7 +141,11 @@ impl Wanted<'_> {
         if extent.must_gather {
             return self.find(&contiguous(found, &stated)?);
         }
-        let keep = if is_current && !self.lasting && is_from(found, "torch")? { Keep::Nothing } else { Keep::Capsule(Box::new(tensor)) };
+        let keep = if is_current && !self.lasting && is_from(found, "torch")? {
+            Keep::Nothing
+        } else {
+            Keep::Capsule(Box::new(tensor))
+        };
         Ok(Source {
             layout: stated.layout(&extent)?,
             place: Place::Device(stated.address - extent.below, reader, keep),

@@ -192,12 +192,7 @@ impl View {
     /// Raises ``LayoutError``, ``DTypeError``, ``NotATensorError``, ``WrongDeviceError``, ``ArgumentError`` for memory that
     /// was given for reading, ``ReleasedError``, ``DriverError``.
     #[pyo3(signature = (tensor, stream = None))]
-    fn copy_from(
-        &self,
-        py: Python<'_>,
-        tensor: &Bound<'_, PyAny>,
-        stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
+    fn copy_from(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         self.check_writable()?;
         let (memory, held) = (self.memory()?, self.held()?);
         let consumer = self.consumer(py, stream)?;
@@ -205,7 +200,8 @@ impl View {
             Some(consumer) => consumer.follow()?.clone(),
             None => held.stream()?.clone(),
         };
-        let wanted = Wanted { device: &self.device, stream: consumer.as_ref(), own: &own, packed: true, lasting: false };
+        let wanted =
+            Wanted { device: &self.device, stream: consumer.as_ref(), own: &own, packed: true, lasting: false };
         let source = wanted.find(tensor)?;
         if source.layout != self.layout {
             let next = "use view(shape, dtype) of it, or write(bytes)";

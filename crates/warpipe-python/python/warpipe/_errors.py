@@ -372,6 +372,12 @@ class ForkedError(Error, RuntimeError):
     """An object that was made before a ``fork`` is used in the child."""
 
 
+class CopyWarning(UserWarning):
+    """A tensor that was to be sent where it lies is copied. The message says why."""
+
+    __module__ = "warpipe"
+
+
 class InjectedError(Error):
     """A fault that a test asked for."""
 
