@@ -156,21 +156,38 @@ impl Held {
         self.place.as_ref().expect("present until dropped")
     }
 
-    /// A stream for copies of ours.
+    /// A stream for copies of ours, behind all who used the memory so far.
     pub fn stream(&self) -> Outcome<&warpipe::Stream> {
         self.home.check()?;
-        if let Some(stream) = self.own.get() {
-            return Ok(stream);
+        let own = match self.own.get() {
+            Some(own) => own,
+            None => {
+                let made = self.device.stream()?;
+                self.own.get_or_init(|| made)
+            }
+        };
+        for other in self.consumers.followed()? {
+            own.wait_for(&other)?;
         }
-        let made = self.device.stream()?;
-        Ok(self.own.get_or_init(|| made))
+        Ok(own)
     }
 
-    /// Lets `consumer` use the memory: from now on it is not let go before that is past its work.
+    /// The stream that copies of ours may still be on; none if they are done.
+    pub fn copying(&self) -> Outcome<Option<&warpipe::Stream>> {
+        let Some(own) = self.own.get() else { return Ok(None) };
+        Ok(if own.is_idle()? { None } else { Some(own) })
+    }
+
+    /// Lets `consumer` use the memory: it is behind copies of ours, and from now on the memory is not let go before it is
+    /// past its work.
     pub fn admit(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
         self.place().used_on(consumer.linked())?;
         self.consumers.note(consumer);
+        if let Some(own) = self.copying()?.filter(|own| own.raw() != consumer.linked().raw()) {
+            consumer.linked().wait_for(own)?;
+            consumer.lead()?;
+        }
         Ok(())
     }
 

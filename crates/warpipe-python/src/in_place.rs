@@ -72,7 +72,6 @@ impl InPlace {
 
     /// Keeps a tensor until the slot of its carrier is free.
     pub fn keep(&self, tensor: Source, returned: SlotReturn) {
-        self.sweep();
         self.lock().push(Sent { returned, _tensor: tensor });
     }
 

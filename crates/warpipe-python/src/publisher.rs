@@ -115,6 +115,7 @@ impl Publisher {
     /// A slot for `layout`, waiting for one as long as the loan's timeout says.
     fn take(&self, py: Python<'_>, layout: &Layout) -> PyResult<SampleMut> {
         let inner = self.inner()?;
+        py.detach(|| self.in_place.sweep());
         let mut full = None;
         let taken = in_slices(py, self.loan_timeout, |_| match inner.loan(layout) {
             Ok(sample) => Ok(Some(sample)),

@@ -154,6 +154,13 @@ def open_memory(pipe, device):
             if not memory.read_only:
                 memory.view(4, "int32").copy_from(np.full(4, -1, np.int32))
                 memory.wait()
+            else:
+                try:
+                    memory.write(b"mine")
+                except warpipe.ArgumentError:
+                    pass
+                else:
+                    said = "it was written"
         pipe.send((type(memory).__name__, said, memory.read_only))
 
 
