@@ -156,7 +156,7 @@ impl Publisher {
 fn warn_of_copy(py: Python<'_>, why: PyErr) -> PyResult<()> {
     let category = py.import("warpipe._errors")?.getattr("CopyWarning")?;
     let said = format!("zero_copy: the tensor is copied: {}", why.value(py));
-    let said = CString::new(said.replace('\0', " ")).map_err(|error| Fault::layout(error))?;
+    let said = CString::new(said.replace('\0', " ")).map_err(Fault::layout)?;
     PyErr::warn(py, &category, &said, 1)
 }
 

@@ -32,10 +32,15 @@ def test_a_stream_waits_for_a_value_of_another(where, streams):
         assert (owner.is_owner, frames.is_owner, frames.name, frames.value) == (True, False, "frames", 0)
         frames.wait(1, reading)
         assert not reading.is_idle() and not frames.check(1)
-        owner.signal(1, writing)
+        # From the CPU: in one process, a stream's wait may hold up another stream's signal.
+        owner.signal(1)
         reading.synchronize()
         assert frames.check(1) and frames.value == 1
-        frames.wait(1)
+        owner.signal(2, writing)
+        frames.wait(2, reading)
+        reading.synchronize()
+        frames.wait(2)
+        assert frames.value == 2
 
 
 def test_what_a_timeline_cannot_do_is_said(where, streams):
