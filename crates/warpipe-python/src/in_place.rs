@@ -105,8 +105,11 @@ impl InPlace {
 
 impl Drop for InPlace {
     fn drop(&mut self) {
-        self.sweep();
-        std::mem::forget(std::mem::take(self.list.get_mut().unwrap_or_else(PoisonError::into_inner)));
+        // Not under the lock, which a forked child may find held for ever.
+        let list = std::mem::take(self.list.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let (back, out): (Vec<_>, Vec<_>) = list.into_iter().partition(|sent| sent.returned.is_back().unwrap_or(false));
+        drop(back);
+        std::mem::forget(out);
     }
 }
 
