@@ -16,7 +16,9 @@ CARGO_TEST = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) 
 LAST_LINE = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 TAIL_LINES = 20
 # All other parts are test programs: one that passes nothing, or does not say how much, has failed.
-WITHOUT_COUNTS = ("mps-daemon", "doctor", "python-install", "demo", "render", "bench")
+WITHOUT_COUNTS = ("mps-daemon", "doctor", "python-install", "demo", "render", "bench", "python-bench")
+# Parts that leave a report of their own beside ours, NAME-MODE.json.
+REPORTING = ("conformance", "bench", "python-bench")
 # An example's last line is its result.
 EXAMPLES = ("render",)
 
@@ -66,7 +68,7 @@ def read_parts(work):
 def read_json(text, name, parts):
     """The JSON that part `name` made; a part that passed and made none has failed."""
     try:
-        return json.loads(text) if name in ("conformance", "bench") else [json.loads(line) for line in text.splitlines()]
+        return json.loads(text) if name in REPORTING else [json.loads(line) for line in text.splitlines()]
     except ValueError as error:
         for part in parts:
             if part["name"] == name and part["status"] == "passed":
@@ -112,7 +114,19 @@ def lines_of(run):
     if run["bench"]:
         yield "  figures: bench (ours, floor in the same run, ratio, wanted)"
         yield from (f"    {line}" for line in map(figure_line, run["bench"]["figures"]))
+    if run.get("python-bench"):
+        yield "  figures: python-bench (warpipe from Python, the other in the same run, ratio, wanted)"
+        yield from (f"    {line}" for line in map(figure_line, run["python-bench"]["figures"]))
+        yield from (f"    {line}" for line in map(contestant_line, run["python-bench"]["contestants"]))
     yield ""
+
+
+def contestant_line(found):
+    name = f"{found['place']}, {found['bytes']} bytes: {found['contestant']}"
+    if found["status"] != "measured":
+        return f"{name:<72} {found['status']}: {found['reason']}"
+    spread = " ".join(f"{rank} {found['awaited_ns'][rank] / 1e3:.1f}" for rank in ("p50", "p90", "p99"))
+    return f"{name:<72} {found['chained_us']:>12.3f} us     awaited {spread}"
 
 
 def figure_line(figure):
@@ -137,7 +151,7 @@ def main(work, out, mode):
     if not parts:
         sys.exit("no part ran")
     outputs = {name: read_json(read(work / "parts" / f"{name}.out"), name, parts) for name in ("doctor", "demo")}
-    files = {name: read_json(read(out / f"{name}-{mode}.json"), name, parts) for name in ("conformance", "bench")}
+    files = {name: read_json(read(out / f"{name}-{mode}.json"), name, parts) for name in REPORTING}
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     run = {"mode": mode, "date": date, "devices": devices(), "parts": parts, **files, **outputs}
     runs = {**earlier_runs(out / "report.json"), mode: run}

@@ -1,4 +1,4 @@
-//! What a profiler sees of a publisher and a subscriber, each case in a process of its own: the profiler and the
+//! What a profiler sees of a publisher and a subscriber, a queue and its worker, each case in a process of its own: the profiler and the
 //! environment belong to a process.
 
 use std::collections::HashMap;
@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use warpipe::nvtx::{State, state};
-use warpipe::{Device, Domain, Layout, Publisher, Subscriber};
+use warpipe::{Device, Domain, Layout, Publisher, Queue, Subscriber, Worker};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -67,20 +67,25 @@ fn built_library() -> PathBuf {
     places.into_iter().find(|path| Path::exists(path)).expect("libnvtx_double.so beside the test")
 }
 
-/// The threads' ranges, each closed before the next: that is what `child` does.
-fn names(threads: &HashMap<String, Vec<String>>) -> Vec<&str> {
+/// The threads' ranges in the order of their beginnings, each with those that it lies in: `outer/inner`.
+fn names(threads: &HashMap<String, Vec<String>>) -> Vec<String> {
     let mut names = Vec::new();
     for words in threads.values() {
-        for pair in words.chunks(2) {
-            let [push, pop] = pair else { panic!("a range is left open: {threads:?}") };
-            assert_eq!(pop, "pop", "{threads:?}");
-            names.push(push.strip_prefix("push ").expect("a range begins"));
+        let mut open = Vec::new();
+        for word in words {
+            if word == "pop" {
+                assert!(open.pop().is_some(), "nothing is open that could end: {threads:?}");
+                continue;
+            }
+            open.push(word.strip_prefix("push ").expect("a range begins"));
+            names.push(open.join("/"));
         }
+        assert!(open.is_empty(), "a range is left open: {threads:?}");
     }
     names
 }
 
-/// Sends one sample, announces and completes another, and receives both.
+/// Sends one sample, announces and completes another, receives both; then leases a job and completes it.
 #[test]
 #[ignore = "run by the cases, in a process of its own"]
 fn child() {
@@ -95,6 +100,11 @@ fn child() {
     let second = subscriber.receive(&receiving).unwrap();
     assert_eq!(first.to_vec(LIMIT).unwrap(), b"one");
     second.finish(LIMIT).unwrap();
+    let queue = Queue::builder("jobs").domain(&domain).device(&device).build().unwrap();
+    let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build().unwrap();
+    let job = queue.submit_bytes(b"three", &sending).unwrap();
+    worker.lease_timeout(&receiving, LIMIT).unwrap().complete(&receiving).unwrap();
+    job.wait(&sending, LIMIT).unwrap().finish().unwrap();
     match state() {
         State::Off => println!("state: off"),
         State::On { library } => println!("state: on {library}"),
@@ -103,7 +113,16 @@ fn child() {
     }
 }
 
-const ALL: [&str; 5] = ["warpipe.send", "warpipe.send", "warpipe.receive", "warpipe.complete", "warpipe.receive"];
+const ALL: [&str; 8] = [
+    "warpipe.send",
+    "warpipe.send",
+    "warpipe.receive",
+    "warpipe.complete",
+    "warpipe.receive",
+    "warpipe.lease",
+    "warpipe.lease/warpipe.receive",
+    "warpipe.complete",
+];
 
 #[test]
 fn an_injected_profiler_sees_each_range_begin_and_end() {

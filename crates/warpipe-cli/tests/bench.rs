@@ -15,7 +15,7 @@ const BENCHMARKS: [&str; 13] = [
     "queue",
     "death",
     "idle",
-    "dma",
+    "bandwidth",
     "attach",
     "semaphore",
     "legacy",
@@ -94,5 +94,21 @@ fn a_benchmark_that_cannot_run_says_so() {
         assert!(ended.code.is_some_and(|code| code != 0), "{arguments:?}: {:?}", ended.code);
         assert!(ended.err.contains("warpipe") || ended.err.contains("error"), "{arguments:?}: {:?}", ended.err);
         assert!(!ended.err.contains("panicked"), "{arguments:?}: {:?}", ended.err);
+    }
+}
+
+#[test]
+fn bandwidth_compares_each_direction_under_its_name_and_its_former_one() {
+    let world = World::new();
+    for name in ["bandwidth", "dma"] {
+        let report = world.path("report.json");
+        let out = report.to_str().unwrap();
+        assert_eq!(world.run(&["bench", name, "--quick", "--device", "host", "--out", out]).code, Some(0));
+        let report: Value = serde_json::from_slice(&std::fs::read(&report).unwrap()).unwrap();
+        let figures = report["figures"].as_array().unwrap();
+        let names: Vec<&str> = figures.iter().map(|figure| figure["name"].as_str().unwrap()).collect();
+        let wanted = ["reading an import", "writing an import", "host to an import", "an import to the host"];
+        assert_eq!(names, wanted.map(|name| format!("{name}, one device, 16 MiB")));
+        assert!(figures.iter().all(|figure| figure["ratio"].is_f64()), "a figure without its ratio: {figures:?}");
     }
 }

@@ -113,3 +113,16 @@ extern "C" __global__ void pass_on(u64 *flag, u64 due, u64 next, u64 nanoseconds
     __threadfence_system();
     atomicExch_system(flag, next);
 }
+
+// One thread an output; neighbours read neighbouring weights. The sum's order and its single roundings are the twin's.
+extern "C" __global__ void dense(float *out, const float *in, const float *weights, const float *bias, u64 rows,
+                                 u64 inputs, u64 outputs, u64 relu) {
+    const u64 step = grid_stride();
+    for (u64 i = first_index(); i < rows * outputs; i += step) {
+        const u64 row = i / outputs;
+        const u64 column = i % outputs;
+        float sum = bias[column];
+        for (u64 k = 0; k < inputs; ++k) sum = __fmaf_rn(in[row * inputs + k], weights[k * outputs + column], sum);
+        out[i] = relu && sum < 0.0f ? 0.0f : sum;
+    }
+}

@@ -61,9 +61,11 @@ pub static SLOW_FILL: Kernel = Kernel::new(c"slow_fill", MODULE, twins::slow_fil
 pub static TOUCH: Kernel = Kernel::new(c"touch", MODULE, twins::touch);
 /// `pass_on(flag, due, next, nanoseconds)`; see [`pass_on()`].
 pub static PASS_ON: Kernel = Kernel::new(c"pass_on", MODULE, twins::pass_on);
+/// `dense(out, in, weights, bias, rows, inputs, outputs, relu)`; see [`dense()`].
+pub static DENSE: Kernel = Kernel::new(c"dense", MODULE, twins::dense);
 
 /// Every kernel of this module; those that draw are in [`render::ALL`].
-pub static ALL: &[Kernel] = &[FILL, CHECK, CHECKSUM, SCALE, SQUARE_ROOT, SPIN, SLOW_FILL, TOUCH, PASS_ON];
+pub static ALL: &[Kernel] = &[FILL, CHECK, CHECKSUM, SCALE, SQUARE_ROOT, SPIN, SLOW_FILL, TOUCH, PASS_ON, DENSE];
 
 /// Threads a block, a multiple of the warp's 32 as the kernels ask.
 const BLOCK: u32 = 256;
@@ -204,6 +206,41 @@ pub unsafe fn touch(stream: &Stream, words: DevicePtr, count: u64) -> Result<()>
 pub unsafe fn pass_on(stream: &Stream, flag: DevicePtr, due: u64, next: u64, limit: Duration) -> Result<()> {
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
     unsafe { stream.launch(&PASS_ON, 1, 32, &[flag, due, next, nanoseconds(limit)]) }
+}
+
+/// A fully connected layer of a network: device addresses, and how much there is.
+#[derive(Debug, Clone, Copy)]
+pub struct Layer {
+    /// `inputs` rows of `outputs` floats: what each input adds to each output.
+    pub weights: DevicePtr,
+    /// `outputs` floats, that the outputs begin with.
+    pub bias: DevicePtr,
+    /// Floats in a row that goes in.
+    pub inputs: u64,
+    /// Floats in a row that comes out.
+    pub outputs: u64,
+    /// Whether what would be below zero comes out as zero.
+    pub relu: bool,
+}
+
+/// `cuLaunchKernel` of `dense`: each of `rows` rows of `input` goes through `layer`, and comes out as a row of `out`.
+///
+/// An output is its bias and then, input by input, the product added with one rounding (PTX `fma.rn`), so that a CPU
+/// gives the same bits.
+///
+/// # Errors
+/// [`warpipe::Error::Driver`].
+///
+/// # Safety
+/// Until the kernel is done, `input` names `rows * layer.inputs` readable floats, the layer's addresses as many as it
+/// says, and `out` names `rows * layer.outputs` floats that are writable, used by nothing else, and apart from the rest.
+pub unsafe fn dense(stream: &Stream, out: DevicePtr, input: DevicePtr, rows: u64, layer: &Layer) -> Result<()> {
+    let Layer { weights, bias, inputs, outputs, relu } = *layer;
+    // Every output is a sum over all inputs: no thread should have more than one.
+    let grid = grid_for(rows.saturating_mul(outputs).saturating_mul(PER_THREAD));
+    let args = [out, input, weights, bias, rows, inputs, outputs, u64::from(relu)];
+    // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
+    unsafe { stream.launch(&DENSE, grid, BLOCK, &args) }
 }
 
 fn nanoseconds(duration: Duration) -> u64 {

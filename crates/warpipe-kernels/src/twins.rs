@@ -156,6 +156,28 @@ pub(crate) unsafe fn pass_on(launch: Launch<'_>) {
     flag.store(next, Ordering::Release);
 }
 
+/// # Safety
+/// As for the kernel `dense`: the arguments are its own, and the memory they name is valid.
+pub(crate) unsafe fn dense(launch: Launch<'_>) {
+    let [out, input, weights, bias, rows, inputs, outputs, relu] = arguments(&launch);
+    let [input, weights, bias] = [input, weights, bias].map(|at| with_exposed_provenance::<f32>(at as usize));
+    let output_at = |index: u64| {
+        let (row, column) = (index / outputs, index % outputs);
+        // SAFETY: the column is below `outputs`, of which `bias` names as many, as the caller promises.
+        let bias = unsafe { bias.add(column as usize).read() };
+        let sum = (0..inputs).fold(bias, |sum, k| {
+            // SAFETY: the row is below `rows` and `k` below `inputs`, for whose products the caller vouches.
+            let (value, weight) = unsafe {
+                (input.add((row * inputs + k) as usize).read(), weights.add((k * outputs + column) as usize).read())
+            };
+            value.mul_add(weight, sum)
+        });
+        if relu != 0 && sum < 0.0 { 0.0 } else { sum }
+    };
+    // SAFETY: `out` names `rows * outputs` writable floats, as the caller promises.
+    unsafe { write(out, rows * outputs, output_at) };
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -297,6 +319,34 @@ mod tests {
     }
 
     #[test]
+    fn dense_adds_each_input_by_its_weight_to_the_bias_of_each_output() {
+        // Two rows of two inputs, three outputs; small whole numbers, so that every sum is exact.
+        let (mut input, mut bias) = ([1f32, 2.0, -3.0, 4.0], [10f32, -20.0, 0.0]);
+        let mut weights = [1f32, 2.0, 3.0, 4.0, 5.0, 6.0];
+        let places = [address(&mut input), address(&mut weights), address(&mut bias)];
+        let through = |relu: u64| {
+            let mut out = [7f32; 8];
+            let [input, weights, bias] = places;
+            run("dense", &[address(&mut out[1..]), input, weights, bias, 2, 2, 3, relu]);
+            out
+        };
+        assert_eq!(through(0), [7.0, 19.0, -8.0, 15.0, 23.0, -6.0, 15.0, 7.0]);
+        assert_eq!(through(1), [7.0, 19.0, 0.0, 15.0, 23.0, 0.0, 15.0, 7.0]);
+    }
+
+    #[test]
+    fn dense_rounds_once_for_each_input() {
+        // The product of two floats is exact in double precision; here the sum with the bias is, too.
+        let (above, below) = (1.0 + f32::EPSILON, 1.0 - f32::EPSILON);
+        let (mut input, mut weights, mut bias, mut out) = ([above], [below], [-1f32], [0f32]);
+        let places = [address(&mut out), address(&mut input), address(&mut weights), address(&mut bias)];
+        run("dense", &[&places[..], &[1, 1, 1, 0]].concat());
+        let exact = (f64::from(above) * f64::from(below) - 1.0) as f32;
+        assert!(exact != 0.0 && above * below - 1.0 != exact, "two roundings would be seen");
+        assert_eq!(out, [exact]);
+    }
+
+    #[test]
     fn no_memory_is_used_for_a_count_of_zero() {
         let mut counter = [0u64];
         let place = address(&mut counter);
@@ -305,6 +355,8 @@ mod tests {
         run("checksum", &[0, 0, place]);
         run("scale", &[0, 0, 0, 0]);
         run("touch", &[0, 0]);
+        run("dense", &[0, 0, 0, 0, 0, 5, 5, 0]);
+        run("dense", &[0, 0, 0, 0, 5, 5, 0, 0]);
         assert_eq!(counter[0], 0);
     }
 

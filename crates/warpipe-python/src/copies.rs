@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use warpipe::SampleMut;
 
 use crate::errors::{Fault, Outcome};
+use crate::slot::Slot;
 use crate::source::{Keep, Place, Source};
 use crate::wait::{in_slices, late, none_if_late};
 
@@ -29,10 +29,10 @@ pub trait Target: Send {
     /// Its length.
     fn bytes(&self) -> u64;
     /// Enqueues a copy of bytes of the host, as many as it is long.
-    fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Result<(), warpipe::Error>;
+    fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()>;
 }
 
-impl Target for SampleMut {
+impl Target for Slot {
     fn lowest(&self) -> u64 {
         self.slot_ptr()
     }
@@ -41,8 +41,8 @@ impl Target for SampleMut {
         self.layout().bytes()
     }
 
-    fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Result<(), warpipe::Error> {
-        SampleMut::write(self, stream, bytes)
+    fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()> {
+        Slot::write(self, stream, bytes)
     }
 }
 
@@ -64,8 +64,8 @@ impl Copies {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues the copy of `source`, which is as long, into `into`, on `own` if it comes from the host. Returns the stream that does it.
-    /// Waits, at most `patience`, only if too many are on their way.
+    /// Enqueues the copy of `source`, which is as long, into `into`, on `own` if it comes from the host. Returns the
+    /// stream that does it. Waits, at most `patience`, only if too many are on their way.
     pub fn fill(
         &self,
         py: Python<'_>,
@@ -75,7 +75,7 @@ impl Copies {
         patience: Option<Duration>,
     ) -> PyResult<warpipe::Stream> {
         if let Some(bytes) = source.host_bytes() {
-            py.detach(|| into.write(own, bytes)).map_err(Fault::from)?;
+            py.detach(|| into.write(own, bytes))?;
             return Ok(own.clone());
         }
         let Place::Device(address, reader, keep) = source.place else { unreachable!("what is not here is there") };

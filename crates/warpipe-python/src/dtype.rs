@@ -101,3 +101,8 @@ fn dimension(found: &Bound<'_, PyAny>) -> PyResult<u64> {
     let length: i64 = found.extract()?;
     u64::try_from(length).map_err(|_| Fault::layout(format!("a dimension of {length}; it must be 0 or more")).into())
 }
+
+/// The layout of a row-major tensor.
+pub fn layout(shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<warpipe::Layout> {
+    Ok(warpipe::Layout::contiguous(from_argument(dtype)?, &self::shape(shape)?).map_err(crate::errors::Fault::from)?)
+}

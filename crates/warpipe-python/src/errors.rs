@@ -121,6 +121,9 @@ fn class_of(error: &Error) -> &'static str {
         Error::ExporterGone { .. } => "ExporterGoneError",
         Error::LegacyHandle { .. } => "LegacyHandleError",
         Error::Profiler { .. } => "ProfilerError",
+        Error::Forked => "ForkedError",
+        Error::Injected { .. } => "InjectedError",
+        // Queues and services.
         Error::QueueFull { .. } => "QueueFullError",
         Error::Buried { .. } => "BuriedError",
         Error::Rejected { .. } => "RejectedError",
@@ -128,8 +131,6 @@ fn class_of(error: &Error) -> &'static str {
         Error::NoSuchJob { .. } => "NoSuchJobError",
         Error::QueueClosed { .. } => "QueueClosedError",
         Error::QueueGone { .. } => "QueueGoneError",
-        Error::Forked => "ForkedError",
-        Error::Injected { .. } => "InjectedError",
         _ => "Error",
     }
 }
@@ -159,9 +160,7 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
         | Error::Evicted { name, .. }
         | Error::LinkClosed { name, .. }
         | Error::Refused { name, .. }
-        | Error::TicketExpired { name, .. }
-        | Error::QueueClosed { name }
-        | Error::QueueGone { name, .. } => dict.set_item("endpoint", name),
+        | Error::TicketExpired { name, .. } => dict.set_item("endpoint", name),
         Error::PublisherGone { name, pid, graceful } => {
             dict.set_item("endpoint", name)?;
             dict.set_item("pid", pid)?;
@@ -238,12 +237,12 @@ fn fill_faces(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("kind", kind.to_string())
         }
         Error::ExporterGone { pid } => dict.set_item("pid", pid),
-        other => fill_jobs(dict, other),
+        other => fill_of_job(dict, other),
     }
 }
 
-/// The same, of queues and services.
-fn fill_jobs(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
+/// As [`fill`], of queues and services.
+fn fill_of_job(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
     match error {
         Error::QueueFull { name, limit, waited } => {
             dict.set_item("endpoint", name)?;
@@ -263,6 +262,11 @@ fn fill_jobs(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
         Error::DeadlinePassed { name, job } | Error::NoSuchJob { name, job } => {
             dict.set_item("endpoint", name)?;
             dict.set_item("job", job)
+        }
+        Error::QueueClosed { name } => dict.set_item("endpoint", name),
+        Error::QueueGone { name, graceful, .. } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("graceful", graceful)
         }
         _ => Ok(()),
     }

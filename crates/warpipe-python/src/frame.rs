@@ -26,7 +26,7 @@ use crate::wait::{Timeout, in_slices, late, none_if_late};
 /// The memory stays lent while this object, or any array made of it, lives, and goes back behind the work that the
 /// streams of those arrays had been given by then. ``release()``, ``finish()`` and the end of a ``with`` block give up
 /// this object's part. It is read only: NumPy knows that, PyTorch does not and faults on a write.
-#[pyclass(frozen, module = "warpipe", name = "Sample", weakref)]
+#[pyclass(frozen, subclass, module = "warpipe", name = "Sample", weakref)]
 #[derive(Debug)]
 pub struct Frame {
     home: Home,
@@ -76,17 +76,36 @@ impl Frame {
         patience: Option<Duration>,
         openings: &Openings,
     ) -> Outcome<Frame> {
+        let Some(Named { layout, handle, metadata }) = in_place::read(sample.metadata())? else {
+            let metadata = sample.metadata().to_vec();
+            return Ok(Frame::with_metadata(sample, metadata, device, patience));
+        };
+        let elsewhere = Elsewhere { layout, memory: openings.open(&handle, device)? };
+        Ok(Frame::assemble(sample, Some(elsewhere), metadata, device, patience))
+    }
+
+    /// With other metadata than what the channel knows.
+    pub fn with_metadata(
+        sample: warpipe::Sample,
+        metadata: Vec<u8>,
+        device: &warpipe::Device,
+        patience: Option<Duration>,
+    ) -> Frame {
+        Frame::assemble(sample, None, metadata, device, patience)
+    }
+
+    fn assemble(
+        sample: warpipe::Sample,
+        elsewhere: Option<Elsewhere>,
+        metadata: Vec<u8>,
+        device: &warpipe::Device,
+        patience: Option<Duration>,
+    ) -> Frame {
         let change = |found: warpipe::Discontinuity| Discontinuity {
             previous_pid: found.previous_pid,
             graceful: found.graceful,
         };
-        let (elsewhere, metadata) = match in_place::read(sample.metadata())? {
-            Some(Named { layout, handle, metadata }) => {
-                (Some(Elsewhere { layout, memory: openings.open(&handle, device)? }), metadata)
-            }
-            None => (None, sample.metadata().to_vec()),
-        };
-        Ok(Frame {
+        Frame {
             home: Home::here(),
             device: device.clone(),
             layout: elsewhere.as_ref().map_or(*sample.layout(), |elsewhere| elsewhere.layout),
@@ -98,7 +117,7 @@ impl Frame {
             discontinuity: sample.discontinuity().map(change),
             patience,
             state: Mutex::new(State { lent: Some(Arc::new(Lent::new(sample, elsewhere, patience))), pinned: None }),
-        })
+        }
     }
 
     fn state(&self) -> Outcome<MutexGuard<'_, State>> {
@@ -106,7 +125,8 @@ impl Frame {
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn lent(&self) -> Outcome<Arc<Lent>> {
+    /// What it holds.
+    pub fn lent(&self) -> Outcome<Arc<Lent>> {
         let lent = self.state()?.lent.clone();
         lent.ok_or_else(|| Fault::released(&format!("sample {}", self.sequence)))
     }
@@ -120,6 +140,11 @@ impl Frame {
         let lent = self.lent()?;
         self.state()?.pinned = Some(lent.clone());
         Ok(Memory::of_sample(&lent, &self.device))
+    }
+
+    /// For `__repr__`.
+    pub fn described(&self) -> String {
+        format!("{:?}, {}", self.layout, self.device)
     }
 
     fn give_up(&self) -> Outcome<Option<Arc<Lent>>> {
@@ -262,7 +287,7 @@ impl Frame {
     ///
     /// Raises ``ArgumentError`` for a stream of another device.
     #[pyo3(signature = (stream = None))]
-    fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    pub fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let consumer = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
         let lent = self.give_up()?;
         if let (Some(lent), Some(consumer)) = (&lent, &consumer) {

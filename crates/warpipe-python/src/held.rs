@@ -250,15 +250,15 @@ impl Target for Range<'_> {
         self.bytes
     }
 
-    fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Result<(), warpipe::Error> {
+    fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()> {
         if bytes.len() as u64 != self.bytes {
-            return Err(warpipe::Error::Layout { reason: format!("{} bytes for {}", bytes.len(), self.bytes) });
+            return Err(Fault::layout(format!("{} bytes for {}", bytes.len(), self.bytes)));
         }
         if bytes.is_empty() {
             return Ok(());
         }
         // SAFETY: the range is writable and as long, and stays until the stream is past the copy (`Range::new`).
-        unsafe { self.device.backend().upload(stream.raw(), self.lowest, bytes) }
+        Ok(unsafe { self.device.backend().upload(stream.raw(), self.lowest, bytes) }?)
     }
 }
 

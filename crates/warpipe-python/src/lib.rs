@@ -9,6 +9,9 @@
 //! | `timeline`, `event`, `semaphore` | what streams of one process tell streams of others |
 //! | `members` | who is in a domain |
 //! | `door` | handles that Python may close, and the wait for their owners |
+//! | `outgoing`, `slot` | a publisher's loan, and what is behind every loan |
+//! | `queue`, `job`, `worker`, `lease` | jobs: who submits, what becomes of them, who does them |
+//! | `client`, `server`, `office` | services; `office` is what a queue and a client have in common |
 //! | `memory` | what arrays are made of, and when it goes back |
 //! | `array`, `dlpack` | memory of ours as arrays of others |
 //! | `in_place` | tensors of others that are sent where they lie |
@@ -26,6 +29,7 @@
 #![deny(missing_docs)]
 
 mod array;
+mod client;
 mod copies;
 mod device;
 mod dlpack;
@@ -38,15 +42,22 @@ mod faces;
 mod frame;
 mod held;
 mod in_place;
+mod job;
+mod lease;
 mod legacy;
 mod loan;
 mod members;
 mod memory;
 mod metadata;
+mod office;
+mod outgoing;
 mod pool;
 mod process;
 mod publisher;
+mod queue;
 mod semaphore;
+mod server;
+mod slot;
 mod source;
 mod stream;
 mod subscriber;
@@ -56,6 +67,7 @@ mod timeline;
 mod turn;
 mod view;
 mod wait;
+mod worker;
 
 use pyo3::prelude::*;
 
@@ -75,6 +87,7 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<publisher::Publisher>()?;
     module.add_class::<publisher::SubscriberInfo>()?;
     module.add_class::<loan::Loan>()?;
+    module.add_class::<outgoing::Outgoing>()?;
     module.add_class::<subscriber::Subscriber>()?;
     module.add_class::<frame::Frame>()?;
     module.add_class::<frame::Discontinuity>()?;
@@ -100,5 +113,18 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<pool::PoolStats>()?;
     module.add_class::<pool::Buffer>()?;
     module.add_class::<pool::PoolClient>()?;
-    module.add_class::<pool::LentBuffer>()
+    module.add_class::<pool::LentBuffer>()?;
+    module.add_class::<queue::Queue>()?;
+    module.add_class::<queue::QueueState>()?;
+    module.add_class::<job::JobHandle>()?;
+    module.add_class::<job::Result>()?;
+    module.add_class::<job::Results>()?;
+    module.add_class::<job::Watch>()?;
+    module.add_class::<worker::Worker>()?;
+    module.add_class::<lease::Lease>()?;
+    module.add_class::<lease::Output>()?;
+    module.add_class::<client::Client>()?;
+    module.add_class::<client::Pending>()?;
+    module.add_class::<server::Server>()?;
+    module.add_class::<server::Request>()
 }

@@ -1,12 +1,11 @@
-//! A slot on loan as Python holds it, and how it goes out.
+//! A slot on loan as Python holds it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use pyo3::exceptions::PyBaseException;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use warpipe::{Error, Layout, SampleMut, SendError};
+use warpipe::Layout;
 
 use crate::array::{self, Request};
 use crate::copies::Copies;
@@ -15,47 +14,17 @@ use crate::dlpack;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{Hold, Lease, Memory};
 use crate::process::Home;
+use crate::slot::Slot;
 use crate::source::Wanted;
 use crate::stream::{Consumer, imported};
-use crate::wait::{SLICE, in_slices};
 
-/// Hands the sample over behind `stream`'s work. A policy that blocks does so in slices, `block` at most (None: as long
-/// as it takes), and Ctrl-C ends it.
-pub fn dispatch(py: Python<'_>, sample: SampleMut, stream: &warpipe::Stream, block: Option<Duration>) -> PyResult<u64> {
-    let (mut sample, mut full) = (Some(sample), None);
-    let sent = in_slices(py, block, |_| {
-        let Some(ours) = sample.take() else { return Err(full.take().unwrap_or(Error::Forked).into()) };
-        match ours.send(stream) {
-            Ok(sequence) => Ok(Some(sequence)),
-            Err(SendError { error: error @ Error::Timeout { .. }, sample: Some(back) }) => {
-                (sample, full) = (Some(*back), Some(error));
-                Ok(None)
-            }
-            Err(SendError { error, sample: back }) => {
-                sample = back.map(|back| *back);
-                Err(error.into())
-            }
-        }
-    });
-    if let Some(unsent) = sample {
-        // What fills it may still be on its way there.
-        let _ = unsent.discard(stream);
-    }
-    sent?.ok_or_else(|| match full {
-        Some(Error::Timeout { what, .. }) => {
-            Fault::from(Error::Timeout { what, waited: block.unwrap_or_default() }).into()
-        }
-        _ => Fault::from(Error::Timeout { what: "room".into(), waited: block.unwrap_or(SLICE) }).into(),
-    })
-}
-
-/// A slot on loan: memory of the publisher's device that nobody reads yet, to be filled in place.
+/// Memory on loan that nobody reads yet, to be filled in place: see ``SampleMut``, ``Queue.loan`` and ``Output``.
 ///
-/// As ``with publisher.loan(shape, dtype) as out:`` it is sent at the end of the block, or discarded if the block raises.
 /// Fill it through any array made of it (``torch()``, ``cupy()``, ``numpy()`` on the host, DLPack), with
-/// ``out[...] = values``, or with ``out.copy_from(tensor)``. It is sent behind the work of all streams that arrays of it
-/// were made on. Its contents are whatever was there. Do not write once it is sent.
-#[pyclass(frozen, module = "warpipe", name = "SampleMut", weakref)]
+/// ``out[...] = values``, or with ``out.copy_from(tensor)``. It is handed on behind the work of all streams that arrays of
+/// it were made on. Its contents are whatever was there. Do not write once it is handed on. What is not handed on by the
+/// end of a ``with`` block goes back.
+#[pyclass(frozen, subclass, module = "warpipe", name = "Loan", weakref)]
 #[derive(Debug)]
 pub struct Loan {
     home: Home,
@@ -70,7 +39,7 @@ pub struct Loan {
 
 #[derive(Debug)]
 struct State {
-    /// `None` once it is sent or discarded.
+    /// `None` once it is handed on or discarded.
     open: Option<Open>,
     /// Some array interface was asked for: whoever uses it holds this object, so the memory stays as long as that.
     pinned: Option<Arc<Lease>>,
@@ -78,23 +47,23 @@ struct State {
 
 #[derive(Debug)]
 struct Open {
-    sample: SampleMut,
+    slot: Slot,
     lease: Arc<Lease>,
 }
 
 impl Loan {
     /// Takes a loan over.
     pub fn new(
-        sample: SampleMut,
+        slot: Slot,
         device: &warpipe::Device,
         stream: &warpipe::Stream,
         copies: &Arc<Copies>,
         block: Option<Duration>,
     ) -> Loan {
-        let (layout, lease) = (*sample.layout(), Arc::new(Lease::new(sample.hold())));
+        let (layout, lease) = (*slot.layout(), Arc::new(Lease::new(slot.hold())));
         Loan {
             home: Home::here(),
-            state: Mutex::new(State { open: Some(Open { sample, lease }), pinned: None }),
+            state: Mutex::new(State { open: Some(Open { slot, lease }), pinned: None }),
             device: device.clone(),
             stream: stream.clone(),
             copies: copies.clone(),
@@ -114,8 +83,8 @@ impl Loan {
         let open = state.open.as_ref().ok_or_else(|| Fault::released("the loan"))?;
         Ok(Memory {
             layout: self.layout,
-            address: open.sample.ptr(),
-            lowest: open.sample.slot_ptr(),
+            address: open.slot.ptr(),
+            lowest: open.slot.slot_ptr(),
             device: self.device.clone(),
             read_only: false,
             hold: Hold::Loan(open.lease.clone()),
@@ -128,6 +97,29 @@ impl Loan {
             self.state()?.pinned = Some(lease.clone());
         }
         Ok(memory)
+    }
+
+    /// Its slot for good, and a stream behind all that fills it.
+    pub fn take_out(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<(Slot, warpipe::Stream)> {
+        let consumer = self.stream_of(py, stream)?;
+        let open = self.take()?;
+        let stream = self.behind(&open, consumer.as_ref())?;
+        Ok((open.slot, stream))
+    }
+
+    /// Whether it has neither been handed on nor discarded.
+    pub fn is_open(&self) -> Outcome<bool> {
+        Ok(self.state()?.open.is_some())
+    }
+
+    /// How long it may take to be handed on.
+    pub fn patience(&self) -> Option<Duration> {
+        self.block
+    }
+
+    /// For `__repr__`.
+    pub fn described(&self) -> String {
+        format!("{:?}, {}", self.layout, self.device)
     }
 
     fn take(&self) -> Outcome<Open> {
@@ -167,13 +159,13 @@ impl Loan {
 impl Drop for Loan {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let Some(Open { sample, lease }) = state.open.take() else { return };
+        let Some(Open { slot, lease }) = state.open.take() else { return };
         if self.home.is_here() {
             match lease.consumers.join(&self.stream) {
                 // If it cannot be enqueued, the slot is back all the same.
-                Ok(stream) => drop(sample.discard(&stream)),
+                Ok(stream) => drop(slot.discard(&stream)),
                 // The device does not say when it is done: the slot must not be used again.
-                Err(_) => std::mem::forget(sample),
+                Err(_) => std::mem::forget(slot),
             }
         }
     }
@@ -223,7 +215,7 @@ impl Loan {
         Device::of(&self.device)
     }
 
-    /// The device address of the element with all indices 0, to be written until it is sent.
+    /// The device address of the element with all indices 0, to be written until it is handed on.
     ///
     /// Raises ``ReleasedError``.
     #[getter]
@@ -231,44 +223,33 @@ impl Loan {
         Ok(self.memory()?.address)
     }
 
-    /// Whether it has been sent or discarded.
+    /// Whether it has been handed on or discarded.
     #[getter]
     fn released(&self) -> PyResult<bool> {
         Ok(self.state()?.open.is_none())
     }
 
-    /// Sets what travels with it: a dict (as JSON), or bytes; at most 256 bytes.
+    /// Sets what travels with it: a dict (as JSON), or bytes; at most 256 bytes beside a frame, 200 beside a job.
     ///
     /// Raises ``MetadataError``, ``ReleasedError``.
     fn set_metadata(&self, metadata: &Bound<'_, PyAny>) -> PyResult<()> {
-        let bytes = crate::metadata::encode(Some(metadata))?;
-        let mut state = self.state()?;
-        let open = state.open.as_mut().ok_or_else(|| Fault::released("the loan"))?;
-        Ok(open.sample.set_metadata(&bytes).map_err(Fault::from)?)
+        // Taken out meanwhile: the interpreter runs in between.
+        let mut open = self.take()?;
+        let set = open.slot.set_metadata(Some(metadata));
+        self.state()?.open = Some(open);
+        set
     }
 
-    /// Hands it to every subscriber, behind the work of all streams that arrays of it were made on, and of ``stream``.
-    /// Returns its sequence number, from 1. Does not wait for the device. If it raises, the loan is gone.
-    ///
-    /// Raises ``TimeoutError`` or ``FullError`` by the publisher's policy, ``ClosedError``, ``ReleasedError``,
-    /// ``DriverError``.
-    #[pyo3(signature = (stream = None))]
-    fn send(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
-        let consumer = self.stream_of(py, stream)?;
-        let open = self.take()?;
-        let stream = self.behind(&open, consumer.as_ref())?;
-        dispatch(py, open.sample, &stream, self.block)
-    }
-
-    /// Gives the slot back unsent, behind the same work. Discarding twice, or what was sent, is no error.
+    /// Gives the slot back unused, behind the work of all streams that arrays of it were made on, and of ``stream``.
+    /// Discarding twice, or what was handed on, is no error.
     ///
     /// Raises ``DriverError``.
     #[pyo3(signature = (stream = None))]
-    fn discard(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    pub fn discard(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let consumer = self.stream_of(py, stream)?;
         let Some(open) = self.state()?.open.take() else { return Ok(()) };
         let stream = self.behind(&open, consumer.as_ref())?;
-        Ok(open.sample.discard(&stream).map_err(Fault::from)?)
+        Ok(open.slot.discard(&stream)?)
     }
 
     /// Copies a tensor of the same shape and element type in, as ``Publisher.send`` would.
@@ -283,7 +264,7 @@ impl Loan {
         }
         // Taken out meanwhile: a lock is not held while the interpreter is let go.
         let mut open = self.take()?;
-        let filled = self.copies.fill(py, &mut open.sample, source, &self.stream, self.block);
+        let filled = self.copies.fill(py, &mut open.slot, source, &self.stream, self.block);
         if let Ok(stream) = &filled {
             open.lease.consumers.note(&Consumer::own(stream));
         }
@@ -306,21 +287,21 @@ impl Loan {
         array::numpy(py, &self.memory()?)
     }
 
-    /// A PyTorch tensor in place; the loan is sent behind PyTorch's current stream of now.
+    /// A PyTorch tensor in place; the loan is handed on behind PyTorch's current stream of now.
     ///
     /// Raises ``ReleasedError``, ``ImportError``.
     fn torch<'py>(slf: &Bound<'py, Loan>) -> PyResult<Bound<'py, PyAny>> {
         array::torch(slf.as_any())
     }
 
-    /// A CuPy array in place; the loan is sent behind CuPy's current stream of now.
+    /// A CuPy array in place; the loan is handed on behind CuPy's current stream of now.
     ///
     /// Raises ``ReleasedError``, ``ImportError``.
     fn cupy<'py>(slf: &Bound<'py, Loan>) -> PyResult<Bound<'py, PyAny>> {
         array::cupy(slf.as_any())
     }
 
-    /// DLPack: a capsule of this memory, writable; see the array API standard. The loan is sent behind ``stream``.
+    /// DLPack: a capsule of this memory, writable; see the array API standard. The loan is handed on behind ``stream``.
     ///
     /// Raises ``ExportError`` (a BufferError) for what cannot be, ``ReleasedError``.
     #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
@@ -356,21 +337,12 @@ impl Loan {
         slf
     }
 
-    #[pyo3(signature = (kind, _error, _trace))]
-    fn __exit__(
-        &self,
-        py: Python<'_>,
-        kind: Option<&Bound<'_, PyAny>>,
-        _error: Option<&Bound<'_, PyBaseException>>,
-        _trace: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
-        if self.state()?.open.is_none() {
-            return Ok(());
-        }
-        if kind.is_some() { self.discard(py, None) } else { self.send(py, None).map(drop) }
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.discard(py, None)
     }
 
     fn __repr__(&self) -> String {
-        format!("SampleMut({:?}, {})", self.layout, self.device)
+        format!("Loan({:?}, {})", self.layout, self.device)
     }
 }

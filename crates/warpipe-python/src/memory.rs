@@ -111,6 +111,11 @@ impl Lent {
         }
     }
 
+    /// A stream that is behind the work of all who use it so far.
+    pub fn behind(&self) -> Outcome<warpipe::Stream> {
+        self.consumers.join(self.sample().stream())
+    }
+
     /// Lets `consumer` use the memory: it waits, on the device, until the data is complete.
     pub fn admit(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;

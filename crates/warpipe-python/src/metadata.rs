@@ -5,19 +5,22 @@ use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors::Fault;
 
-/// The most bytes there may be.
+/// The most bytes there may be beside a frame.
 pub const BYTES_MAX: usize = 256;
 
-/// A dict as JSON, or bytes as they are.
-pub fn encode(found: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<u8>> {
+/// The most bytes beside a job or its result: the queue's own take a part.
+pub const JOB_BYTES_MAX: usize = 200;
+
+/// A dict as JSON, or bytes as they are; `limit` bytes at most.
+pub fn encode(found: Option<&Bound<'_, PyAny>>, limit: usize) -> PyResult<Vec<u8>> {
     let Some(found) = found else { return Ok(Vec::new()) };
     let bytes = match found.cast::<PyBytes>() {
         Ok(bytes) => bytes.as_bytes().to_vec(),
         Err(_) => dump(found)?.into_bytes(),
     };
-    if bytes.len() > BYTES_MAX {
+    if bytes.len() > limit {
         let said =
-            format!("the metadata takes {} bytes of at most {BYTES_MAX}; send what is large as a tensor", bytes.len());
+            format!("the metadata takes {} bytes of at most {limit}; send what is large as a tensor", bytes.len());
         return Err(Fault::Own("MetadataError", said).into());
     }
     Ok(bytes)

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use warpipe::{Error, Layout, PeerState, Policy, SampleMut};
+use warpipe::{Layout, PeerState, Policy};
 
 use crate::copies::Copies;
 use crate::device::Device;
@@ -14,9 +14,11 @@ use crate::domain::Domain;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::in_place::{self, InPlace, ZeroCopy};
-use crate::loan::{Loan, dispatch};
+use crate::loan::Loan;
 use crate::metadata;
+use crate::outgoing::{Outgoing, dispatch};
 use crate::process::Home;
+use crate::slot::{self, Slot};
 use crate::source::{Place, Source, Wanted};
 use crate::stream::Consumer;
 use crate::wait::{SLICE, in_slices, late, none_if_late, optional, seconds};
@@ -113,20 +115,10 @@ impl Publisher {
     }
 
     /// A slot for `layout`, waiting for one as long as the loan's timeout says.
-    fn take(&self, py: Python<'_>, layout: &Layout) -> PyResult<SampleMut> {
-        let inner = self.inner()?;
+    fn take(&self, py: Python<'_>, layout: &Layout) -> PyResult<Slot> {
         py.detach(|| self.in_place.sweep());
-        let mut full = None;
-        let taken = in_slices(py, self.loan_timeout, |_| match inner.loan(layout) {
-            Ok(sample) => Ok(Some(sample)),
-            Err(error @ Error::MemoryLimit { bytes, limit, .. }) if bytes <= limit => {
-                full = Some(error);
-                self.inner().map(|_| None)
-            }
-            Err(error) => Err(error.into()),
-        })?;
-        let late = || full.map_or_else(|| late("memory for a loan".into(), self.loan_timeout), Fault::from);
-        Ok(taken.ok_or_else(late)?)
+        let sample = slot::borrow(py, self.loan_timeout, || Ok(self.inner()?.loan(layout)?))?;
+        Ok(Slot::Sample(sample))
     }
 }
 
@@ -139,7 +131,9 @@ impl Publisher {
         carrier: &[u8],
         stream: Option<&Consumer>,
     ) -> PyResult<u64> {
-        let mut sample = self.take(py, &Layout::bytes_only(0).map_err(Fault::from)?)?;
+        let Slot::Sample(mut sample) = self.take(py, &Layout::bytes_only(0).map_err(Fault::from)?)? else {
+            unreachable!("a publisher lends samples")
+        };
         sample.set_metadata(carrier).map_err(Fault::from)?;
         let behind = match (&source.place, stream) {
             (Place::Device(_, reader, _), _) => reader.follow()?.clone(),
@@ -148,7 +142,7 @@ impl Publisher {
         };
         // Also if it does not go out: then its slot is back at once.
         self.in_place.keep(source, sample.returned());
-        dispatch(py, sample, &behind, self.block)
+        dispatch(py, Slot::Sample(sample), &behind, self.block)
     }
 }
 
@@ -265,22 +259,22 @@ impl Publisher {
         zero_copy: ZeroCopy,
     ) -> PyResult<u64> {
         self.inner()?;
-        let metadata = metadata::encode(metadata)?;
+        let encoded = metadata::encode(metadata, metadata::BYTES_MAX)?;
         let stream = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
         let (device, lasting) = (&self.device, zero_copy != ZeroCopy::No);
         let wanted = Wanted { device, stream: stream.as_ref(), own: &self.stream, packed: false, lasting };
         let source = wanted.find(tensor)?;
         if lasting {
-            match in_place::carrier(device, &source, &metadata) {
+            match in_place::carrier(device, &source, &encoded) {
                 Ok(carrier) => return self.send_in_place(py, source, &carrier, stream.as_ref()),
                 Err(fault) if zero_copy == ZeroCopy::Require => return Err(fault.into()),
                 Err(fault) => warn_of_copy(py, fault.into())?,
             }
         }
-        let mut sample = self.take(py, &source.layout)?;
-        sample.set_metadata(&metadata).map_err(Fault::from)?;
-        let filled_on = self.copies.fill(py, &mut sample, source, &self.stream, self.block)?;
-        dispatch(py, sample, &filled_on, self.block)
+        let mut slot = self.take(py, &source.layout)?;
+        slot.set_metadata(metadata)?;
+        let filled_on = self.copies.fill(py, &mut slot, source, &self.stream, self.block)?;
+        dispatch(py, slot, &filled_on, self.block)
     }
 
     /// Lends a slot for a tensor of this shape and element type, to be filled in place: see ``SampleMut``. ``dtype`` is a name
@@ -295,13 +289,13 @@ impl Publisher {
         shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
         metadata: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Loan> {
+    ) -> PyResult<Py<Outgoing>> {
         self.inner()?;
-        let layout = Layout::contiguous(dtype::from_argument(dtype)?, &dtype::shape(shape)?).map_err(Fault::from)?;
-        let metadata = metadata::encode(metadata)?;
-        let mut sample = self.take(py, &layout)?;
-        sample.set_metadata(&metadata).map_err(Fault::from)?;
-        Ok(Loan::new(sample, &self.device, &self.stream, &self.copies, self.block))
+        let layout = dtype::layout(shape, dtype)?;
+        metadata::encode(metadata, metadata::BYTES_MAX)?;
+        let mut slot = self.take(py, &layout)?;
+        slot.set_metadata(metadata)?;
+        Outgoing::new(py, Loan::new(slot, &self.device, &self.stream, &self.copies, self.block))
     }
 
     /// How many tensors that were sent with ``zero_copy`` are still kept, because somebody may be reading them. Asking lets go

@@ -241,7 +241,8 @@ impl Subscriber {
     }
 }
 
-fn end_if_graceful(error: PyErr) -> PyErr {
+/// The end of an iteration, if the other side said goodbye.
+pub fn end_if_graceful(error: PyErr) -> PyErr {
     let graceful = Python::attach(|py| {
         let said = error.value(py).getattr("graceful").and_then(|graceful| graceful.is_truthy());
         said.unwrap_or(false)

@@ -243,7 +243,7 @@ impl View {
         held.admit(&Consumer::own(&own))?;
         // SAFETY: inside of the view's range, which the hold keeps until the stream that it was told of is past the copy.
         let mut range = unsafe { Range::new(&self.device, memory.lowest + offset, length) };
-        py.detach(|| range.write(&own, bytes)).map_err(Fault::from)?;
+        py.detach(|| range.write(&own, bytes))?;
         Ok(consumer.map_or(Ok(()), |consumer| consumer.lead())?)
     }
 

@@ -60,7 +60,7 @@ def test_every_exception_is_an_error_of_warpipe_with_a_message_of_its_own():
      ("PublisherGoneError", ConnectionError), ("SampleLostError", ConnectionError), ("AccessDeniedError", PermissionError),
      ("NoOwnerError", ConnectionRefusedError), ("OwnerGoneError", ConnectionResetError), ("EventLostError", ConnectionError),
      ("TicketExpiredError", ConnectionError), ("ExporterGoneError", ConnectionError), ("TicketError", ValueError),
-     ("NotExportableError", BufferError), ("QueueFullError", TimeoutError), ("DeadlinePassedError", TimeoutError),
+     ("NotExportableError", BufferError), ("DeadlinePassedError", TimeoutError),
      ("ArgumentError", ValueError), ("LayoutError", ValueError), ("DTypeError", TypeError), ("MemoryLimitError", MemoryError),
      ("DeviceMemoryError", MemoryError), ("ExportError", BufferError), ("SystemCallError", OSError)],
 )

@@ -469,6 +469,8 @@ pub enum Error {
         name: String,
         /// How its end was seen.
         reason: String,
+        /// Whether its owner said goodbye; else it died, or the link failed.
+        graceful: bool,
     },
     /// A tensor layout that cannot be, or does not fit.
     #[error("not a usable tensor layout: {reason}")]

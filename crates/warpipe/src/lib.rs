@@ -126,7 +126,8 @@ pub use memory::legacy::{LegacyHandle, LegacyMemory};
 pub use memory::{Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket};
 pub use pool::{Buffer, LentBuffer, Pool, PoolBuilder, PoolClient, PoolStats};
 pub use queue::{
-    JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState, SubmitError, Worker, WorkerBuilder,
+    AnswerError, Duty, JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState, QueueWatch,
+    SubmitError, Worker, WorkerBuilder,
 };
 pub use rendezvous::Kind;
 pub use semaphore::{Permit, Semaphore};

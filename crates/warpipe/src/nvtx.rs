@@ -30,6 +30,8 @@ use crate::error::Error;
 pub(crate) const SEND: &CStr = c"warpipe.send";
 /// A sample is waited for and taken.
 pub(crate) const RECEIVE: &CStr = c"warpipe.receive";
+/// A job is waited for and taken on.
+pub(crate) const LEASE: &CStr = c"warpipe.lease";
 /// What was announced, or taken on, is completed.
 pub(crate) const COMPLETE: &CStr = c"warpipe.complete";
 

@@ -83,6 +83,19 @@ impl Running {
         Running { child: command.spawn().unwrap() }
     }
 
+    /// The first line that it says.
+    fn line(&mut self) -> String {
+        let out = self.child.stdout.as_mut().unwrap();
+        let limit = Timespec { tv_sec: LIMIT.as_secs() as _, tv_nsec: 0 };
+        assert_eq!(poll(&mut [PollFd::new(&*out, PollFlags::IN)], Some(&limit)).unwrap(), 1, "it said nothing");
+        // It writes whole lines, of which no more than the first is taken here.
+        let (mut line, mut byte) = (Vec::new(), [0]);
+        while out.read(&mut byte).unwrap() == 1 && byte != *b"\n" {
+            line.extend(byte);
+        }
+        String::from_utf8(line).unwrap()
+    }
+
     fn end(mut self) -> Ended {
         let [out, err] = [read(self.child.stdout.take().unwrap()), read(self.child.stderr.take().unwrap())];
         let pidfd = pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty()).unwrap();
@@ -186,4 +199,115 @@ fn crash_recovery_tells_a_stopped_worker_from_a_dead_one_and_clears_up_after_the
     let last = "ok: * frames of 4 workers verified; one stalled and recovered, one died and was replaced, 3 left";
     let ended = ends_with("crash_recovery", &[], last);
     assert!(ended.out.contains("worker-2: died, and left frames/worker-2 and members/worker-2"), "{ended:#?}");
+}
+
+#[test]
+fn workers_do_every_task_though_one_of_them_is_killed() {
+    let last = "ok: 200 of 200 tasks right; 1 worker was killed, and * tasks were redone";
+    let ended = ends_with("workers", &[], last);
+    assert!(ended.out.contains("killing a worker"), "{ended:#?}");
+}
+
+#[test]
+fn pool_gets_its_blocks_back_from_a_borrower_and_from_a_dead_one() {
+    let last = "ok: 4 blocks lent and given back, 1 taken back from the dead; all of 8192 KiB free at the end";
+    let ended = ends_with("pool", &[], last);
+    assert!(ended.out.contains("held by the doomed: owner 0 KiB, lent 2048 KiB"), "{ended:#?}");
+}
+
+#[test]
+fn semaphore_lets_no_more_in_than_it_has_permits() {
+    let last = "ok: never more than 2 of 6 processes inside; 120 turns, and no addition lost";
+    ends_with("semaphore", &[], last);
+}
+
+#[test]
+fn without_the_semaphore_more_are_inside_and_the_example_says_so() {
+    let ended = run("semaphore", &["--without"]);
+    assert_eq!(ended.code, Some(1), "{ended:#?}");
+    assert!(ended.err.contains("were inside, and 2 may be"), "{ended:#?}");
+}
+
+#[test]
+fn inference_servers_reply_what_the_reference_says() {
+    ends_with("inference_server", &[], "ok: 64 requests answered by 2 servers, all within 0.00001 of the reference");
+}
+
+#[test]
+fn fork_doubles_the_parents_numbers_in_its_child() {
+    ends_with("fork", &[], "ok: 65536 numbers of the parent, doubled in place by its forked child");
+}
+
+#[test]
+fn events_make_a_stream_wait_and_tell_what_was_never_recorded_and_what_is_lost() {
+    let last = "ok: the child's stream waited, and 65536 words are right; never recorded and lost are errors";
+    let ended = ends_with("events", &[], last);
+    let said = ["the stream waited and read for", "has never been recorded", "was lost: the work that process"];
+    assert!(said.iter().all(|said| ended.out.contains(said)), "{ended:#?}");
+}
+
+#[test]
+fn pipes_carry_nine_tensors_with_their_values() {
+    let ended = ends_with("pipes", &[], "ok: 9 tensors came by legacy handles and 9 by tickets, each with its values");
+    for n in 1..=9 {
+        let tensor = format!("tensor {n}: [{n}, {0}] by a legacy handle, [{n}, {0}] by a ticket", 2 * n);
+        assert!(ended.out.contains(&tensor), "{tensor} is missing in {ended:#?}");
+    }
+}
+
+#[test]
+fn producer_consumer_of_one_terminal_agree() {
+    ends_with("producer_consumer", &[], "ok: the consumer opened the ticket, and 1048576 words are right");
+}
+
+#[test]
+fn producer_consumer_agree_if_the_producer_was_first() {
+    in_two_terminals(["producer", "consumer"], "the ticket is in");
+}
+
+#[test]
+fn producer_consumer_agree_if_the_consumer_was_first() {
+    in_two_terminals(["consumer", "producer"], "looking for");
+}
+
+/// Runs the two roles of `producer_consumer`, the second once the first has said that it is there.
+fn in_two_terminals(roles: [&str; 2], is_there: &str) {
+    let folder = Folder::new("producer_consumer");
+    let device = std::env::var("WARPIPE_TEST_DEVICE").unwrap_or_else(|_| "host".into());
+    let [first, second] = roles.map(|role| {
+        let mut command = Command::new(built("producer_consumer"));
+        command.args(["--device", &device, "--role", role]).env("WARPIPE_DOMAIN", &folder.0).current_dir(&folder.0);
+        command
+    });
+    let mut first = Running::start(first);
+    let said = first.line();
+    assert!(said.contains(is_there), "the {} said {said:?}", roles[0]);
+    if roles[0] == "producer" {
+        use std::os::unix::fs::MetadataExt;
+        let file = std::fs::metadata(folder.0.join("producer_consumer.ticket")).unwrap();
+        assert_eq!(file.mode() & 0o777, 0o600, "the ticket's file is not private");
+    }
+    let second = Running::start(second).end();
+    let first = first.end();
+    assert_eq!((first.code, second.code), (Some(0), Some(0)), "{first:#?} {second:#?}");
+    let out = first.out + &second.out;
+    assert!(out.contains("consumer: 1048576 words are right"), "{out}");
+    let left: Vec<_> = std::fs::read_dir(&folder.0).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(left.is_empty(), "they left {left:?}");
+}
+
+#[test]
+fn bandwidth_moves_right_bytes_through_an_import_and_compares() {
+    let last = "ok: * comparisons, all bytes right; the lowest ratio is *";
+    let ended = ends_with("bandwidth", &["--mib", "8", "--rounds", "2"], last);
+    let lines =
+        ["host to device", "device to host", "device to device, read", "device to device, write", "peer to peer"];
+    assert!(lines.iter().all(|line| ended.out.contains(line)), "{ended:#?}");
+}
+
+#[test]
+fn bandwidth_below_the_bound_that_was_asked_for_is_an_error() {
+    let ended = run("bandwidth", &["--mib", "1", "--rounds", "1", "--at-least", "1000"]);
+    assert_eq!(ended.code, Some(1), "{ended:#?}");
+    assert!(ended.err.contains("is below 1000"), "{ended:#?}");
 }

@@ -54,6 +54,8 @@ pub fn median(values: &[f64]) -> f64 {
 pub enum Wanted {
     /// `ours / floor` at most.
     RatioAtMost(f64),
+    /// `ours / floor` at least.
+    RatioAtLeast(f64),
     /// `ours - floor` at most, in the figure's unit.
     BesideFloorAtMost(f64),
     /// `ours` at most, in the figure's unit.
@@ -130,6 +132,7 @@ impl Figure {
         self.wanted = wanted;
         self.met = match wanted {
             Wanted::RatioAtMost(limit) => Some(self.ratio.is_some_and(|ratio| ratio <= limit)),
+            Wanted::RatioAtLeast(limit) => Some(self.ratio.is_some_and(|ratio| ratio >= limit)),
             Wanted::BesideFloorAtMost(limit) => Some(self.floor.is_some_and(|floor| self.ours - floor <= limit)),
             Wanted::AtMost(limit) => Some(self.ours <= limit),
             Wanted::Nothing => None,
@@ -148,6 +151,9 @@ mod tests {
         assert_eq!(figure(11.0).met, Some(true));
         assert_eq!(figure(11.01).met, Some(false));
         assert_eq!(Figure::new("x", "y", "us", &[1.0]).wanted(Wanted::RatioAtMost(1.1)).met, Some(false));
+        let rate =
+            |ours: f64| Figure::new("x", "y", "GB/s", &[ours]).beside(&[100.0]).wanted(Wanted::RatioAtLeast(0.98));
+        assert_eq!([rate(98.0).met, rate(97.9).met], [Some(true), Some(false)]);
         assert_eq!(Figure::new("x", "y", "us", &[f64::NAN]).wanted(Wanted::AtMost(1.0)).met, Some(false));
     }
 

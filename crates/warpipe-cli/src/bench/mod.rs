@@ -5,9 +5,9 @@
 //! neighbour that wakes up falls on both. A ratio that is not met is a result, and not an error.
 
 mod attach;
+mod bandwidth;
 mod broadcast;
 mod death;
-mod dma;
 mod fanout;
 mod fanout_rings;
 mod figure;
@@ -90,8 +90,9 @@ pub enum What {
     Death,
     /// What a subscriber that waits takes of the CPU.
     Idle,
-    /// Bandwidth through an imported mapping.
-    Dma,
+    /// Bandwidth through an imported mapping, beside that of one's own memory.
+    #[value(alias = "dma")]
+    Bandwidth,
     /// Opening another process's memory by a ticket.
     Attach,
     /// A permit taken and given back, and handed from one process's GPU work to another's.
@@ -112,7 +113,7 @@ const BENCHMARKS: [(What, Benchmark); 13] = [
     (What::Queue, queue::run),
     (What::Death, death::run),
     (What::Idle, idle::run),
-    (What::Dma, dma::run),
+    (What::Bandwidth, bandwidth::run),
     (What::Attach, attach::run),
     (What::Semaphore, semaphore::run),
     (What::Legacy, legacy::run),
@@ -128,7 +129,7 @@ enum Role {
     Queue(queue::Terms),
     Victim(death::Terms),
     Idle(setup::Place),
-    Dma(dma::Terms),
+    Bandwidth(bandwidth::Terms),
     Attach(attach::Terms),
     Semaphore(semaphore::Terms),
     Legacy(legacy::Terms),
@@ -165,7 +166,7 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::Ring(terms) => ring::answer(&terms, &control),
         Role::Victim(terms) => death::live(&terms, &control),
         Role::Idle(place) => idle::sleep(&place, &control),
-        Role::Dma(terms) => dma::read(&terms, &control),
+        Role::Bandwidth(terms) => bandwidth::copy(&terms, &control),
         Role::Attach(terms) => attach::offer(&terms, &control),
         Role::Semaphore(terms) => semaphore::answer(&terms, &control),
         Role::Legacy(terms) => legacy::export(&terms, &control),

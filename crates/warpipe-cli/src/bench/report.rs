@@ -48,6 +48,7 @@ fn comparison(figure: &Figure) -> String {
 fn wanted(figure: &Figure) -> Option<String> {
     match figure.wanted {
         Wanted::RatioAtMost(limit) => Some(format!("<= {limit:.2} x")),
+        Wanted::RatioAtLeast(limit) => Some(format!(">= {limit:.2} x")),
         Wanted::BesideFloorAtMost(limit) => Some(format!("<= floor + {limit} {}", figure.unit)),
         Wanted::AtMost(limit) => Some(format!("<= {limit} {}", figure.unit)),
         Wanted::Nothing => None,

@@ -1,11 +1,13 @@
 //! Events between processes: order, and the two traps of CUDA's own.
 
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use warpipe::backend::testing::{Delaying, Wrapped};
-use warpipe::{Device, Error, Event, EventHandle};
+use warpipe::backend::testing::{Counting, Delaying, Hook, Wrapped};
+use warpipe::{Device, Error, Event, EventHandle, Pool, PoolClient};
 
 use super::Case;
 use crate::PATIENCE;
@@ -26,6 +28,12 @@ pub(super) const CASES: &[Case] = &[
     .ends_clients(),
     Case::new("an event that a guest recorded and was killed in is lost, and its maker records again", killed_guest)
         .ends_clients(),
+    Case::new(
+        "whoever waits for a killed guest's recording is let go though the driver holds up the maker's attendant",
+        held_up_attendant,
+    )
+    .ends_clients(),
+    Case::new("a guest that records leaves CUDA's own event alone, which its maker records along", untouched_raw),
     Case::new(
         "an event's recorders killed at any moment leave it complete or lost, and nobody waiting",
         killed_anywhere,
@@ -180,6 +188,77 @@ fn killed_guest(context: &Context) -> Result<()> {
     event.synchronize(PATIENCE)?;
     drop(memory);
     witness.dismiss()
+}
+
+/// Holds up whoever allocates, as a driver may, while it is shut.
+#[derive(Debug, Default)]
+struct Gate {
+    is_shut: Mutex<bool>,
+    opened: Condvar,
+    has_held: AtomicBool,
+}
+
+impl Gate {
+    fn set(&self, is_shut: bool) {
+        *self.is_shut.lock().unwrap_or_else(PoisonError::into_inner) = is_shut;
+        self.opened.notify_all();
+    }
+}
+
+impl Hook for Gate {
+    fn before(&self, method: &'static str) -> warpipe::Result<()> {
+        let is_shut = self.is_shut.lock().unwrap_or_else(PoisonError::into_inner);
+        if method == "allocate" && *is_shut {
+            self.has_held.store(true, SeqCst);
+            drop(self.opened.wait_timeout_while(is_shut, 3 * PATIENCE, |is_shut| *is_shut));
+        }
+        Ok(())
+    }
+}
+
+fn held_up_attendant(context: &Context) -> Result<()> {
+    let backend = Wrapped::new(context.device.backend().clone(), Gate::default());
+    let (gate, slow) = (backend.hook(), Device::from_backend(backend.clone()));
+    let pool = Pool::builder("pool").domain(&context.domain).device(&slow).memory_limit(2 << 20).build()?;
+    let client = PoolClient::open(&context.domain, "pool", &context.device)?;
+    let event = Event::create(&context.domain, &context.device)?;
+    let mut victim = context.peer()?;
+    let _memory = share(context, &mut [&mut victim])?;
+    victim.signals(SignalOrder::OpenEvent(event.handle()?.to_string()))?;
+    victim.signals(SignalOrder::Write { seed: 1, slow_us: 5_000_000 })?;
+    victim.signals(SignalOrder::Record)?;
+    let stream = context.stream()?;
+    let recording = event.wait(&stream)?;
+    gate.set(true);
+    let told = std::thread::scope(|scope| {
+        scope.spawn(|| drop(client.allocate(4096)));
+        let mut told = || -> Result<()> {
+            ensure!(eventually(PATIENCE, || gate.has_held.load(SeqCst)), "the attendant is in the driver");
+            victim.kill()?;
+            stream.synchronize(PATIENCE).context("the maker's stream is let go")?;
+            lost(event.check(recording), victim.id())
+        };
+        let told = told();
+        gate.set(false);
+        told
+    });
+    drop((client, pool));
+    told
+}
+
+fn untouched_raw(context: &Context) -> Result<()> {
+    let backend = Wrapped::new(context.device.backend().clone(), Counting::default());
+    let device = Device::from_backend(backend.clone());
+    let recorded = || backend.hook().calls().get("record_event").copied().unwrap_or(0);
+    let (peer, event) = maker(context, &device)?;
+    let stream = device.stream()?;
+    event.record(&stream)?;
+    ensure!(recorded() == 0, "a guest recorded CUDA's own event");
+    event.synchronize(PATIENCE)?;
+    Event::create(&context.domain, &device)?.record(&stream)?;
+    ensure!(recorded() == 1, "a maker records CUDA's own event along");
+    stream.synchronize(PATIENCE)?;
+    peer.dismiss()
 }
 
 fn killed_anywhere(context: &Context) -> Result<()> {

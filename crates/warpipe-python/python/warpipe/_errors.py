@@ -321,53 +321,6 @@ class ReleasedError(Error, ValueError):
     """A frame or a loan that is used after it was given back."""
 
 
-# Queues and services.
-
-
-class QueueFullError(TimeoutError):
-    """A queue has as many jobs as it may have. Attributes: ``endpoint``, ``limit``, ``waited``."""
-
-    endpoint: str
-    limit: int
-
-
-class JobError(Error):
-    """What became of a job that was not done. Attributes: ``endpoint``, ``job``."""
-
-    endpoint: str
-    job: int
-
-
-class BuriedError(JobError):
-    """Every attempt at a job failed. Attribute: ``reasons``, the first first."""
-
-    reasons: list[str]
-
-
-class RejectedError(JobError):
-    """A worker or server said that a job is not to be done. Attribute: ``reason``."""
-
-    reason: str
-
-
-class DeadlinePassedError(JobError, builtins.TimeoutError):
-    """The deadline of a job has passed."""
-
-
-class NoSuchJobError(JobError, LookupError):
-    """A job that is not in its queue any more."""
-
-
-class QueueClosedError(ClosedError):
-    """This process has shut its queue. Attribute: ``endpoint``."""
-
-    endpoint: str
-
-
-class QueueGoneError(ConnectionError, ConnectionResetError):
-    """A worker's queue has gone."""
-
-
 class ForkedError(Error, RuntimeError):
     """An object that was made before a ``fork`` is used in the child."""
 
@@ -380,6 +333,56 @@ class CopyWarning(UserWarning):
 
 class InjectedError(Error):
     """A fault that a test asked for."""
+
+
+# Queues and services.
+
+
+class QueueFullError(Error):
+    """A queue has as many jobs as it may have. Attributes: ``endpoint``, ``limit``, ``waited`` (seconds)."""
+
+    endpoint: str
+    limit: int
+    waited: float
+
+
+class JobError(Error):
+    """A job, or a request, that came to no result. Attributes: ``endpoint``, ``job`` (its number)."""
+
+    endpoint: str
+    job: int
+
+
+class BuriedError(JobError):
+    """Every attempt at a job failed. Attribute: ``reasons``, one for each attempt, the first first."""
+
+    reasons: list[str]
+
+
+class RejectedError(JobError):
+    """The worker or server that had the job said that it is not to be done. Attribute: ``reason``."""
+
+    reason: str
+
+
+class DeadlinePassedError(JobError, builtins.TimeoutError):
+    """The deadline of a request has passed."""
+
+
+class NoSuchJobError(JobError, LookupError):
+    """The job is not in its queue any more: its outcome was taken, or it was called off."""
+
+
+class QueueClosedError(ClosedError):
+    """The queue was shut, or closed, in this process. Attribute: ``endpoint``."""
+
+    endpoint: str
+
+
+class QueueGoneError(ConnectionError, ConnectionResetError):
+    """A worker's queue, or a server's client, has gone. Attribute: ``graceful`` (whether it said goodbye)."""
+
+    graceful: bool
 
 
 for _class in list(globals().values()):

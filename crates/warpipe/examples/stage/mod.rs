@@ -5,7 +5,12 @@
 //! environment's domain. `--device` says where memory lies: `auto` (a GPU if there is one), `host`, `cuda`, `cuda:1`.
 #![allow(dead_code, reason = "no example needs everything")]
 
+pub mod talk;
+
 use std::error::Error;
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::time::Duration;
@@ -13,6 +18,8 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, set_parent_process_death_signal};
 use warpipe::{Device, Domain};
+
+use self::talk::Talk;
 
 /// What can go wrong ends the example.
 pub type Outcome<T = ()> = Result<T, Box<dyn Error>>;
@@ -35,9 +42,21 @@ pub struct Stage {
 /// Runs an example that knows these options. What it returns is its last line, behind `ok:` or its role's name;
 /// an error is told on stderr, and the exit code is 1.
 pub fn play(options: &[&str], example: impl FnOnce(&Stage) -> Outcome<String>) -> ExitCode {
-    let played = Stage::enter(options).and_then(|stage| {
-        let line = example(&stage)?;
-        println!("{}: {line}", if stage.role().is_empty() { "ok" } else { stage.role() });
+    play_after(options, |_| Ok(()), |stage, ()| example(stage))
+}
+
+/// [`play`], for an example with something to do `before` its device is opened. What that returns, it is given.
+pub fn play_after<T>(
+    options: &[&str],
+    before: impl FnOnce(&mut Stage) -> Outcome<T>,
+    example: impl FnOnce(&Stage, T) -> Outcome<String>,
+) -> ExitCode {
+    let played = Stage::enter(options).and_then(|mut stage| {
+        let prepared = before(&mut stage)?;
+        stage.open_device()?;
+        let line = example(&stage, prepared)?;
+        // Where the output is a pipe, its reader may have seen enough and gone.
+        let _ = writeln!(std::io::stdout(), "{}: {line}", if stage.role().is_empty() { "ok" } else { stage.role() });
         Ok(())
     });
     match played {
@@ -63,8 +82,11 @@ impl Stage {
         }
         let folder = std::env::temp_dir().join(format!("warpipe-example-{}", std::process::id()));
         let domain = if is_first { Domain::at(&folder)? } else { Domain::from_environment()? };
-        let mut stage = Stage { device: Device::host(), domain, arguments, folder: is_first.then_some(folder) };
-        stage.device = match stage.option("--device").unwrap_or("auto") {
+        Ok(Stage { device: Device::host(), domain, arguments, folder: is_first.then_some(folder) })
+    }
+
+    fn open_device(&mut self) -> Outcome {
+        self.device = match self.option("--device").unwrap_or("auto") {
             "auto" => Device::preferred().device,
             "host" => Device::host(),
             "cuda" => Device::cuda(0)?,
@@ -72,7 +94,14 @@ impl Stage {
                 Device::cuda(other.strip_prefix("cuda:").ok_or("--device is auto, host, cuda or cuda:N")?.parse()?)?
             }
         };
-        Ok(stage)
+        Ok(())
+    }
+
+    /// Plays `role` from here on, as a forked child does. The domain stays its parent's to remove.
+    pub fn recast(&mut self, role: &str) {
+        self.arguments.retain(|(name, _)| name != "--role");
+        self.arguments.push(("--role".to_owned(), role.to_owned()));
+        self.folder = None;
     }
 
     /// The role to play; empty for the first process.
@@ -93,12 +122,23 @@ impl Stage {
 
     /// Starts this example once more, to play `role` with the same options.
     pub fn start(&self, role: &str) -> Outcome<Actor> {
+        Actor::start(role, self.command(role)?.stdin(Stdio::null()))
+    }
+
+    /// [`start`](Self::start), with somebody to talk to: us, on its standard input ([`Talk::with_parent`]).
+    pub fn start_talking(&self, role: &str) -> Outcome<(Actor, Talk)> {
+        let (ours, theirs) = UnixStream::pair()?;
+        Ok((Actor::start(role, self.command(role)?.stdin(OwnedFd::from(theirs)))?, Talk::over(ours)))
+    }
+
+    /// How this example is started once more, for those who lay its pipes themselves.
+    pub fn command(&self, role: &str) -> Outcome<Command> {
         let mut command = Command::new(std::env::current_exe()?);
         for (name, value) in &self.arguments {
             command.arg(name).args(Some(value).filter(|value| !value.is_empty()));
         }
         command.args(["--role", role]).env("WARPIPE_DOMAIN", self.domain.path()).env(STARTED_BY_US, "1");
-        Ok(Actor { role: role.to_owned(), child: command.stdin(Stdio::null()).spawn()? })
+        Ok(command)
     }
 }
 
@@ -117,6 +157,16 @@ pub struct Actor {
 }
 
 impl Actor {
+    /// Starts what plays `role`.
+    pub fn start(role: &str, command: &mut Command) -> Outcome<Actor> {
+        Ok(Actor { role: role.to_owned(), child: command.spawn()? })
+    }
+
+    /// The process, for its pipes.
+    pub fn child(&mut self) -> &mut Child {
+        &mut self.child
+    }
+
     /// Its process id.
     pub fn pid(&self) -> u32 {
         self.child.id()

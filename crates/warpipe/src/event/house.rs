@@ -1,6 +1,8 @@
 //! The maker's side: the events of this process in one domain, kept under one name for all who open them.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
@@ -13,7 +15,7 @@ use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::{self, Home, PrivateFd};
 use crate::link::proof::{Proof, Streams};
-use crate::link::watcher::{Watcher, new_generation};
+use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
 use crate::memory::lane::{Lane, Raiser};
 use crate::rendezvous::{Address, Admission, Answer, Caller, Desk, Ending, Keep, Keeper, Kind, Refusal, decode};
 
@@ -66,6 +68,45 @@ struct State {
     pages: Vec<(Words, PrivateFd)>,
     slots: Vec<Slot>,
     free: Vec<u32>,
+    /// Those visitors that have a lane.
+    recorders: HashMap<u64, Recorder>,
+}
+
+/// A visitor that records, and whose death is seen by the watcher, too: the attendant may be held up by the driver, behind
+/// the very streams that wait for what will never be recorded.
+struct Recorder {
+    /// Declared first: it ends before its descriptor is closed.
+    _watch: Watch,
+    _pidfd: PrivateFd,
+    lanes: Arc<Mourner>,
+}
+
+/// The lanes of one visitor: the event's number, the lane's, and the lane.
+#[derive(Default)]
+struct Mourner(Mutex<Vec<(u32, usize, Lane)>>);
+
+impl Mourner {
+    fn lock(&self) -> MutexGuard<'_, Vec<(u32, usize, Lane)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Watched for Mourner {
+    /// On the watcher's thread: CPU stores alone.
+    fn on_ready(&self, _: u64) -> Next {
+        self.lock().iter().for_each(|(.., lane)| lane.end());
+        Next::Stop
+    }
+}
+
+impl Recorder {
+    fn of(desk: &Desk, caller: u64) -> Result<Recorder, Refusal> {
+        let pidfd = desk.pidfd_of(caller)?.ok_or_else(|| Refusal("it is there no more".into()))?;
+        let lanes = Arc::new(Mourner::default());
+        let mourner: Weak<dyn Watched> = Arc::downgrade(&lanes) as Weak<dyn Watched>;
+        let watch = desk.watcher().watch(pidfd.as_fd(), &mourner, 0)?;
+        Ok(Recorder { _watch: watch, _pidfd: pidfd, lanes })
+    }
 }
 
 struct Slot {
@@ -265,6 +306,7 @@ impl State {
         }
         slot.spot.lanes().for_each(|lane| lane.reset());
         slot.lanes = [None; LANES];
+        self.recorders.values().for_each(|recorder| recorder.lanes.lock().retain(|(event, ..)| *event != index));
         slot.is_shared = false;
         slot.raiser = Arc::new(self.pages[index as usize / EVENTS].0.raiser(index, 0, 0));
         self.vacate(index);
@@ -288,18 +330,23 @@ impl State {
         }
     }
 
-    fn lane(&mut self, caller: u64, index: u32, serial: u64) -> LaneOf {
+    fn lane(&mut self, desk: &Desk, caller: u64, index: u32, serial: u64) -> Result<LaneOf, Refusal> {
         let known = |slot: &&mut Slot| slot.is_there(serial) && slot.guests.contains_key(&caller);
-        let Some(slot) = self.slots.get_mut(index as usize).filter(known) else { return LaneOf::Dropped };
+        let Some(slot) = self.slots.get_mut(index as usize).filter(known) else {
+            return Ok(LaneOf::Dropped);
+        };
         let is_sound = |lane: Lane| !lane.has_ended() && lane.value() <= FROM_MAX;
         let is_free = |lane: &usize| slot.lanes[*lane].is_none() && is_sound(slot.spot.lane(*lane));
-        match (1..LANES).find(is_free) {
-            Some(lane) => {
-                slot.lanes[lane] = Some(caller);
-                LaneOf::Granted { lane: lane as u8, from: slot.spot.lane(lane).value() }
-            }
-            None => LaneOf::Full,
-        }
+        let Some(number) = (1..LANES).find(is_free) else { return Ok(LaneOf::Full) };
+        let recorder = match self.recorders.entry(caller) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(place) => place.insert(Recorder::of(desk, caller)?),
+        };
+        let lane = slot.spot.lane(number);
+        slot.lanes[number] = Some(caller);
+        let from = lane.value();
+        recorder.lanes.lock().push((index, number, lane));
+        Ok(LaneOf::Granted { lane: number as u8, from })
     }
 
     fn close(&mut self, caller: u64, index: u32, serial: u64, lane: Option<u8>) {
@@ -309,16 +356,22 @@ impl State {
         if *count == 0 {
             slot.guests.remove(&caller);
         }
-        if let Some(holder) = lane.and_then(|lane| slot.lanes.get_mut(usize::from(lane)))
+        let number = lane.map(usize::from);
+        if let Some(holder) = number.and_then(|lane| slot.lanes.get_mut(lane))
             && *holder == Some(caller)
         {
             *holder = None;
+            let mourned = self.recorders.get(&caller).map(|recorder| recorder.lanes.lock());
+            mourned
+                .into_iter()
+                .for_each(|mut lanes| lanes.retain(|(event, of, _)| (*event, Some(*of)) != (index, number)));
         }
         self.clear(index);
     }
 
     /// A visitor is there no more. What a dead one's device had yet to record never comes.
     fn gone(&mut self, caller: u64, ending: Ending) {
+        self.recorders.remove(&caller);
         for index in 0..self.slots.len() {
             let slot = &mut self.slots[index];
             if slot.guests.remove(&caller).is_none() {
@@ -355,7 +408,7 @@ impl Keep for Rooms {
                 Answer::new(&PageOf, vec![PrivateFd::new(copy)])
             }
             Ask::Open { index, serial } => Answer::new(&state.open(caller.id, index, serial), vec![]),
-            Ask::Lane { index, serial } => Answer::new(&state.lane(caller.id, index, serial), vec![]),
+            Ask::Lane { index, serial } => Answer::new(&state.lane(desk, caller.id, index, serial)?, vec![]),
             Ask::Close { index, serial, lane } => {
                 state.close(caller.id, index, serial, lane);
                 Ok(Answer::default())

@@ -199,8 +199,9 @@ impl Event {
         }
     }
 
-    /// CUDA's own event (`CUevent`), for calls that take one. What waits for it waits as CUDA does: not at all for an
-    /// event that was never recorded, or whose recorder died. None of an event that was opened without its 64 bytes.
+    /// CUDA's own event (`CUevent`), for calls that take one. Recorded along with what its maker records; a recording by
+    /// another process is none of it. What waits for it waits as CUDA does: not at all for an event that was never
+    /// recorded, or whose maker died. None of an event that was opened without its 64 bytes.
     pub fn raw(&self) -> Option<RawEvent> {
         self.inner.raw
     }
@@ -230,7 +231,9 @@ impl Event {
         {
             return Err(lodging.dropped());
         }
-        if let Some(raw) = inner.raw {
+        // A guest leaves CUDA's own alone: what a driver does with one that a dead process recorded last, or that its
+        // maker has destroyed, is not said, and a stream that got stuck in it could not be let go.
+        if let (Some(raw), Side::Maker(_)) = (inner.raw, &inner.side) {
             // SAFETY: both are live.
             unsafe { stream.backend().record_event(raw, stream.raw())? };
         }

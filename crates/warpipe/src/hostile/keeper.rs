@@ -228,6 +228,22 @@ fn a_visitor_refuses_an_admission_that_is_none() {
 }
 
 #[test]
+fn a_keeper_of_another_run_than_a_ticket_names_is_refused_whatever_it_gives() {
+    use crate::memory::ticket::{Ticket, Wanted};
+    let scratch = Scratch::new();
+    let liar = Liar::new(&scratch);
+    let wanted = Wanted { id: 0, offset: 0, bytes: None };
+    let ticket = Ticket::new(&scratch.domain, &name(), Kind::Pool, Some([2; 16]), wanted, None).unwrap();
+    std::thread::scope(|scope| {
+        let visiting = scope.spawn(|| ticket.attach(&crate::Device::host(), &[], Duration::ZERO).map(drop));
+        let granted = packet(&Message::Granted { generation: [1; 16], body: vec![], fds: 0 });
+        let _socket = liar.receive(&[(granted, 0)]);
+        let error = visiting.join().unwrap().unwrap_err();
+        assert!(matches!(error, Error::TicketExpired { .. }), "{error}");
+    });
+}
+
+#[test]
 fn answers_that_nobody_asked_for_are_dropped_and_a_silent_keeper_times_out() {
     alone(module_path!(), "answers_that_nobody_asked_for_are_dropped_and_a_silent_keeper_times_out", || {
         let scratch = Scratch::new();

@@ -35,14 +35,17 @@ pub(crate) static IMPORTS: Shelf<Key, Mapping> = Shelf::new();
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
     process: u64,
+    /// Who published it. A generation is its keeper's own word: nobody is to pass for another user's.
+    uid: u32,
     generation: [u8; 16],
     id: u64,
     device: usize,
 }
 
 impl Key {
-    pub(crate) fn new(generation: [u8; 16], id: u64, device: &Device) -> Key {
-        Key { process: fork::generation(), generation, id, device: Arc::as_ptr(device.backend()).cast::<()>() as usize }
+    pub(crate) fn new(uid: u32, generation: [u8; 16], id: u64, device: &Device) -> Key {
+        let device = Arc::as_ptr(device.backend()).cast::<()>() as usize;
+        Key { process: fork::generation(), uid, generation, id, device }
     }
 }
 

@@ -94,7 +94,7 @@ impl Publication {
         let at = Address { domain: &domain, name: &name, kind: Kind::Memory };
         let keeper = Keeper::open(&at, self.admission, Arc::new(counter))?;
         // Opened here, it is found here: the same mapping, and the driver is not asked.
-        IMPORTS.put(&Key::new(keeper.desk().generation(), ONLY, memory.device()), &memory.mapping);
+        IMPORTS.put(&Key::new(domain.owner(), keeper.desk().generation(), ONLY, memory.device()), &memory.mapping);
         Ok(Published { keeper, memory, domain, name })
     }
 }
@@ -179,6 +179,10 @@ impl Keep for Counter {
     }
 
     fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
+
+    fn is_quick(&self) -> bool {
+        true
+    }
 }
 
 /// What a publication gave, checked and mapped. `None` if it is another one than was wanted.

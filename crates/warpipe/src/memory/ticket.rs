@@ -145,8 +145,8 @@ impl Ticket {
     /// As [`open`](Self::open).
     pub fn open_timeout(&self, device: &Device, timeout: Duration) -> Result<SharedMemory> {
         self.check(Kind::Memory, device)?;
-        let Fields { incarnation, wanted, ref name, .. } = self.fields;
-        let found = incarnation.and_then(|incarnation| IMPORTS.get(&Key::new(incarnation, wanted.id, device)));
+        let Fields { owner, incarnation, wanted, ref name, .. } = self.fields;
+        let found = incarnation.and_then(|incarnation| IMPORTS.get(&Key::new(owner, incarnation, wanted.id, device)));
         let mapping = match found {
             Some(mapping) => mapping,
             None => self.fetch(device, timeout)?,
@@ -158,7 +158,7 @@ impl Ticket {
         let Wanted { id, .. } = self.fields.wanted;
         let body = encode(&Request { incarnation: self.fields.incarnation, id })?;
         let (visitor, gift) = self.attach(device, &body, timeout)?;
-        let key = Key::new(visitor.generation(), id, device);
+        let key = Key::new(visitor.uid(), visitor.generation(), id, device);
         IMPORTS.get_or(&key, || match published::import(gift, device, self.name())? {
             Some(mapping) => Ok(Arc::new(mapping)),
             None => Err(self.expired(Expiry::Replaced)),
@@ -188,11 +188,17 @@ impl Ticket {
         let (domain, name) = (Domain::of_user(domain, owner)?, EndpointName::new(name)?);
         let at = Address { domain: &domain, name: &name, kind };
         let wait = if incarnation.is_some() { Duration::ZERO } else { timeout };
-        Visitor::attach(&at, Some(device.info().id), body, wait).map_err(|error| match error {
+        let attached = Visitor::attach(&at, Some(device.info().id), body, wait);
+        let (visitor, gift) = attached.map_err(|error| match error {
             Error::NoOwner { was_there, .. } if incarnation.is_some() => self.expired(Expiry::Gone { died: was_there }),
             Error::OtherKind { .. } if incarnation.is_some() => self.expired(Expiry::Replaced),
             other => other,
-        })
+        })?;
+        // Whatever it gives: it is another run than the one that was wanted.
+        if incarnation.is_some_and(|wanted| wanted != visitor.generation()) {
+            return Err(self.expired(Expiry::Replaced));
+        }
+        Ok((visitor, gift))
     }
 
     pub(crate) fn expired(&self, expiry: Expiry) -> Error {
@@ -201,6 +207,11 @@ impl Ticket {
 
     pub(crate) fn incarnation(&self) -> Option<Incarnation> {
         self.fields.incarnation
+    }
+
+    /// The user whose domain it is.
+    pub(crate) fn owner(&self) -> u32 {
+        self.fields.owner
     }
 
     pub(crate) fn wanted(&self) -> Wanted {
@@ -349,5 +360,19 @@ mod tests {
         let mut ticket = ticket();
         ticket.fields.device = Some(DeviceId { kind: crate::backend::DeviceKind::Cuda, uuid: [1; 16] });
         assert!(matches!(ticket.open(&Device::host()), Err(Error::PeerAccess { .. })));
+    }
+
+    #[test]
+    fn what_is_open_of_one_user_is_not_found_for_another_users_ticket() {
+        let folder = std::env::temp_dir().join(format!("warpipe-ticket-user-{}", std::process::id()));
+        let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
+        let published = crate::Memory::allocate(&device, 64).unwrap().publish(&domain, "weights").unwrap();
+        let mut ticket = published.ticket().unwrap();
+        assert!(ticket.open(&device).is_ok());
+        ticket.fields.owner += 1;
+        let refused = ticket.open(&device).unwrap_err();
+        assert!(matches!(refused, Error::Domain { .. }), "{refused}");
+        drop(published);
+        let _ = std::fs::remove_dir_all(folder);
     }
 }

@@ -45,14 +45,23 @@ struct Account {
 
 #[derive(Debug)]
 struct Parts {
-    words: Page,
+    words: Arc<Page>,
     visitor: Visitor,
 }
 
-/// Asks, and need not be told.
-struct Deaf;
+/// Lets go the blocks that come when who asked for them has given up.
+struct Porter(Arc<Page>);
 
-impl Visit for Deaf {}
+impl Visit for Porter {
+    /// On the watcher's thread: a CPU store alone. Nothing has been enqueued on such a block.
+    fn late(&self, gift: Gift) {
+        if let Ok(Grant::Block(Lending { pair, value, .. })) = decode(&gift.body, "a pool")
+            && pair < PAIRS_MAX
+        {
+            self.0.at::<TimelineWord>(released_at(pair)).store(value);
+        }
+    }
+}
 
 impl Account {
     /// Takes in what the admission brought. `None` if this is another run of the pool than was wanted.
@@ -63,8 +72,9 @@ impl Account {
             return Err(wrong(&name, "page", format!("{page_bytes} bytes"), format!("{PAGE_BYTES} bytes")));
         }
         let (_, [fd]) = gift.open::<Reception, 1>(&name)?;
-        visitor.listen(Arc::new(Deaf))?;
-        let parts = Parts { words: Page::open(Some(device), fd, PAGE_BYTES, &name)?, visitor };
+        let words = Arc::new(Page::open(Some(device), fd, PAGE_BYTES, &name)?);
+        visitor.listen(Arc::new(Porter(words.clone())))?;
+        let parts = Parts { words, visitor };
         let visit = Tied::to(Arc::default(), parts)?;
         Ok(Some(Account { device: device.clone(), owner, regions: Mutex::default(), visit }))
     }
@@ -218,7 +228,7 @@ impl PoolClient {
         let at = Address { domain, name: &name, kind: Kind::Pool };
         let hello = encode(&Hello { incarnation: None })?;
         let (visitor, gift) = Visitor::attach(&at, Some(device.info().id), &hello, timeout)?;
-        let key = Key::new(visitor.generation(), 0, device);
+        let key = Key::new(visitor.uid(), visitor.generation(), 0, device);
         // One visit for all: should there be one already, this one ends here.
         let account = ACCOUNTS.get_or(&key, || match Account::of(visitor, gift, device)? {
             Some(account) => Ok(Arc::new(account)),
@@ -235,6 +245,11 @@ impl PoolClient {
     #[cfg(test)]
     pub(super) fn words(&self) -> &Page {
         &self.account.visit.words
+    }
+
+    #[cfg(test)]
+    pub(super) fn visitor(&self) -> &Visitor {
+        &self.account.visit.visitor
     }
 
     /// The owner's process.
@@ -306,7 +321,7 @@ impl LentBuffer {
     pub fn open(ticket: &Ticket, device: &Device) -> Result<LentBuffer> {
         ticket.check(Kind::Pool, device)?;
         let Some(incarnation) = ticket.incarnation() else { return Err(ticket.expired(Expiry::Replaced)) };
-        let account = ACCOUNTS.get_or(&Key::new(incarnation, 0, device), || {
+        let account = ACCOUNTS.get_or(&Key::new(ticket.owner(), incarnation, 0, device), || {
             let hello = encode(&Hello { incarnation: Some(incarnation) })?;
             let (visitor, gift) = ticket.attach(device, &hello, Duration::ZERO)?;
             let account = Account::of(visitor, gift, device)?;

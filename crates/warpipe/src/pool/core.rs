@@ -2,7 +2,7 @@
 //! enqueues work on blocks by address.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::Duration;
 
 use super::block::{Block, Borrower, Counts, Lend};
@@ -110,6 +110,15 @@ impl Core {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.owned.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The lock, unless somebody has it, who may be in a call of the driver.
+    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
+        match self.owned.state.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Every stream that has worked on the pool's memory or words.

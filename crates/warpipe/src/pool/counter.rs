@@ -49,8 +49,12 @@ impl Keep for Core {
         }
     }
 
+    /// On the watcher's thread: who has the lock may be in a call of the driver that waits for a stream which the watcher
+    /// is to let go. The next tick comes.
     fn tick(&self, _: &Desk, _: u64) {
-        self.reclaim(&mut self.lock());
+        if let Some(mut state) = self.try_lock() {
+            self.reclaim(&mut state);
+        }
     }
 }
 

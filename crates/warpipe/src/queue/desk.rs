@@ -1,6 +1,9 @@
 //! Who looks after a queue, and when: any thread that waits for it does the work itself, and when none does, one thread
 //! of the queue's own, which sleeps on the descriptors of all workers.
 
+#[cfg(test)]
+mod overlooked;
+
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -117,7 +120,13 @@ impl Desk {
                 self.observer.bell.ring();
                 break Err(self.gone());
             }
-            if let Some(found) = look(&mut ledger) {
+            let before = ledger.changes;
+            let found = look(&mut ledger);
+            if ledger.changes != before {
+                // An outcome that is taken makes room for a job.
+                self.tell_sleepers(&mut ledger);
+            }
+            if let Some(found) = found {
                 break found;
             }
             let waited = clock.elapsed();
@@ -220,9 +229,18 @@ impl Desk {
             ledger.seats.iter().for_each(|seat| seat.subscriber.set_asleep(true));
             let has_news = |seat: &Seat| seat.end.is_none() && seat.subscriber.may_have_news();
             let is_due = ledger.seats.iter().any(|seat| has_news(seat) || !seat.unready.is_empty());
-            if is_due && std::mem::take(&mut ledger.sleeps_long) {
+            if is_due && (std::mem::take(&mut ledger.sleeps_long) || ledger.has_leader) {
                 self.observer.bell.ring();
             }
+        }
+    }
+
+    /// A worker that had credit may have had no room in its ring for what was just submitted. Its device may make some
+    /// soon, and rings nobody.
+    pub(super) fn look_soon(&self, ledger: &mut Ledger) {
+        let is_due = ledger.first_waiting().is_some_and(|job| ledger.choose(job, &[]).is_some());
+        if is_due && std::mem::take(&mut ledger.sleeps_long) {
+            self.observer.bell.ring();
         }
     }
 
@@ -259,7 +277,8 @@ impl Desk {
     }
 
     /// Wakes whoever may wait for what has changed.
-    fn tell_sleepers(&self, ledger: &Ledger) {
+    fn tell_sleepers(&self, ledger: &mut Ledger) {
+        ledger.tell_watches();
         if ledger.sleepers > 0 {
             self.changed.notify_all();
         }
@@ -277,12 +296,16 @@ impl Desk {
         }
         let Ledger { known, seats, .. } = &mut *ledger;
         known.retain(|id| members.iter().any(|member| member.id == *id) || seats.iter().any(|seat| seat.id == *id));
-        for member in members {
+        for member in &members {
             if ledger.known.insert(member.id) {
-                self.recruit(member);
+                self.recruit(*member);
             }
         }
         for (member, subscriber) in self.recruits.take() {
+            if !members.iter().any(|present| present.id == member.id) {
+                // Gone meanwhile, and nobody will say so again.
+                continue;
+            }
             let id = epoll::EventData::new_u64(member.id);
             if epoll::add(&self.readable, subscriber.descriptor(), id, LISTEN).is_err() {
                 self.publisher.expel(member.id, "its queue has no room for it");
@@ -335,9 +358,9 @@ impl Desk {
     /// Gives out what waits, as long as there is somebody with credit.
     fn dispatch(&self, ledger: &mut Ledger) {
         let mut passed_over = Vec::new();
-        while ledger.waiting() > 0 {
-            let Some(id) = ledger.choose(&passed_over) else { return };
-            let Some((ticket, job)) = ledger.first_waiting() else { return };
+        while let Some(waiting) = ledger.first_waiting() {
+            let Some(id) = ledger.choose(waiting, &passed_over) else { return };
+            let Some((ticket, job)) = ledger.next_ticket(waiting) else { return };
             let metadata = ticket.encode(&job.metadata);
             let Some(parcel) = job.parcel.clone() else { return };
             match metadata.and_then(|metadata| parcel.forward(id, &metadata)) {
@@ -392,12 +415,13 @@ impl Desk {
         let mut ledger = self.lock();
         let rules = ledger.rules;
         // Dropped without the lock: that says goodbye to workers and leaves memory to be let go.
-        let old = std::mem::replace(&mut *ledger, Ledger::new(rules));
+        let mut old = std::mem::replace(&mut *ledger, Ledger::new(rules));
         (ledger.is_closed, ledger.is_shut) = (true, true);
         ledger.pollers = old.pollers;
         ledger.sleepers = old.sleepers;
         ledger.has_leader = old.has_leader;
         drop(ledger);
+        old.tell_watches();
         drop(old);
         self.changed.notify_all();
         self.publisher.withdraw();

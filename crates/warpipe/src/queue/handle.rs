@@ -58,6 +58,15 @@ impl JobHandle {
         }
     }
 
+    /// Whether [`wait`](Self::wait) would return at once: the outcome is there, or was taken. Leaves it where it is.
+    ///
+    /// # Errors
+    /// [`Error::QueueClosed`]; [`Error::Forked`].
+    pub fn is_done(&self) -> Result<bool> {
+        let desk = self.desk.upgrade().ok_or_else(|| Error::QueueClosed { name: self.name.clone() })?;
+        desk.attend(Duration::ZERO, |ledger| Some(Ok(ledger.is_settled(self.id))), || desk.gone())
+    }
+
     /// Calls the job off: nobody new gets it, and the answer of who has it is discarded. False if its outcome was
     /// taken before.
     ///
@@ -138,6 +147,12 @@ impl JobResult {
     /// The stream that it was received with.
     pub fn stream(&self) -> &Stream {
         self.sample.stream()
+    }
+
+    /// The same as a sample, which can be released behind other streams. Of its
+    /// [`metadata`](Sample::metadata) the first bytes are the queue's: ask for [`metadata`](Self::metadata) before.
+    pub fn into_sample(self) -> Sample {
+        self.sample
     }
 
     /// Copies all of it to host memory.

@@ -1,14 +1,15 @@
 //! The books of a queue: its jobs, what became of each, and who is to get the next one. No shared memory, no driver.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use super::owner::Order;
 use super::seat::Seat;
 use super::wire::Ticket;
 use crate::channel::{Arrival, Awaited, Parcel};
 use crate::link::message::text;
+use crate::link::wake::Bell;
 
 /// A look without having been rung.
 const IDLE: Duration = Duration::from_secs(10);
@@ -60,9 +61,9 @@ pub(super) struct Ledger {
     pub(super) rules: Rules,
     jobs: BTreeMap<u64, Job>,
     /// Jobs to be given out, first first.
-    waiting: VecDeque<u64>,
+    pub(super) waiting: VecDeque<u64>,
     /// Jobs with an outcome, as they came; those that were taken by their handle are stepped over.
-    finished: VecDeque<u64>,
+    pub(super) finished: VecDeque<u64>,
     unfinished: usize,
     next_job: u64,
     pub(super) seats: Vec<Seat>,
@@ -80,6 +81,8 @@ pub(super) struct Ledger {
     pub(super) sleeps_long: bool,
     /// Counts what may end somebody's wait.
     pub(super) changes: u64,
+    /// Rung at every change: event loops sleep on them.
+    pub(super) watches: Vec<Weak<Bell>>,
     /// Nothing new is submitted.
     pub(super) is_shut: bool,
     /// The queue is gone.
@@ -103,6 +106,7 @@ impl Ledger {
             is_parked: false,
             sleeps_long: false,
             changes: 0,
+            watches: Vec::new(),
             is_shut: false,
             is_closed: false,
         }
@@ -120,7 +124,7 @@ impl Ledger {
 
     /// Jobs that nobody has leased.
     pub(super) fn waiting(&self) -> usize {
-        self.waiting.len()
+        self.waiting.iter().filter(|id| self.jobs.contains_key(id)).count()
     }
 
     /// The number of the job to come, and whether it is its turn to be given out at once.
@@ -144,13 +148,17 @@ impl Ledger {
         }
     }
 
-    /// The first job that waits, with the ticket that it would get.
-    pub(super) fn first_waiting(&mut self) -> Option<(Ticket, &Job)> {
+    /// The first job that waits.
+    pub(super) fn first_waiting(&mut self) -> Option<u64> {
         // A job that was called off leaves its number behind.
         while self.waiting.front().is_some_and(|id| !self.jobs.contains_key(id)) {
             self.waiting.pop_front();
         }
-        let id = *self.waiting.front()?;
+        self.waiting.front().copied()
+    }
+
+    /// A job that waits, with the ticket that it would get.
+    pub(super) fn next_ticket(&self, id: u64) -> Option<(Ticket, &Job)> {
         let job = self.jobs.get(&id)?;
         let attempt = job.reasons.len() as u32 + 1;
         Some((
@@ -167,9 +175,10 @@ impl Ledger {
         }
     }
 
-    /// The seat that gets the next job: of those with credit the one with the fewest leases.
-    pub(super) fn choose(&self, but: &[u64]) -> Option<u64> {
-        let able = self.seats.iter().filter(|seat| seat.has_credit(self.rules.credits) && !but.contains(&seat.id));
+    /// The seat that gets this job: of those with credit the one with the fewest leases.
+    pub(super) fn choose(&self, job: u64, but: &[u64]) -> Option<u64> {
+        let (credits, oldest) = (self.rules.credits, self.jobs.keys().next().is_none_or(|&first| job <= first));
+        let able = self.seats.iter().filter(|seat| seat.has_credit(credits, oldest) && !but.contains(&seat.id));
         able.min_by_key(|seat| seat.leases.len()).map(|seat| seat.id)
     }
 
@@ -183,8 +192,7 @@ impl Ledger {
         let Some(job) = self.open_job(id) else { return };
         job.reasons.push(text(reason));
         if job.reasons.len() < limit {
-            self.waiting.push_front(id);
-            self.changes += 1;
+            self.wait_again(id);
         } else {
             let reasons = std::mem::take(&mut job.reasons);
             self.conclude(id, Outcome::Buried { reasons });
@@ -194,9 +202,15 @@ impl Ledger {
     /// A lease came back and costs nothing.
     pub(super) fn give_back(&mut self, id: u64) {
         if self.open_job(id).is_some() {
-            self.waiting.push_front(id);
-            self.changes += 1;
+            self.wait_again(id);
         }
+    }
+
+    /// The oldest job goes first, whichever came back last: in [`Order::Submission`] all results wait for its own.
+    fn wait_again(&mut self, id: u64) {
+        let index = self.waiting.partition_point(|&other| other < id);
+        self.waiting.insert(index, id);
+        self.changes += 1;
     }
 
     /// Ends a job, once.
@@ -218,7 +232,18 @@ impl Ledger {
         let Some(job) = self.jobs.remove(&id) else { return false };
         self.unfinished -= usize::from(job.outcome.is_none());
         self.changes += 1;
+        self.prune();
         true
+    }
+
+    /// Whether the job has an outcome, or is no longer there.
+    pub(super) fn is_settled(&self, id: u64) -> bool {
+        self.jobs.get(&id).is_none_or(|job| job.outcome.is_some())
+    }
+
+    /// Rings all who watch, and forgets those who no longer do.
+    pub(super) fn tell_watches(&mut self) {
+        self.watches.retain(|watch| watch.upgrade().inspect(|bell| bell.ring()).is_some());
     }
 
     /// The outcome of one job, if it is there; an error word if the job is not.
@@ -229,11 +254,18 @@ impl Ledger {
         }
         // Somebody may wait for the room.
         self.changes += 1;
-        if self.finished.len() > 2 * self.jobs.len() + 16 {
-            let jobs = &self.jobs;
-            self.finished.retain(|id| jobs.contains_key(id));
-        }
+        self.prune();
         Ok(self.jobs.remove(&id).and_then(|job| job.outcome).map(|outcome| (id, outcome)))
+    }
+
+    /// Drops the numbers that jobs which are not here any more have left, when they are the most.
+    fn prune(&mut self) {
+        let (jobs, limit) = (&self.jobs, 2 * self.jobs.len() + 16);
+        for numbers in [&mut self.waiting, &mut self.finished] {
+            if numbers.len() > limit {
+                numbers.retain(|id| jobs.contains_key(id));
+            }
+        }
     }
 
     /// The next outcome in the queue's order, if it is there.
@@ -268,7 +300,8 @@ impl Ledger {
         };
         let expiry = self.rules.lease_timeout.and_then(|timeout| {
             let oldest = self.seats.iter().filter_map(Seat::oldest_lease).min()?;
-            Some((oldest + timeout).saturating_duration_since(Instant::now()) + Duration::from_millis(1))
+            // Whatever was chosen, also more than the clock can count.
+            Some(timeout.saturating_sub(oldest.elapsed()).saturating_add(Duration::from_millis(1)))
         });
         limit.min(expiry.unwrap_or(limit))
     }

@@ -1,7 +1,7 @@
 //! A slot on loan for a job's input or its result.
 
 use crate::backend::DevicePtr;
-use crate::channel::SampleMut;
+use crate::channel::{SampleMut, SlotHold};
 use crate::error::Result;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -36,6 +36,11 @@ impl Loan {
     /// The tensor's layout.
     pub fn layout(&self) -> &Layout {
         self.sample.layout()
+    }
+
+    /// A hold on the memory behind it; see [`SampleMut::hold`].
+    pub fn hold(&self) -> SlotHold {
+        self.sample.hold()
     }
 
     /// Sets up to 200 bytes that travel with the tensor.

@@ -10,6 +10,7 @@
 //! is written beside the tensors ([`wire`]), and who looks when ([`desk`]).
 
 mod desk;
+mod duty;
 mod handle;
 mod ledger;
 mod loan;
@@ -18,13 +19,16 @@ mod recruit;
 mod seat;
 #[cfg(test)]
 mod tests;
+mod watch;
 pub(crate) mod wire;
 mod worker;
 
+pub use duty::{AnswerError, Duty, Lease};
 pub use handle::{JobHandle, JobResult};
 pub use loan::Loan;
 pub use owner::{Order, Queue, QueueBuilder, QueueState, SubmitError};
-pub use worker::{Lease, Worker, WorkerBuilder};
+pub use watch::QueueWatch;
+pub use worker::{Worker, WorkerBuilder};
 
 use crate::domain::EndpointName;
 use crate::error::Result;

@@ -8,11 +8,13 @@ use super::desk::Desk;
 use super::handle::{JobHandle, JobResult, receive};
 use super::ledger::{Ledger, Rules};
 use super::loan::Loan;
+use super::watch::QueueWatch;
 use super::wire::Ticket;
 use crate::channel::{Observer, Policy, Publisher, SendError};
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
+use crate::link::wake::Bell;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -219,7 +221,7 @@ pub struct QueueState {
 /// ```
 #[derive(Debug)]
 pub struct Queue {
-    desk: Arc<Desk>,
+    pub(super) desk: Arc<Desk>,
 }
 
 impl Queue {
@@ -300,7 +302,9 @@ impl Queue {
             if ledger.len() >= limit {
                 return None;
             }
-            Some(enter(ledger, input.take()?, stream, deadline_ns))
+            let entered = enter(ledger, input.take()?, stream, deadline_ns);
+            desk.look_soon(ledger);
+            Some(entered)
         };
         let full = || Error::QueueFull { name: self.name().to_string(), limit, waited: timeout };
         let mut enter = enter;
@@ -369,6 +373,17 @@ impl Queue {
         })
     }
 
+    /// A descriptor that says when looking again is worth it, for an event loop (`eventfd`). See [`QueueWatch`].
+    ///
+    /// # Errors
+    /// [`Error::Os`], [`Error::DescriptorLimit`]; [`Error::Forked`].
+    pub fn watch(&self) -> Result<QueueWatch> {
+        self.desk.home.check()?;
+        let bell = Arc::new(Bell::new()?);
+        self.desk.lock().watches.push(Arc::downgrade(&bell));
+        Ok(QueueWatch::new(bell))
+    }
+
     /// Device memory taken for inputs so far and its limit, in bytes.
     pub fn memory_in_use(&self) -> (u64, u64) {
         self.desk.publisher.memory_in_use()
@@ -395,7 +410,7 @@ fn enter(ledger: &mut Ledger, input: Loan, stream: &Stream, deadline_ns: u64) ->
         Ok(encoded) => encoded,
         Err(error) => return Err(SubmitError { error, loan: Some(Box::new(Loan { sample, metadata })) }),
     };
-    let to = if is_next { ledger.choose(&[]) } else { None };
+    let to = if is_next { ledger.choose(job, &[]) } else { None };
     match sample.post(to, &encoded, stream) {
         Ok((parcel, position)) => {
             ledger.spend();

@@ -1,6 +1,6 @@
 //! How a queue finds a worker's answers: a subscriber of its jobs says in its greeting under which name it publishes.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::answers_of;
 use super::desk::Desk;
@@ -13,7 +13,20 @@ pub(super) struct Recruits(Mutex<Vec<(Member, Subscriber)>>);
 
 impl Recruits {
     pub(super) fn take(&self) -> Vec<(Member, Subscriber)> {
-        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.lock())
+    }
+
+    pub(super) fn add(&self, member: Member, subscriber: Subscriber) {
+        self.lock().push((member, subscriber));
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.lock().is_empty()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<(Member, Subscriber)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -31,10 +44,7 @@ impl Desk {
             // Gone meanwhile: what was attached goes, too.
             let Some(desk) = desk.upgrade() else { return };
             match met {
-                Ok(subscriber) => {
-                    let mut recruits = desk.recruits.0.lock().unwrap_or_else(PoisonError::into_inner);
-                    recruits.push((member, subscriber));
-                }
+                Ok(subscriber) => desk.recruits.add(member, subscriber),
                 Err(error) => {
                     desk.publisher.expel(member.id, &format!("{name:?} is a queue, for workers only: {error}"));
                 }

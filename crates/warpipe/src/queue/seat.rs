@@ -43,6 +43,8 @@ pub(super) struct Seat {
     pub(super) unready: VecDeque<Unready>,
     /// Why no answers come any more, and since when.
     pub(super) end: Option<(String, bool, Instant)>,
+    /// It has said goodbye: what was under way still completes, or its process is proven dead.
+    has_left: bool,
     /// It takes no more jobs.
     pub(super) is_leaving: bool,
     last_answer: Option<Instant>,
@@ -67,20 +69,22 @@ impl Seat {
             leases: Vec::new(),
             unready: VecDeque::new(),
             end: None,
+            has_left: false,
             is_leaving: false,
             last_answer: None,
         }
     }
 
     /// Whether it may be given a job. One that is late with another gets none before it has answered, and results
-    /// that nobody has released take their places, too.
-    pub(super) fn has_credit(&self, credits: u32) -> bool {
+    /// that nobody has released take their places, too. The last place is the `oldest` job's: results may be held because
+    /// that one's is to come first.
+    pub(super) fn has_credit(&self, credits: u32, oldest: bool) -> bool {
         let (depth, held) = self.subscriber.load();
         !self.is_leaving
             && self.end.is_none()
             && self.leases.len() < credits as usize
             && self.leases.iter().all(|lease| !lease.is_late)
-            && held + self.leases.len() < depth
+            && held + self.leases.len() + usize::from(!oldest) < depth
     }
 
     /// Whether it takes jobs, now or when it has answered others.
@@ -119,6 +123,7 @@ impl Seat {
 
     fn part(&mut self, error: &Error) {
         let is_settled = !matches!(error, Error::PublisherGone { graceful: false, .. });
+        self.has_left = matches!(error, Error::PublisherGone { graceful: true, .. });
         self.end = Some((error.to_string(), is_settled, Instant::now()));
     }
 
@@ -204,8 +209,7 @@ impl Seat {
     pub(super) fn is_over(&self) -> bool {
         let Some((_, is_settled, since)) = &self.end else { return false };
         let is_gone = *is_settled || self.subscriber.is_publisher_dead();
-        // What was under way when it said goodbye still completes.
-        (is_gone && self.unready.is_empty()) || since.elapsed() > GONE_AFTER
+        (is_gone && self.unready.is_empty()) || (!self.has_left && since.elapsed() > GONE_AFTER)
     }
 
     /// What it leaves undone.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::wire::{Answer, Ticket, Verdict};
-use super::{Queue, Worker, answers_of};
+use super::{Queue, QueueBuilder, Worker, answers_of};
 use crate::channel::{Policy, Publisher, Sample, Subscriber};
 use crate::device::Device;
 use crate::domain::Domain;
@@ -14,28 +14,32 @@ use crate::link::entry::Metadata;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
-const SOON: Duration = Duration::from_secs(10);
+pub(super) const SOON: Duration = Duration::from_secs(10);
 
 /// A domain of one test, and what it works with.
-struct Place {
+pub(super) struct Place {
     folder: PathBuf,
-    domain: Domain,
-    device: Device,
-    stream: Stream,
+    pub(super) domain: Domain,
+    pub(super) device: Device,
+    pub(super) stream: Stream,
 }
 
 impl Place {
-    fn new(name: &str) -> Place {
+    pub(super) fn new(name: &str) -> Place {
         let folder = std::env::temp_dir().join(format!("warpipe-queue-{name}-{}", std::process::id()));
         let device = Device::host();
         Place { domain: Domain::at(&folder).unwrap(), stream: device.stream().unwrap(), folder, device }
     }
 
-    fn queue(&self) -> Queue {
-        Queue::builder("jobs").domain(&self.domain).device(&self.device).build().unwrap()
+    pub(super) fn queue(&self) -> Queue {
+        self.build(|it| it)
     }
 
-    fn worker(&self) -> Worker {
+    pub(super) fn build(&self, choose: impl FnOnce(QueueBuilder) -> QueueBuilder) -> Queue {
+        choose(Queue::builder("jobs").domain(&self.domain).device(&self.device)).build().unwrap()
+    }
+
+    pub(super) fn worker(&self) -> Worker {
         Worker::builder("jobs").domain(&self.domain).device(&self.device).timeout(SOON).build().unwrap()
     }
 }
@@ -242,4 +246,64 @@ fn names_that_leave_no_room_for_a_worker_are_refused_at_once() {
     let built = Queue::builder(&long).domain(&place.domain).device(&place.device).build();
     assert!(matches!(built, Err(Error::Name { .. })), "{built:?}");
     assert!(Queue::builder(&long[1..]).domain(&place.domain).device(&place.device).build().is_ok());
+}
+
+#[test]
+fn the_oldest_job_gets_a_place_although_the_results_behind_it_fill_all_others() {
+    let place = Place::new("oldest");
+    let queue = place.build(|it| it.credits(1));
+    let mut slow = Liar::new(&place);
+    queue.wait_for_workers(1, SOON).unwrap();
+    let jobs: Vec<_> = (0..80).map(|_| queue.submit_bytes(b"work", &place.stream).unwrap()).collect();
+    let (sample, ticket) = slow.take();
+    assert_eq!(ticket.job, jobs[0].id());
+    let mut honest = place.worker();
+    queue.wait_for_workers(2, SOON).unwrap();
+    // Until it is given no more: the slow one's lease is the only one left.
+    while queue.state().unwrap().leased > 1 {
+        honest.try_lease(&place.stream).unwrap().map_or(Ok(()), |lease| lease.complete(&place.stream)).unwrap();
+    }
+    assert!(queue.state().unwrap().finished >= 48, "places are left");
+    drop((sample, slow));
+    let lease = honest.lease(&place.stream).unwrap();
+    assert_eq!(lease.job(), jobs[0].id(), "all results wait for this one");
+    lease.complete(&place.stream).unwrap();
+    // And so for every job that is the oldest one after that.
+    assert_eq!(queue.next_result(&place.stream, SOON).unwrap().job(), jobs[0].id());
+}
+
+#[test]
+fn jobs_that_come_back_are_given_out_oldest_first() {
+    let place = Place::new("sorted");
+    let queue = place.queue();
+    let mut first = Liar::new(&place);
+    queue.wait_for_workers(1, SOON).unwrap();
+    let jobs = [0, 1, 2].map(|_| queue.submit_bytes(b"work", &place.stream).unwrap().id());
+    let tickets = [first.take().1, first.take().1];
+    tickets.into_iter().for_each(|ticket| first.answer(ticket.job, ticket.number, Verdict::Failed("no".into())));
+    drop(first);
+    let mut honest = place.worker();
+    for job in jobs {
+        let lease = honest.lease(&place.stream).unwrap();
+        assert_eq!(lease.job(), job);
+        lease.complete(&place.stream).unwrap();
+    }
+}
+
+#[test]
+fn a_worker_that_cannot_say_its_answer_loses_its_link_and_not_the_job() {
+    let place = Place::new("mute");
+    let queue = place.queue();
+    let mute = Worker::builder("jobs").domain(&place.domain).device(&place.device);
+    // Memory for one region, and no patience.
+    let mut mute = mute.memory_limit(2 << 20).timeout(Duration::from_millis(20)).build().unwrap();
+    queue.wait_for_workers(1, SOON).unwrap();
+    let job = queue.submit_bytes(b"work", &place.stream).unwrap();
+    let lease = mute.lease_timeout(&place.stream, SOON).unwrap();
+    let all_its_memory = lease.output(&Layout::bytes_only(2 << 20).unwrap()).unwrap();
+    assert!(matches!(lease.complete(&place.stream), Err(Error::MemoryLimit { .. })));
+    let mut other = place.worker();
+    let lease = other.lease(&place.stream).unwrap();
+    assert_eq!((lease.job(), lease.attempt()), (job.id(), 2));
+    drop((all_its_memory, mute));
 }

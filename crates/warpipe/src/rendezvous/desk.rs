@@ -304,13 +304,22 @@ impl Desk {
         let Some(caller) = self.enter(id, device)? else { return Ok(()) };
         let answer = self.keep.admit(self, &caller, body)?;
         // Present before it is told so: whatever happens from here, `gone` is due.
-        if let Some(guest) = self.lock().get_mut(&id) {
-            guest.phase = Phase::Present(caller);
+        if !self.seat(id, &caller) {
+            self.keep.gone(self, &caller, Ending::Left);
+            return Ok(());
         }
         let fds = answer.fds.len().min(FDS_MAX) as u8;
         let message = Message::Granted { generation: self.generation, body: answer.body, fds };
         send_with(socket, &message, &answer.fds)
             .map_err(|error| Refusal(format!("the admission could not be sent: {error}")))
+    }
+
+    /// False if it is there no more: it was shown the door as a mute while it was being let in.
+    fn seat(&self, id: u64, caller: &Caller) -> bool {
+        let mut guests = self.lock();
+        let Some(guest) = guests.get_mut(&id) else { return false };
+        guest.phase = Phase::Present(caller.clone());
+        true
     }
 
     /// Watches for the death of who comes in.
@@ -359,7 +368,7 @@ impl Desk {
 
 impl Watched for Desk {
     fn is_attended(&self) -> bool {
-        true
+        !self.keep.is_quick()
     }
 
     fn on_ready(&self, tag: u64) -> Next {
@@ -422,5 +431,47 @@ impl From<Refusal> for Reason {
 impl From<crate::Error> for Reason {
     fn from(error: crate::Error) -> Reason {
         Reason(error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Sender, channel};
+
+    use super::*;
+    use crate::domain::{Domain, EndpointName};
+    use crate::rendezvous::Visitor;
+
+    /// Takes so long to let somebody in that he is taken for a mute.
+    struct Slow(Mutex<Sender<Ending>>);
+
+    impl Keep for Slow {
+        fn admit(&self, desk: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
+            // As a tick does.
+            desk.lock().retain(|_, guest| !matches!(guest.phase, Phase::Mute { .. }));
+            Ok(Answer::default())
+        }
+
+        fn answer(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
+            Ok(Answer::default())
+        }
+
+        fn gone(&self, _: &Desk, _: &Caller, ending: Ending) {
+            let _ = self.0.lock().unwrap().send(ending);
+        }
+    }
+
+    #[test]
+    fn who_is_shown_the_door_while_he_is_let_in_is_gone_and_not_forgotten() {
+        let folder = std::env::temp_dir().join(format!("warpipe-desk-mute-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("kept").unwrap());
+        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
+        let (saw, seen) = channel();
+        let keeper = Keeper::open(&at, Admission::default(), Arc::new(Slow(Mutex::new(saw)))).unwrap();
+        let visit = Visitor::attach(&at, None, &[], Duration::ZERO);
+        assert!(visit.is_err(), "its visit is over before it began");
+        assert_eq!(seen.recv_timeout(Duration::from_secs(10)), Ok(Ending::Left));
+        drop(keeper);
+        let _ = std::fs::remove_dir_all(folder);
     }
 }

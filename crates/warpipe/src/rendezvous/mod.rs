@@ -155,7 +155,7 @@ impl Gift {
     }
 }
 
-/// What a face does for its visitors. All calls come from the attendant's thread, one at a time for each keeper, and
+/// What a face does for its visitors. All calls but [`tick`](Keep::tick) come from the attendant's thread, one at a time for each keeper, and
 /// with no lock of the desk held; they may call the driver, and must not wait for a process.
 pub(crate) trait Keep: Send + Sync {
     /// Somebody comes. What is answered goes with the admission. Nothing is to be remembered of who is refused.
@@ -170,8 +170,15 @@ pub(crate) trait Keep: Send + Sync {
     /// A visit is over: called once for each who was admitted, unless the keeper ends first.
     fn gone(&self, desk: &Desk, caller: &Caller, ending: Ending);
 
-    /// Every 200 ms.
+    /// Every 200 ms, on the watcher's thread, and at the same time as the other calls: nothing here may call the driver, or
+    /// wait for a lock that is held across such a call.
     fn tick(&self, _desk: &Desk, _now_ns: u64) {}
+
+    /// Whether the watcher's thread may make these calls itself, which saves the way to the attendant's: only for who
+    /// never calls the driver and takes no lock.
+    fn is_quick(&self) -> bool {
+        false
+    }
 }
 
 /// What a visitor hears without asking. All calls come from the watcher's thread: nothing here may call the driver, or
@@ -182,6 +189,9 @@ pub(crate) trait Visit: Send + Sync {
 
     /// The keeper is proven dead: nothing of that process writes any more, so whoever waits for it is to be let go.
     fn proven_dead(&self) {}
+
+    /// An answer came for which nobody waits any more. What it gives is counted as ours all the same.
+    fn late(&self, _gift: Gift) {}
 }
 
 /// Where to find a keeper, and as what.

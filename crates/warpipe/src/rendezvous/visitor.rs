@@ -20,8 +20,14 @@ use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
 /// Questions of this process that one keeper has not answered.
 const ASKED_MAX: usize = 64;
 
+/// How long the first answer is looked for before it is slept for.
+const SPIN: Duration = Duration::from_micros(200);
+
 /// Messages read before other sockets have their turn.
 const TURN: usize = 16;
+
+/// How often a dead keeper's socket is read once more, [`TURN`] messages each time.
+const LAST_WORDS: usize = 64;
 
 /// How long a visitor that waits for its keeper sleeps at most between looks: what the domain tells wakes it earlier.
 const LOOK: Duration = Duration::from_millis(100);
@@ -197,7 +203,10 @@ impl Visitor {
             if left.is_zero() {
                 return Err(call.fault(HandshakeFault::Silent(ANSWER_TIMEOUT)));
             }
-            message::wait_readable(call.as_fd(), left);
+            // A keeper that is there answers before this thread could fall asleep and be woken.
+            if start.elapsed() > SPIN {
+                message::wait_readable(call.as_fd(), left);
+            }
         }
     }
 
@@ -348,12 +357,16 @@ impl Inner {
         }
     }
 
-    /// An answer; one that nobody waits for any more is dropped with its descriptors.
+    /// An answer; one that nobody waits for any more is for the visit to give back.
     fn on_answer(&self, serial: u64, answer: Result<Gift>) {
         if let Some(place) = self.lock().open.get_mut(&serial) {
             *place = Some(answer);
+            self.answered.notify_all();
+            return;
         }
-        self.answered.notify_all();
+        if let (Ok(gift), Some(visit)) = (answer, self.visit()) {
+            visit.late(gift);
+        }
     }
 
     fn on_socket(&self) -> Next {
@@ -397,8 +410,10 @@ impl Watched for Inner {
         match tag {
             _ if !self.home.is_here() => Next::Stop,
             PIDFD => {
-                // What it said last is still there to be read, its goodbye for one.
-                while self.on_socket() == Next::Keep && !self.lock().is_over {}
+                // What it said last is still there to be read, its goodbye for one: no more than a socket's buffer holds.
+                // The socket's end need not come: another process may have a copy of it.
+                let is_over = || self.on_socket() == Next::Stop || self.lock().is_over;
+                let _ = (0..LAST_WORDS).any(|_| is_over());
                 self.is_dead.store(true, SeqCst);
                 self.over();
                 self.visit().into_iter().for_each(|visit| visit.proven_dead());
@@ -421,4 +436,43 @@ fn say(socket: &PrivateFd, message: &Message, name: &str) -> Result<()> {
 pub(crate) fn drain(arrivals: &PrivateFd) {
     let mut events = [0u8; 4096];
     while matches!(rustix::io::read(arrivals, &mut events), Ok(1..)) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+    use crate::domain::{Domain, EndpointName};
+    use crate::rendezvous::{Admission, Answer, Caller, Desk, Ending, Keep, Keeper, Refusal};
+
+    struct Mute;
+
+    impl Keep for Mute {
+        fn admit(&self, _: &Desk, _: &Caller, _: &[u8]) -> std::result::Result<Answer, Refusal> {
+            Ok(Answer::default())
+        }
+
+        fn answer(&self, _: &Desk, _: &Caller, _: &[u8]) -> std::result::Result<Answer, Refusal> {
+            Ok(Answer::default())
+        }
+
+        fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
+    }
+
+    #[test]
+    fn a_dead_keeper_whose_socket_somebody_else_holds_open_is_dead_nevertheless() {
+        let folder = std::env::temp_dir().join(format!("warpipe-visitor-held-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("kept").unwrap());
+        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
+        let keeper = Keeper::open(&at, Admission::default(), Arc::new(Mute)).unwrap();
+        let (visitor, _) = Visitor::attach(&at, None, &[], Duration::ZERO).unwrap();
+        let (inner, (told, hears)) = (visitor.inner.clone(), channel());
+        // What the watcher does when the pidfd speaks; the socket is open, and silent.
+        std::thread::spawn(move || told.send(inner.on_ready(PIDFD)));
+        assert_eq!(hears.recv_timeout(Duration::from_secs(10)), Ok(Next::Stop));
+        assert!(visitor.is_dead() && visitor.is_over());
+        drop((visitor, keeper));
+        let _ = std::fs::remove_dir_all(folder);
+    }
 }

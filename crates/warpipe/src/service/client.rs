@@ -8,7 +8,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::link::watcher::new_generation;
-use crate::queue::{JobHandle, JobResult, Loan, Queue, QueueBuilder, QueueState, SubmitError};
+use crate::queue::{JobHandle, JobResult, Loan, Queue, QueueBuilder, QueueState, QueueWatch, SubmitError};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -58,6 +58,11 @@ impl ClientBuilder {
     /// The most device memory that requests may take, in bytes: 4 GiB by default.
     pub fn memory_limit(self, bytes: u64) -> Self {
         ClientBuilder { options: self.options.memory_limit(bytes), ..self }
+    }
+
+    /// How long [`Client::loan`] waits for memory: 5 s by default.
+    pub fn loan_timeout(self, timeout: Duration) -> Self {
+        ClientBuilder { options: self.options.submit_timeout(timeout), ..self }
     }
 
     /// How long a wait polls before it sleeps: 20 µs by default.
@@ -144,8 +149,23 @@ impl Client {
     /// [`Error::QueueFull`], with the loan; [`Error::Driver`]; [`Error::Forked`].
     pub fn request(&self, input: Loan, stream: &Stream, deadline: Duration) -> Result<Pending, SubmitError> {
         let nanoseconds = u64::try_from(deadline.as_nanos()).unwrap_or(u64::MAX);
-        let deadline_ns = now_ns().saturating_add(nanoseconds).max(1);
-        let handle = self.queue.submit_before(input, stream, deadline_ns, deadline)?;
+        self.request_before(input, stream, now_ns().saturating_add(nanoseconds), deadline)
+    }
+
+    /// [`request`](Self::request) with the deadline as a moment, in `CLOCK_MONOTONIC` nanoseconds, and another wait for
+    /// room.
+    ///
+    /// # Errors
+    /// As [`request`](Self::request).
+    pub fn request_before(
+        &self,
+        input: Loan,
+        stream: &Stream,
+        deadline_ns: u64,
+        room: Duration,
+    ) -> Result<Pending, SubmitError> {
+        let deadline_ns = deadline_ns.max(1);
+        let handle = self.queue.submit_before(input, stream, deadline_ns, room)?;
         Ok(Pending { handle, service: self.service.clone(), deadline_ns })
     }
 
@@ -165,6 +185,14 @@ impl Client {
         let mut input = self.loan(&Layout::bytes_only(bytes.len() as u64)?)?;
         input.write(stream, bytes)?;
         self.call(input, stream, deadline)
+    }
+
+    /// A descriptor that says when looking again is worth it. See [`Queue::watch`].
+    ///
+    /// # Errors
+    /// Those of [`Queue::watch`].
+    pub fn watch(&self) -> Result<QueueWatch> {
+        self.queue.watch()
     }
 
     /// Waits until `count` servers are there.
@@ -204,15 +232,41 @@ impl Pending {
         self.settle(self.handle.wait(stream, left))
     }
 
+    /// Whether [`wait`](Self::wait) would return at once: the reply is there, or was taken, or the deadline has passed.
+    ///
+    /// # Errors
+    /// [`Error::QueueClosed`] when the client is gone; [`Error::Forked`].
+    pub fn is_done(&self) -> Result<bool> {
+        Ok(self.handle.is_done()? || now_ns() >= self.deadline_ns)
+    }
+
+    /// The request's number, from 1.
+    pub fn id(&self) -> u64 {
+        self.handle.id()
+    }
+
+    /// `CLOCK_MONOTONIC` nanoseconds by which the reply is wanted.
+    pub fn deadline_ns(&self) -> u64 {
+        self.deadline_ns
+    }
+
     /// The reply if it is there.
     ///
     /// # Errors
     /// As [`wait`](Self::wait).
     pub fn try_wait(&self, stream: &Stream) -> Result<Option<JobResult>> {
-        match self.handle.try_wait(stream) {
-            Ok(None) if now_ns() < self.deadline_ns => Ok(None),
-            Ok(None) => Err(self.late()),
-            other => self.settle(other),
+        self.wait_timeout(stream, Duration::ZERO)
+    }
+
+    /// The reply if it comes within `timeout`, and `None` if the deadline is later than that.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
+    pub fn wait_timeout(&self, stream: &Stream, timeout: Duration) -> Result<Option<JobResult>> {
+        let left = Duration::from_nanos(self.deadline_ns.saturating_sub(now_ns()));
+        match self.handle.wait(stream, left.min(timeout)) {
+            Err(Error::Timeout { .. }) if now_ns() < self.deadline_ns => Ok(None),
+            other => self.settle(other).map(Some),
         }
     }
 

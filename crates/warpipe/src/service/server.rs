@@ -37,6 +37,7 @@ pub struct ServerBuilder {
     spin: Duration,
     memory_limit: u64,
     handshake_timeout: Duration,
+    answer_timeout: Duration,
     clients_max: usize,
 }
 
@@ -68,6 +69,12 @@ impl ServerBuilder {
     /// How long a client may take to let it in: 5 s by default. Others are served meanwhile.
     pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
         self.handshake_timeout = timeout;
+        self
+    }
+
+    /// How long a reply may wait for its client to release earlier ones, and for memory: 10 s by default.
+    pub fn answer_timeout(mut self, timeout: Duration) -> Self {
+        self.answer_timeout = timeout;
         self
     }
 
@@ -157,6 +164,7 @@ impl Server {
             spin: Duration::from_micros(20),
             memory_limit: 4 << 30,
             handshake_timeout: Duration::from_secs(5),
+            answer_timeout: Duration::from_secs(10),
             clients_max: 256,
         }
     }
@@ -265,6 +273,7 @@ impl Server {
         let builder: WorkerBuilder = Worker::builder(name.as_str())
             .domain(&self.domain)
             .device(&self.device)
+            .timeout(self.options.answer_timeout)
             .memory_limit(self.options.memory_limit)
             .handshake_timeout(self.options.handshake_timeout);
         let (door, guest) = (Arc::downgrade(&self.door), name.clone());
@@ -348,6 +357,11 @@ impl Request {
     /// The process that asks.
     pub fn client_pid(&self) -> i32 {
         self.client_pid
+    }
+
+    /// The lease that it is, for [`Lease::split`].
+    pub fn into_lease(self) -> Lease {
+        self.lease
     }
 
     /// Replies without a tensor once the work enqueued on `stream` is done.

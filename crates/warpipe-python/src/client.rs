@@ -1,0 +1,287 @@
+//! Who asks a service, as Python holds it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use warpipe::clock::now_ns;
+
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::dtype;
+use crate::errors::{Fault, Outcome};
+use crate::job::{self, Watch};
+use crate::loan::Loan;
+use crate::office::{End, Office};
+use crate::queue::QueueState;
+use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
+
+/// Asks the servers of a service: ``call``, or ``request`` for a reply to be had later, or awaited.
+///
+/// ``service``: as a publisher's name, at most 40 bytes. ``device``: whose memory the requests lie in (default: the first
+/// GPU, else the host). ``timeout``: seconds within which a reply is to come (None: whenever). ``max_attempts``: how many
+/// servers may die of a request, or fail, before it is buried. ``credits``: requests that one server may hold.
+/// ``lease_timeout``: seconds that a server may hold requests without answering any; then they go to others. ``limit``: the
+/// most requests without a reply. ``memory_limit``: bytes of device memory for requests. ``loan_timeout``: seconds to wait
+/// for memory that is in use.
+///
+/// Any number of threads may use it. There need not be any server yet.
+///
+/// Raises ``InvalidNameError``, ``DomainError``, ``ArgumentError``, ``DeviceError``.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct Client {
+    office: Arc<Office>,
+    timeout: Option<Duration>,
+}
+
+#[pymethods]
+impl Client {
+    #[new]
+    #[pyo3(signature = (service, *, domain = None, device = None, timeout = Some(10.0), max_attempts = 3, credits = 2,
+        lease_timeout = None, limit = 1024, memory_limit = 4 << 30, loan_timeout = Some(5.0), spin = 20e-6),
+        text_signature = "(service, *, domain=None, device=None, timeout=10.0, max_attempts=3, credits=2, \
+        lease_timeout=None, limit=1024, memory_limit=4294967296, loan_timeout=5.0, spin=2e-05)")]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    fn new(
+        py: Python<'_>,
+        service: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+        max_attempts: u32,
+        credits: u32,
+        lease_timeout: Option<f64>,
+        limit: usize,
+        memory_limit: u64,
+        loan_timeout: Option<f64>,
+        spin: f64,
+    ) -> PyResult<Client> {
+        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let (timeout, loan_timeout) = (optional(timeout, "timeout")?, optional(loan_timeout, "loan_timeout")?);
+        let builder = warpipe::Client::builder(service)
+            .domain(&domain)
+            .device(&device)
+            .max_attempts(max_attempts)
+            .credits(credits)
+            .lease_timeout(optional(lease_timeout, "lease_timeout")?)
+            .limit(limit)
+            .memory_limit(memory_limit)
+            .loan_timeout(loan_timeout.unwrap_or(SLICE).min(SLICE))
+            .spin(seconds(spin, "spin")?.min(SLICE));
+        let client = py.detach(|| builder.build()).map_err(Fault::from)?;
+        let office = Office::open("client", service, &device, loan_timeout, End::Client(client))?;
+        Ok(Client { office, timeout })
+    }
+
+    /// The service's name.
+    #[getter]
+    fn service(&self) -> &str {
+        &self.office.name
+    }
+
+    /// Its device.
+    #[getter]
+    fn device(&self) -> Device {
+        self.office.device()
+    }
+
+    /// Whether it has been closed.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        Ok(self.office.is_closed()?)
+    }
+
+    /// Sends a request and waits for the reply, which is to come within ``timeout`` seconds (default: the client's; None:
+    /// whenever): see ``request``.
+    ///
+    /// Raises as ``request`` and ``Pending.result``.
+    #[pyo3(signature = (tensor, *, metadata = None, stream = None, timeout = Timeout::Usual),
+        text_signature = "($self, tensor, *, metadata=None, stream=None, timeout=...)")]
+    fn call(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        metadata: Option<&Bound<'_, PyAny>>,
+        stream: Option<&Bound<'_, PyAny>>,
+        timeout: Timeout,
+    ) -> PyResult<Py<job::Result>> {
+        self.request(py, tensor, metadata, stream, timeout)?.result(py)
+    }
+
+    /// Sends a request, of which the reply is to come within ``timeout`` seconds (default: the client's; None: whenever); no
+    /// server begins with it later. A tensor is copied, as ``Publisher.send`` does; a ``loan`` of this client is taken as it
+    /// is. ``metadata``: a dict (as JSON) or bytes, at most 200 bytes, for the server.
+    ///
+    /// Raises ``QueueFullError``; ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
+    /// ``MetadataError``; ``MemoryLimitError``, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (tensor, *, metadata = None, stream = None, timeout = Timeout::Usual),
+        text_signature = "($self, tensor, *, metadata=None, stream=None, timeout=...)")]
+    fn request(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        metadata: Option<&Bound<'_, PyAny>>,
+        stream: Option<&Bound<'_, PyAny>>,
+        timeout: Timeout,
+    ) -> PyResult<Pending> {
+        let timeout = timeout.or(self.timeout);
+        let nanoseconds = timeout.and_then(|timeout| u64::try_from(timeout.as_nanos()).ok());
+        let deadline_ns = nanoseconds.map_or(u64::MAX, |nanoseconds| now_ns().saturating_add(nanoseconds));
+        let input = self.office.input(py, tensor, metadata, stream)?;
+        let pending = self.office.submit(py, input, timeout, |end, loan, stream, slice| match end {
+            End::Client(client) => client.request_before(loan, stream, deadline_ns, slice),
+            End::Queue(_) => unreachable!("a client's end is a client"),
+        })?;
+        let (office, job) = (self.office.clone(), pending.id());
+        Ok(Pending { office, job, inner: Mutex::new(Some(Arc::new(pending))) })
+    }
+
+    /// Lends memory for a request, to be filled in place and given to ``call`` or ``request``: no copy.
+    ///
+    /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``, ``DeviceMemoryError``,
+    /// ``ClosedError``.
+    #[pyo3(signature = (shape, dtype, *, metadata = None))]
+    fn loan(
+        &self,
+        py: Python<'_>,
+        shape: &Bound<'_, PyAny>,
+        dtype: &Bound<'_, PyAny>,
+        metadata: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Loan> {
+        self.office.loan(py, &dtype::layout(shape, dtype)?, metadata)
+    }
+
+    /// Waits until there are ``count`` servers, at most ``timeout`` seconds (None: as long as it takes).
+    ///
+    /// Raises ``TimeoutError``, ``ClosedError``.
+    #[pyo3(signature = (count = 1, timeout = Some(10.0)), text_signature = "($self, count=1, timeout=10.0)")]
+    fn wait_for_servers(&self, py: Python<'_>, count: usize, timeout: Option<f64>) -> PyResult<()> {
+        let timeout = optional(timeout, "timeout")?;
+        let come = in_slices(py, timeout, |slice| none_if_late(self.office.end()?.wait_for_workers(count, slice)))?;
+        Ok(come.ok_or_else(|| late(format!("server {count} of {:?}", self.office.name), timeout))?)
+    }
+
+    /// How its requests fare just now; the workers are the servers.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn state(&self, py: Python<'_>) -> PyResult<QueueState> {
+        Ok(py.detach(|| QueueState::of(&self.office))?)
+    }
+
+    /// Ends it: whoever waits for a reply is told. Replies that were received stay. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.office.close(py)
+    }
+
+    fn __enter__(slf: Py<Client>) -> Py<Client> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Client({:?}, {})", self.office.name, self.office.device)
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.office.abandon();
+    }
+}
+
+/// A request without a reply yet: ``pending.result()``, or ``await pending`` in asyncio. Dropped, or cancelled, the request is
+/// called off. The reply is given once, to whoever asks first.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct Pending {
+    office: Arc<Office>,
+    job: u64,
+    /// `None` once it is called off.
+    inner: Mutex<Option<Arc<warpipe::Pending>>>,
+}
+
+impl Pending {
+    fn slot(&self) -> Outcome<MutexGuard<'_, Option<Arc<warpipe::Pending>>>> {
+        self.office.check()?;
+        Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn inner(&self) -> Outcome<Arc<warpipe::Pending>> {
+        let gone = || Fault::from(warpipe::Error::NoSuchJob { name: self.office.name.clone(), job: self.job });
+        self.slot()?.clone().ok_or_else(gone)
+    }
+
+    fn look(&self, slice: Duration) -> Outcome<Option<warpipe::JobResult>> {
+        Ok(self.inner()?.wait_timeout(&self.office.stream, slice)?)
+    }
+}
+
+#[pymethods]
+impl Pending {
+    /// The request's number, from 1.
+    #[getter]
+    fn job(&self) -> u64 {
+        self.job
+    }
+
+    /// By when the reply is wanted, in nanoseconds of ``time.monotonic_ns()``.
+    #[getter]
+    fn deadline_ns(&self) -> PyResult<u64> {
+        Ok(self.inner()?.deadline_ns())
+    }
+
+    /// Waits for the reply until the deadline. Its data is complete.
+    ///
+    /// Raises ``DeadlinePassedError`` (a TimeoutError); ``RejectedError`` by a server; ``BuriedError`` when all attempts
+    /// failed; ``NoSuchJobError`` when the reply was taken before, or the request called off; ``QueueClosedError`` when the
+    /// client was closed.
+    pub fn result(&self, py: Python<'_>) -> PyResult<Py<job::Result>> {
+        let reply = in_slices(py, None, |slice| self.look(slice))?;
+        self.office.result(py, reply.ok_or_else(|| late("a reply".into(), None))?)
+    }
+
+    /// Whether ``result()`` would return, or raise, at once.
+    ///
+    /// Raises ``NoSuchJobError`` when it was called off, ``QueueClosedError``.
+    fn done(&self, py: Python<'_>) -> PyResult<bool> {
+        let inner = self.inner()?;
+        Ok(py.detach(|| inner.is_done()).map_err(Fault::from)?)
+    }
+
+    /// Calls the request off. Doing it twice is no error.
+    fn cancel(&self, py: Python<'_>) -> PyResult<()> {
+        let inner = self.slot()?.take();
+        py.detach(|| drop(inner));
+        Ok(())
+    }
+
+    /// The reply if it is there, else None.
+    fn _poll(&self, py: Python<'_>) -> PyResult<Option<Py<job::Result>>> {
+        let found = py.detach(|| self.look(Duration::ZERO))?;
+        found.map(|found| self.office.result(py, found)).transpose()
+    }
+
+    fn _watch(&self, py: Python<'_>) -> PyResult<Watch> {
+        Watch::of(py, &self.office)
+    }
+
+    #[getter]
+    fn _queue(&self) -> u64 {
+        self.office.number
+    }
+
+    fn __await__<'py>(slf: &Bound<'py, Pending>) -> PyResult<Bound<'py, PyAny>> {
+        job::outcome_of(slf.as_any())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Pending({:?}, job={})", self.office.name, self.job)
+    }
+}

@@ -1,0 +1,271 @@
+//! What a submitter holds of a job: its handle, its result, and the results of all.
+
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::exceptions::PyStopIteration;
+use pyo3::prelude::*;
+use warpipe::Error;
+
+use crate::errors::{Fault, Outcome};
+use crate::frame::Frame;
+use crate::office::{End, Office};
+use crate::wait::{in_slices, late, none_if_late, seconds};
+
+/// A job that was submitted: its result comes with ``handle.result()``, or with ``await handle`` in asyncio.
+///
+/// The outcome is given once, to whoever asks first. A handle that is dropped leaves its job's to ``Queue.results()``.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct JobHandle {
+    office: Arc<Office>,
+    inner: warpipe::JobHandle,
+}
+
+impl JobHandle {
+    /// Of a job of this queue.
+    pub fn new(office: &Arc<Office>, inner: warpipe::JobHandle) -> JobHandle {
+        JobHandle { office: office.clone(), inner }
+    }
+
+    fn look(&self, slice: Duration) -> Outcome<Option<warpipe::JobResult>> {
+        self.office.check()?;
+        none_if_late(self.inner.wait(&self.office.stream, slice))
+    }
+}
+
+#[pymethods]
+impl JobHandle {
+    /// The job's number, from 1.
+    #[getter]
+    fn job(&self) -> u64 {
+        self.inner.id()
+    }
+
+    /// Waits for the result, at most ``timeout`` seconds (None: as long as it takes). Its data is complete.
+    ///
+    /// Raises ``TimeoutError``, after which it can be asked again; ``BuriedError`` when all attempts failed,
+    /// ``RejectedError``; ``NoSuchJobError`` when the outcome was taken before, ``QueueClosedError``.
+    #[pyo3(signature = (timeout = None))]
+    fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<Result>> {
+        let timeout = timeout.map(|timeout| seconds(timeout, "timeout")).transpose()?;
+        let result = in_slices(py, timeout, |slice| self.look(slice))?;
+        let what = || late(format!("the result of job {} of {:?}", self.inner.id(), self.office.name), timeout);
+        self.office.result(py, result.ok_or_else(what)?)
+    }
+
+    /// Whether ``result()`` would return, or raise, at once.
+    ///
+    /// Raises ``QueueClosedError``.
+    fn done(&self, py: Python<'_>) -> PyResult<bool> {
+        self.office.check()?;
+        Ok(py.detach(|| self.inner.is_done()).map_err(Fault::from)?)
+    }
+
+    /// Calls the job off: nobody new gets it, and the answer of who has it is discarded. False if its outcome was taken
+    /// before.
+    ///
+    /// Raises ``QueueClosedError``.
+    fn cancel(&self, py: Python<'_>) -> PyResult<bool> {
+        self.office.check()?;
+        Ok(py.detach(|| self.inner.call_off()).map_err(Fault::from)?)
+    }
+
+    /// The result if it is there, else None.
+    fn _poll(&self, py: Python<'_>) -> PyResult<Option<Py<Result>>> {
+        let found = py.detach(|| self.look(Duration::ZERO))?;
+        found.map(|found| self.office.result(py, found)).transpose()
+    }
+
+    /// What an event loop sleeps on, and the number of the queue that it is of.
+    fn _watch(&self, py: Python<'_>) -> PyResult<Watch> {
+        Watch::of(py, &self.office)
+    }
+
+    #[getter]
+    fn _queue(&self) -> u64 {
+        self.office.number
+    }
+
+    fn __await__<'py>(slf: &Bound<'py, JobHandle>) -> PyResult<Bound<'py, PyAny>> {
+        outcome_of(slf.as_any())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("JobHandle({:?}, job={})", self.office.name, self.inner.id())
+    }
+}
+
+/// Waits in the running event loop, as `await` asks.
+pub fn outcome_of<'py>(awaited: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let module = awaited.py().import("warpipe._queue")?;
+    module.call_method1("outcome_of", (awaited,))?.call_method0("__await__")
+}
+
+/// What an event loop sleeps on for a queue.
+#[pyclass(frozen, module = "warpipe", name = "_Watch")]
+#[derive(Debug)]
+pub struct Watch {
+    office: Arc<Office>,
+    inner: warpipe::QueueWatch,
+}
+
+impl Watch {
+    /// Of a queue, or a client.
+    pub fn of(py: Python<'_>, office: &Arc<Office>) -> PyResult<Watch> {
+        let inner = py.detach(|| office.watch())?;
+        Ok(Watch { office: office.clone(), inner })
+    }
+}
+
+#[pymethods]
+impl Watch {
+    fn fileno(&self) -> PyResult<i32> {
+        self.office.check()?;
+        Ok(self.inner.as_fd().as_raw_fd())
+    }
+
+    fn quiet(&self) -> PyResult<()> {
+        self.office.check()?;
+        self.inner.quiet();
+        Ok(())
+    }
+}
+
+/// A job's result, or a service's reply: a tensor in its worker's memory, complete, and lent as any ``Sample`` is. It
+/// outlives its worker. What a worker completed without an array has no bytes.
+#[pyclass(frozen, extends = Frame, module = "warpipe", name = "JobResult")]
+#[derive(Debug)]
+pub struct Result {
+    job: u64,
+    attempt: u32,
+    worker_pid: i32,
+}
+
+impl Result {
+    /// Takes a result over.
+    pub fn new(py: Python<'_>, result: warpipe::JobResult, device: &warpipe::Device) -> PyResult<Py<Result>> {
+        let ours = Result { job: result.job(), attempt: result.attempt(), worker_pid: result.worker_pid() };
+        let metadata = result.metadata().to_vec();
+        let frame = Frame::with_metadata(result.into_sample(), metadata, device, None);
+        Py::new(py, PyClassInitializer::from(frame).add_subclass(ours))
+    }
+}
+
+#[pymethods]
+impl Result {
+    /// The job's number, from 1.
+    #[getter]
+    fn job(&self) -> u64 {
+        self.job
+    }
+
+    /// Which attempt it was, from 1.
+    #[getter]
+    fn attempt(&self) -> u32 {
+        self.attempt
+    }
+
+    /// The process that did it.
+    #[getter]
+    fn worker_pid(&self) -> i32 {
+        self.worker_pid
+    }
+
+    fn __repr__(slf: &Bound<'_, Result>) -> String {
+        let Result { job, attempt, worker_pid } = slf.get();
+        let frame = slf.as_super().get().described();
+        format!("JobResult({frame}, job={job}, attempt={attempt}, worker_pid={worker_pid})")
+    }
+}
+
+/// The results of a queue one by one, see ``Queue.results``: for ``for``, or ``async for``.
+///
+/// A job that was buried or rejected raises in its place, and the iteration can go on.
+#[pyclass(frozen, module = "warpipe")]
+#[derive(Debug)]
+pub struct Results {
+    office: Arc<Office>,
+    timeout: Option<Duration>,
+    /// Until the queue is shut; else until there is no job left.
+    follow: bool,
+}
+
+/// What one look finds.
+enum Found {
+    Result(warpipe::JobResult),
+    End,
+}
+
+impl Results {
+    /// Of a queue.
+    pub fn new(office: &Arc<Office>, timeout: Option<Duration>, follow: bool) -> Results {
+        Results { office: office.clone(), timeout, follow }
+    }
+
+    fn look(&self, slice: Duration) -> Outcome<Option<Found>> {
+        // Asked first: what is submitted before it is shut is seen below.
+        let may_end = !self.follow || self.office.is_shut();
+        let end = self.office.end()?;
+        let End::Queue(queue) = &*end else { return Ok(Some(Found::End)) };
+        match queue.next_result(&self.office.stream, if may_end { Duration::ZERO } else { slice }) {
+            Ok(result) => return Ok(Some(Found::Result(result))),
+            Err(Error::Timeout { .. }) if !may_end => return Ok(None),
+            Err(Error::Timeout { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        if self.office.is_empty()? {
+            return Ok(Some(Found::End));
+        }
+        Ok(none_if_late(queue.next_result(&self.office.stream, slice))?.map(Found::Result))
+    }
+}
+
+#[pymethods]
+impl Results {
+    fn __iter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    /// The next result.
+    fn __next__(&self, py: Python<'_>) -> PyResult<Py<Result>> {
+        match in_slices(py, self.timeout, |slice| self.look(slice))? {
+            Some(Found::Result(result)) => self.office.result(py, result),
+            Some(Found::End) => Err(PyStopIteration::new_err(())),
+            None => Err(late(format!("a result of {:?}", self.office.name), self.timeout).into()),
+        }
+    }
+
+    fn __aiter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    /// The next result, in the running event loop.
+    fn __anext__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("warpipe._queue")?.call_method1("next_of", (slf,))
+    }
+
+    /// The result if it is there, None if it is not, and False at the end.
+    fn _poll(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        match py.detach(|| self.look(Duration::ZERO))? {
+            Some(Found::Result(result)) => Ok(self.office.result(py, result)?.into_any()),
+            Some(Found::End) => Ok(false.into_pyobject(py)?.to_owned().into_any().unbind()),
+            None => Ok(py.None()),
+        }
+    }
+
+    fn _watch(&self, py: Python<'_>) -> PyResult<Watch> {
+        Watch::of(py, &self.office)
+    }
+
+    #[getter]
+    fn _queue(&self) -> u64 {
+        self.office.number
+    }
+
+    #[getter]
+    fn _timeout(&self) -> Option<f64> {
+        self.timeout.map(|timeout| timeout.as_secs_f64())
+    }
+}

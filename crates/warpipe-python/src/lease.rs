@@ -1,0 +1,343 @@
+//! A job as its worker holds it: the input, what is owed for it, and memory for the result.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use pyo3::exceptions::{PyBaseException, PyException};
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+use warpipe::{AnswerError, Duty, Error, Layout};
+
+use crate::copies::Copies;
+use crate::dtype;
+use crate::errors::{Fault, Outcome};
+use crate::frame::Frame;
+use crate::loan::Loan;
+use crate::metadata;
+use crate::process::Home;
+use crate::slot::{self, Slot};
+use crate::source::Wanted;
+use crate::stream::Consumer;
+use crate::wait::{in_slices, late};
+
+/// What the leases of one worker have in common.
+#[derive(Debug, Clone)]
+pub struct Bench {
+    pub device: warpipe::Device,
+    /// For what comes without a stream of its own.
+    pub stream: warpipe::Stream,
+    pub copies: Arc<Copies>,
+    /// How long an answer, or memory for one, may take.
+    pub patience: Option<Duration>,
+}
+
+/// A job to be answered, once: ``complete``, ``fail``, ``give_back`` or ``reject``. Its input is an array, lent as any
+/// ``Sample`` is, and given back with the answer; arrays made of it keep it longer.
+///
+/// As ``with lease:`` an exception in the block fails it with that reason, and goes on; one that ends the program
+/// (``KeyboardInterrupt``, ``SystemExit``) gives the job back, which costs no attempt. A lease that is left, or dropped,
+/// without an answer has failed.
+#[pyclass(frozen, subclass, extends = Frame, module = "warpipe")]
+#[derive(Debug)]
+pub struct Lease {
+    home: Home,
+    bench: Bench,
+    /// `None` once it is answered.
+    duty: Mutex<Option<Duty>>,
+    job: u64,
+    attempt: u32,
+    deadline_ns: Option<u64>,
+}
+
+/// An answer, as often as it is tried.
+enum Word {
+    Complete(Option<warpipe::Loan>, warpipe::Stream),
+    Fail(String),
+    GiveBack,
+    Reject(String),
+}
+
+impl Word {
+    fn say(&mut self, duty: Duty) -> Result<(), AnswerError> {
+        match self {
+            Word::Complete(output, stream) => duty.complete(output.take(), stream),
+            Word::Fail(reason) => duty.fail(reason),
+            Word::GiveBack => duty.give_back(),
+            Word::Reject(reason) => duty.reject(reason),
+        }
+    }
+
+    fn take_back(&mut self, unused: Option<Box<warpipe::Loan>>) {
+        if let (Word::Complete(output, _), Some(unused)) = (self, unused) {
+            *output = Some(*unused);
+        }
+    }
+
+    /// What was not said leaves its output behind the work that fills it.
+    fn forget(self) {
+        if let Word::Complete(Some(output), stream) = self {
+            let _ = output.discard(&stream);
+        }
+    }
+}
+
+impl Lease {
+    /// Takes a lease over.
+    pub fn parts(lease: warpipe::Lease, bench: &Bench) -> PyClassInitializer<Lease> {
+        let metadata = lease.metadata().to_vec();
+        let (job, attempt, deadline_ns) = (lease.job(), lease.attempt(), lease.deadline_ns());
+        let (input, duty) = lease.split();
+        let frame = Frame::with_metadata(input, metadata, &bench.device, bench.patience);
+        let duty = Mutex::new(Some(duty));
+        let lease = Lease { home: Home::here(), bench: bench.clone(), duty, job, attempt, deadline_ns };
+        PyClassInitializer::from(frame).add_subclass(lease)
+    }
+
+    fn duty(&self) -> Outcome<MutexGuard<'_, Option<Duty>>> {
+        self.home.check()?;
+        Ok(self.duty.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn answered(&self) -> Fault {
+        let next = "answer once, and ask for its output before";
+        Fault::Own("ReleasedError", format!("job {} has been answered; {next}", self.job))
+    }
+
+    /// Lends memory for the result.
+    fn borrow(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Slot> {
+        let lend = || {
+            let duty = self.duty()?;
+            Ok(duty.as_ref().ok_or_else(|| self.answered())?.output(layout)?)
+        };
+        let mut slot = Slot::Work(slot::borrow(py, self.bench.patience, lend)?);
+        slot.set_metadata(metadata)?;
+        Ok(slot)
+    }
+
+    /// What is to be the result, and the stream behind which it is: nothing, a loan of `output`'s, or a copy.
+    fn result(
+        slf: &Bound<'_, Lease>,
+        tensor: Option<&Bound<'_, PyAny>>,
+        metadata: Option<&Bound<'_, PyAny>>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Word> {
+        let (py, lease) = (slf.py(), slf.get());
+        let Bench { device, stream: own, copies, patience } = &lease.bench;
+        let (slot, stream) = match tensor {
+            Some(tensor) if tensor.is_instance_of::<Loan>() => {
+                let (mut slot, stream) = tensor.cast::<Loan>()?.get().take_out(py, stream)?;
+                if metadata.is_some() {
+                    slot.set_metadata(metadata)?;
+                }
+                (slot, stream)
+            }
+            Some(tensor) => {
+                let stream = stream.map(|stream| Consumer::from_argument(py, device, stream)).transpose()?;
+                let source =
+                    Wanted { device, stream: stream.as_ref(), own, packed: false, lasting: false }.find(tensor)?;
+                let mut slot = lease.borrow(py, &source.layout, metadata)?;
+                let filled_on = copies.fill(py, &mut slot, source, own, *patience)?;
+                (slot, filled_on)
+            }
+            None => {
+                let lent = slf.as_super().get().lent()?;
+                if let Some(stream) = stream {
+                    lent.note(&Consumer::from_argument(py, device, stream)?);
+                }
+                let behind = lent.behind()?;
+                if metadata.is_none() {
+                    return Ok(Word::Complete(None, behind));
+                }
+                (lease.borrow(py, &Layout::bytes_only(0).map_err(Fault::from)?, metadata)?, behind)
+            }
+        };
+        match slot {
+            Slot::Work(output) => Ok(Word::Complete(Some(output), stream)),
+            Slot::Sample(_) => Err(Fault::argument("the loan", "a publisher's", "one of this lease's `output`").into()),
+        }
+    }
+
+    /// Says it, in slices, and lets go of the input.
+    fn answer(slf: &Bound<'_, Lease>, mut word: Word) -> PyResult<()> {
+        let (py, lease) = (slf.py(), slf.get());
+        let mut duty = lease.duty()?.take();
+        if duty.is_none() {
+            word.forget();
+            return Err(lease.answered().into());
+        }
+        let said = in_slices(py, lease.bench.patience, |_| {
+            let Some(ours) = duty.take() else { return Err(lease.answered()) };
+            match word.say(ours) {
+                Ok(()) => Ok(Some(())),
+                Err(AnswerError { error, duty: back, output }) => {
+                    duty = back.map(|back| *back);
+                    word.take_back(output);
+                    if matches!(error, Error::Timeout { .. }) && duty.is_some() { Ok(None) } else { Err(error.into()) }
+                }
+            }
+        });
+        // Unsaid, it can be said again, or something else.
+        let is_said = duty.is_none();
+        *lease.duty()? = duty;
+        word.forget();
+        if is_said {
+            slf.as_super().get().release(py, None)?;
+        }
+        Ok(said?.ok_or_else(|| late(format!("room for the answer to job {}", lease.job), lease.bench.patience))?)
+    }
+}
+
+#[pymethods]
+impl Lease {
+    /// The job's number, from 1.
+    #[getter]
+    fn job(&self) -> u64 {
+        self.job
+    }
+
+    /// Which attempt this is, from 1.
+    #[getter]
+    fn attempt(&self) -> u32 {
+        self.attempt
+    }
+
+    /// By when the answer is wanted, in nanoseconds of ``time.monotonic_ns()``; None if that was not said.
+    #[getter]
+    fn deadline_ns(&self) -> Option<u64> {
+        self.deadline_ns
+    }
+
+    /// Whether it has been answered.
+    #[getter]
+    fn is_answered(&self) -> PyResult<bool> {
+        Ok(self.duty()?.is_none())
+    }
+
+    /// Lends memory for the result, to be filled in place: see ``Output``. As ``with lease.output(shape, dtype) as out:`` the
+    /// job is completed with it at the end of the block; without ``with``, by ``lease.complete(out)``.
+    ///
+    /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``, ``DeviceMemoryError``,
+    /// ``ReleasedError``.
+    #[pyo3(signature = (shape, dtype, *, metadata = None))]
+    fn output(
+        slf: &Bound<'_, Lease>,
+        shape: &Bound<'_, PyAny>,
+        dtype: &Bound<'_, PyAny>,
+        metadata: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Py<Output>> {
+        let (py, lease) = (slf.py(), slf.get());
+        let layout = dtype::layout(shape, dtype)?;
+        metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
+        let Bench { device, stream, copies, patience } = &lease.bench;
+        let loan = Loan::new(lease.borrow(py, &layout, metadata)?, device, stream, copies, *patience);
+        Py::new(py, PyClassInitializer::from(loan).add_subclass(Output { lease: slf.clone().unbind() }))
+    }
+
+    /// The job is done: with a tensor, which is copied as ``Publisher.send`` does; with an ``output`` of this lease, as it is; or
+    /// without any. It counts once the work on the tensor's stream is done; no CPU waits for that. ``metadata``: a dict or
+    /// bytes, at most 200 bytes, for the submitter.
+    ///
+    /// Raises ``ReleasedError`` when it was answered before; ``QueueGoneError``; ``TimeoutError`` when the owner holds too
+    /// many earlier results; ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``MetadataError``,
+    /// ``MemoryLimitError``, ``DriverError``.
+    #[pyo3(signature = (tensor = None, *, metadata = None, stream = None),
+        text_signature = "($self, tensor=None, *, metadata=None, stream=None)")]
+    pub fn complete(
+        slf: &Bound<'_, Lease>,
+        tensor: Option<&Bound<'_, PyAny>>,
+        metadata: Option<&Bound<'_, PyAny>>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        if slf.get().duty()?.is_none() {
+            return Err(slf.get().answered().into());
+        }
+        metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
+        let word = Lease::result(slf, tensor, metadata, stream)?;
+        Lease::answer(slf, word)
+    }
+
+    /// This attempt has failed; another worker tries again, as often as the queue allows. Of the reason, 200 bytes.
+    ///
+    /// Raises ``ReleasedError`` when it was answered before, ``QueueGoneError``, ``TimeoutError``.
+    #[pyo3(text_signature = "($self, reason)")]
+    fn fail(slf: &Bound<'_, Lease>, reason: String) -> PyResult<()> {
+        Lease::answer(slf, Word::Fail(reason))
+    }
+
+    /// Somebody else is to do it, and it costs no attempt: for a worker that leaves.
+    ///
+    /// Raises as ``fail``.
+    #[pyo3(text_signature = "($self)")]
+    fn give_back(slf: &Bound<'_, Lease>) -> PyResult<()> {
+        Lease::answer(slf, Word::GiveBack)
+    }
+
+    /// Nobody is to do it: the submitter gets ``RejectedError``. Of the reason, 200 bytes.
+    ///
+    /// Raises as ``fail``.
+    #[pyo3(text_signature = "($self, reason)")]
+    fn reject(slf: &Bound<'_, Lease>, reason: String) -> PyResult<()> {
+        Lease::answer(slf, Word::Reject(reason))
+    }
+
+    #[pyo3(signature = (kind, error, _trace), text_signature = "($self, kind, error, _trace)")]
+    fn __exit__(
+        slf: &Bound<'_, Lease>,
+        kind: Option<&Bound<'_, PyAny>>,
+        error: Option<&Bound<'_, PyBaseException>>,
+        _trace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        if slf.get().duty()?.is_none() {
+            return slf.as_super().get().release(slf.py(), None);
+        }
+        let Some(kind) = kind else {
+            return Lease::answer(slf, Word::Fail("its worker left it without an answer".into()));
+        };
+        let kind = kind.cast::<PyType>()?;
+        if !kind.is_subclass_of::<PyException>()? {
+            return Lease::answer(slf, Word::GiveBack);
+        }
+        let said = error.map(|error| error.str()).transpose()?.map(|said| said.to_string_lossy().into_owned());
+        Lease::answer(slf, Word::Fail(format!("{}: {}", kind.name()?, said.unwrap_or_default())))
+    }
+
+    fn __repr__(slf: &Bound<'_, Lease>) -> PyResult<String> {
+        let Lease { job, attempt, .. } = slf.get();
+        Ok(format!("{}({}, job={job}, attempt={attempt})", slf.get_type().name()?, slf.as_super().get().described()))
+    }
+}
+
+/// Memory on loan for a job's result, a place of this attempt's own: see ``Lease.output``.
+///
+/// As ``with lease.output(shape, dtype) as out:`` the job is completed with it at the end of the block; if the block raises
+/// it goes back, and the job is still to be answered. Fill it as any ``Loan``.
+#[pyclass(frozen, extends = Loan, module = "warpipe")]
+#[derive(Debug)]
+pub struct Output {
+    /// Which knows nothing of its outputs: no cycle.
+    lease: Py<Lease>,
+}
+
+#[pymethods]
+impl Output {
+    #[pyo3(signature = (kind, _error, _trace), text_signature = "($self, kind, _error, _trace)")]
+    fn __exit__(
+        slf: &Bound<'_, Output>,
+        kind: Option<&Bound<'_, PyAny>>,
+        _error: Option<&Bound<'_, PyBaseException>>,
+        _trace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (py, loan) = (slf.py(), slf.as_super().get());
+        if !loan.is_open()? {
+            return Ok(());
+        }
+        if kind.is_some() {
+            return loan.discard(py, None);
+        }
+        Lease::complete(slf.get().lease.bind(py), Some(slf.as_any()), None, None)
+    }
+
+    fn __repr__(slf: &Bound<'_, Output>) -> String {
+        format!("Output({})", slf.as_super().get().described())
+    }
+}

@@ -1,0 +1,245 @@
+//! What a queue or a client shares with its handles: the library's end, the stream for what comes in, and how tensors of
+//! others become jobs.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use warpipe::{Error, JobResult, Layout, QueueWatch, SubmitError};
+
+use crate::copies::Copies;
+use crate::device::Device;
+use crate::errors::{Fault, Outcome};
+use crate::loan::Loan;
+use crate::metadata;
+use crate::process::Home;
+use crate::slot::{self, Slot};
+use crate::source::Wanted;
+use crate::stream::Consumer;
+use crate::wait::in_slices;
+
+/// Told apart for ever, so that an event loop's table of them cannot mistake one for another.
+static NUMBERS: AtomicU64 = AtomicU64::new(1);
+
+/// The library's end.
+#[derive(Debug)]
+pub enum End {
+    /// A queue's.
+    Queue(warpipe::Queue),
+    /// A client's, which has a queue of its own.
+    Client(warpipe::Client),
+}
+
+impl End {
+    fn loan(&self, layout: &Layout) -> Result<warpipe::Loan, Error> {
+        match self {
+            End::Queue(queue) => queue.loan(layout),
+            End::Client(client) => client.loan(layout),
+        }
+    }
+
+    /// How it fares.
+    pub fn state(&self) -> Result<warpipe::QueueState, Error> {
+        match self {
+            End::Queue(queue) => queue.state(),
+            End::Client(client) => client.state(),
+        }
+    }
+
+    /// Waits for workers, or servers.
+    pub fn wait_for_workers(&self, count: usize, timeout: Duration) -> Result<(), Error> {
+        match self {
+            End::Queue(queue) => queue.wait_for_workers(count, timeout),
+            End::Client(client) => client.wait_for_servers(count, timeout),
+        }
+    }
+}
+
+/// Where jobs are handed in and results come back.
+#[derive(Debug)]
+pub struct Office {
+    home: Home,
+    kind: &'static str,
+    pub name: String,
+    pub device: warpipe::Device,
+    pub stream: warpipe::Stream,
+    pub number: u64,
+    is_shut: AtomicBool,
+    /// How long room and memory are waited for.
+    patience: Option<Duration>,
+    copies: Arc<Copies>,
+    /// `None` once it is closed.
+    end: Mutex<Option<Arc<End>>>,
+}
+
+impl Office {
+    /// Around an end.
+    pub fn open(
+        kind: &'static str,
+        name: &str,
+        device: &warpipe::Device,
+        patience: Option<Duration>,
+        end: End,
+    ) -> PyResult<Arc<Office>> {
+        Ok(Arc::new(Office {
+            home: Home::here(),
+            kind,
+            name: name.to_owned(),
+            device: device.clone(),
+            stream: device.stream().map_err(Fault::from)?,
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            is_shut: AtomicBool::new(false),
+            patience,
+            copies: Arc::default(),
+            end: Mutex::new(Some(Arc::new(end))),
+        }))
+    }
+
+    /// The end while it is open. Ask anew for each slice of a wait: then closing ends the wait.
+    pub fn end(&self) -> Outcome<Arc<End>> {
+        self.home.check()?;
+        let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        end.ok_or_else(|| Fault::closed(self.kind, &self.name))
+    }
+
+    /// An error in a forked child.
+    pub fn check(&self) -> Outcome<()> {
+        self.home.check()
+    }
+
+    /// Whether it has been closed.
+    pub fn is_closed(&self) -> Outcome<bool> {
+        self.home.check()?;
+        Ok(self.end.lock().unwrap_or_else(PoisonError::into_inner).is_none())
+    }
+
+    /// From now on results may come to an end.
+    pub fn shut(&self) {
+        self.is_shut.store(true, Ordering::Release);
+    }
+
+    /// Whether nothing more is submitted.
+    pub fn is_shut(&self) -> bool {
+        self.is_shut.load(Ordering::Acquire)
+    }
+
+    /// Whether there is no job left whose outcome was not taken.
+    pub fn is_empty(&self) -> Outcome<bool> {
+        let state = self.end()?.state()?;
+        Ok(state.waiting + state.leased + state.finished == 0)
+    }
+
+    /// A descriptor for an event loop.
+    pub fn watch(&self) -> Outcome<QueueWatch> {
+        Ok(match &*self.end()? {
+            End::Queue(queue) => queue.watch(),
+            End::Client(client) => client.watch(),
+        }?)
+    }
+
+    /// Ends it. Returns at once for one that has ended.
+    pub fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.home.check()?;
+        let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(end));
+        self.copies.settle(py, self.patience)
+    }
+
+    /// Lets go of it where nobody is to be told how that went.
+    pub fn abandon(&self) {
+        if self.home.is_here() {
+            let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).take();
+            Python::attach(|py| py.detach(|| drop(end)));
+        }
+    }
+
+    fn borrow(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Slot> {
+        let mut slot = Slot::Work(slot::borrow(py, self.patience, || Ok(self.end()?.loan(layout)?))?);
+        slot.set_metadata(metadata)?;
+        Ok(slot)
+    }
+
+    /// A loan to be filled by the caller.
+    pub fn loan(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Loan> {
+        metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
+        let slot = self.borrow(py, layout, metadata)?;
+        Ok(Loan::new(slot, &self.device, &self.stream, &self.copies, self.patience))
+    }
+
+    /// An input, and the stream behind which it is filled: a tensor is copied, a loan of this queue's is taken.
+    pub fn input(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        metadata: Option<&Bound<'_, PyAny>>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<(Slot, warpipe::Stream)> {
+        self.end()?;
+        metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
+        if let Ok(loan) = tensor.cast::<Loan>() {
+            let (mut slot, stream) = loan.get().take_out(py, stream)?;
+            if metadata.is_some() {
+                slot.set_metadata(metadata)?;
+            }
+            return Ok((slot, stream));
+        }
+        let stream = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
+        let wanted =
+            Wanted { device: &self.device, stream: stream.as_ref(), own: &self.stream, packed: false, lasting: false };
+        let source = wanted.find(tensor)?;
+        let mut slot = self.borrow(py, &source.layout, metadata)?;
+        let filled_on = self.copies.fill(py, &mut slot, source, &self.stream, self.patience)?;
+        Ok((slot, filled_on))
+    }
+
+    /// Hands an input in with `enter`, which waits a slice at most, until there is room or `patience` is over.
+    pub fn submit<T: Send>(
+        &self,
+        py: Python<'_>,
+        (slot, stream): (Slot, warpipe::Stream),
+        patience: Option<Duration>,
+        mut enter: impl FnMut(&End, warpipe::Loan, &warpipe::Stream, Duration) -> Result<T, SubmitError> + Send,
+    ) -> PyResult<T> {
+        let Slot::Work(loan) = slot else {
+            return Err(Fault::argument("the loan", "a publisher's", format!("one of this {}", self.kind)).into());
+        };
+        let (mut loan, mut full) = (Some(loan), None);
+        let entered = in_slices(py, patience, |slice| {
+            let end = self.end()?;
+            let Some(ours) = loan.take() else { return Err(Error::Forked.into()) };
+            match enter(&end, ours, &stream, slice) {
+                Ok(entered) => Ok(Some(entered)),
+                Err(SubmitError { error: error @ Error::QueueFull { .. }, loan: Some(back) }) => {
+                    (loan, full) = (Some(*back), Some(error));
+                    Ok(None)
+                }
+                Err(SubmitError { error, loan: back }) => {
+                    loan = back.map(|back| *back);
+                    Err(error.into())
+                }
+            }
+        });
+        if let Some(unused) = loan {
+            // What fills it may still be on its way there.
+            let _ = unused.discard(&stream);
+        }
+        let late = || match full {
+            Some(Error::QueueFull { name, limit, .. }) => {
+                Fault::from(Error::QueueFull { name, limit, waited: patience.unwrap_or_default() })
+            }
+            _ => Fault::from(Error::Forked),
+        };
+        Ok(entered?.ok_or_else(late)?)
+    }
+
+    /// Its device, as Python holds it.
+    pub fn device(&self) -> Device {
+        Device::of(&self.device)
+    }
+
+    /// A result as an object.
+    pub fn result(&self, py: Python<'_>, result: JobResult) -> PyResult<Py<crate::job::Result>> {
+        crate::job::Result::new(py, result, &self.device)
+    }
+}

@@ -1,0 +1,94 @@
+//! A publisher's loan, and how it goes out.
+
+use std::time::Duration;
+
+use pyo3::exceptions::PyBaseException;
+use pyo3::prelude::*;
+use warpipe::{Error, SendError};
+
+use crate::errors::Fault;
+use crate::loan::Loan;
+use crate::slot::Slot;
+use crate::wait::{SLICE, in_slices};
+
+/// Hands the sample over behind `stream`'s work. A policy that blocks does so in slices, `block` at most (None: as long
+/// as it takes), and Ctrl-C ends it.
+pub fn dispatch(py: Python<'_>, slot: Slot, stream: &warpipe::Stream, block: Option<Duration>) -> PyResult<u64> {
+    let sample = match slot {
+        Slot::Sample(sample) => sample,
+        Slot::Work(_) => return Err(Fault::argument("the loan", "a queue's", "a publisher's").into()),
+    };
+    let (mut sample, mut full) = (Some(sample), None);
+    let sent = in_slices(py, block, |_| {
+        let Some(ours) = sample.take() else { return Err(full.take().unwrap_or(Error::Forked).into()) };
+        match ours.send(stream) {
+            Ok(sequence) => Ok(Some(sequence)),
+            Err(SendError { error: error @ Error::Timeout { .. }, sample: Some(back) }) => {
+                (sample, full) = (Some(*back), Some(error));
+                Ok(None)
+            }
+            Err(SendError { error, sample: back }) => {
+                sample = back.map(|back| *back);
+                Err(error.into())
+            }
+        }
+    });
+    if let Some(unsent) = sample {
+        // What fills it may still be on its way there.
+        let _ = unsent.discard(stream);
+    }
+    sent?.ok_or_else(|| match full {
+        Some(Error::Timeout { what, .. }) => {
+            Fault::from(Error::Timeout { what, waited: block.unwrap_or_default() }).into()
+        }
+        _ => Fault::from(Error::Timeout { what: "room".into(), waited: block.unwrap_or(SLICE) }).into(),
+    })
+}
+
+/// A slot on loan: memory of the publisher's device that nobody reads yet, to be filled in place.
+///
+/// As ``with publisher.loan(shape, dtype) as out:`` it is sent at the end of the block, or discarded if the block raises.
+/// Fill it as any ``Loan``.
+#[pyclass(frozen, extends = Loan, module = "warpipe", name = "SampleMut")]
+#[derive(Debug)]
+pub struct Outgoing {}
+
+impl Outgoing {
+    /// Of a loan of a publisher.
+    pub fn new(py: Python<'_>, loan: Loan) -> PyResult<Py<Outgoing>> {
+        Py::new(py, PyClassInitializer::from(loan).add_subclass(Outgoing {}))
+    }
+}
+
+#[pymethods]
+impl Outgoing {
+    /// Hands it to every subscriber, behind the work of all streams that arrays of it were made on, and of ``stream``.
+    /// Returns its sequence number, from 1. Does not wait for the device. If it raises, the loan is gone.
+    ///
+    /// Raises ``TimeoutError`` or ``FullError`` by the publisher's policy, ``ClosedError``, ``ReleasedError``,
+    /// ``DriverError``.
+    #[pyo3(signature = (stream = None), text_signature = "($self, stream=None)")]
+    fn send(slf: &Bound<'_, Outgoing>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
+        let (py, loan) = (slf.py(), slf.as_super().get());
+        let (slot, stream) = loan.take_out(py, stream)?;
+        dispatch(py, slot, &stream, loan.patience())
+    }
+
+    #[pyo3(signature = (kind, _error, _trace), text_signature = "($self, kind, _error, _trace)")]
+    fn __exit__(
+        slf: &Bound<'_, Outgoing>,
+        kind: Option<&Bound<'_, PyAny>>,
+        _error: Option<&Bound<'_, PyBaseException>>,
+        _trace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let loan = slf.as_super().get();
+        if !loan.is_open()? {
+            return Ok(());
+        }
+        if kind.is_some() { loan.discard(slf.py(), None) } else { Outgoing::send(slf, None).map(drop) }
+    }
+
+    fn __repr__(slf: &Bound<'_, Outgoing>) -> String {
+        format!("SampleMut({})", slf.as_super().get().described())
+    }
+}

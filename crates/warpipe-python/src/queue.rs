@@ -1,0 +1,276 @@
+//! A queue as its owner holds it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use warpipe::Order;
+
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::dtype;
+use crate::errors::{Fault, Outcome};
+use crate::job::{JobHandle, Results};
+use crate::loan::Loan;
+use crate::office::{End, Office};
+use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
+
+/// Hands jobs to workers, each to one, and gets each one's result once, whoever dies: see ``Worker``.
+///
+/// ``name``: as a publisher's, at most 56 bytes. ``device``: whose memory the inputs lie in (default: the first GPU, else
+/// the host). ``credits``: jobs that one worker may hold at once, 1 to 256. ``max_attempts``: how often a job is tried
+/// before it is buried. ``lease_timeout``: seconds that a worker may hold jobs without answering any; then they go to
+/// others (None: wait for its death). ``order``: of ``results()``, ``"submission"`` or ``"completion"`` (also
+/// ``"completed"``). ``limit``: the most jobs whose outcome was not taken. ``submit_timeout``: seconds to wait for room, and
+/// for memory (None: as long as it takes). ``memory_limit``: bytes of device memory for inputs.
+///
+/// Any number of threads may use it. ``close()``, the end of a ``with`` block, or dropping it ends it: what is not done then
+/// is not done.
+///
+/// Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``, ``ArgumentError``,
+/// ``DeviceError``.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct Queue {
+    office: Arc<Office>,
+    submit_timeout: Option<Duration>,
+}
+
+/// How a queue, or a client's requests, fare: see ``Queue.state``.
+#[pyclass(frozen, module = "warpipe", get_all)]
+#[derive(Debug, Clone)]
+pub struct QueueState {
+    /// Process ids of the workers, or servers, that can be given jobs.
+    pub workers: Vec<i32>,
+    /// Jobs that nobody has leased.
+    pub waiting: usize,
+    /// Jobs that workers hold.
+    pub leased: usize,
+    /// Jobs that are done or buried, and whose outcome was not taken.
+    pub finished: usize,
+}
+
+impl QueueState {
+    /// Of a queue or a client.
+    pub fn of(office: &Office) -> Outcome<QueueState> {
+        let warpipe::QueueState { workers, waiting, leased, finished } = office.end()?.state()?;
+        Ok(QueueState { workers, waiting, leased, finished })
+    }
+}
+
+#[pymethods]
+impl QueueState {
+    fn __repr__(&self) -> String {
+        let QueueState { workers, waiting, leased, finished } = self;
+        format!("QueueState(workers={workers:?}, waiting={waiting}, leased={leased}, finished={finished})")
+    }
+}
+
+fn order(name: &str) -> Outcome<Order> {
+    match name {
+        "submission" => Ok(Order::Submission),
+        "completion" | "completed" => Ok(Order::Completion),
+        _ => Err(Fault::argument("order", format!("{name:?}"), "\"submission\" or \"completion\"")),
+    }
+}
+
+#[pymethods]
+impl Queue {
+    #[new]
+    #[pyo3(signature = (name, *, domain = None, device = None, credits = 2, max_attempts = 3, lease_timeout = None,
+        order = "submission", limit = 1024, submit_timeout = Some(5.0), memory_limit = 4 << 30, workers_max = 256,
+        spin = 20e-6, handshake_timeout = 5.0),
+        text_signature = "(name, *, domain=None, device=None, credits=2, max_attempts=3, lease_timeout=None, \
+        order='submission', limit=1024, submit_timeout=5.0, memory_limit=4294967296, workers_max=256, spin=2e-05, \
+        handshake_timeout=5.0)")]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        credits: u32,
+        max_attempts: u32,
+        lease_timeout: Option<f64>,
+        order: &str,
+        limit: usize,
+        submit_timeout: Option<f64>,
+        memory_limit: u64,
+        workers_max: u32,
+        spin: f64,
+        handshake_timeout: f64,
+    ) -> PyResult<Queue> {
+        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let submit_timeout = optional(submit_timeout, "submit_timeout")?;
+        let builder = warpipe::Queue::builder(name)
+            .domain(&domain)
+            .device(&device)
+            .credits(credits)
+            .max_attempts(max_attempts)
+            .lease_timeout(optional(lease_timeout, "lease_timeout")?)
+            .order(self::order(order)?)
+            .limit(limit)
+            // In slices, in between which signals are seen.
+            .submit_timeout(submit_timeout.unwrap_or(SLICE).min(SLICE))
+            .memory_limit(memory_limit)
+            .workers_max(workers_max)
+            .spin(seconds(spin, "spin")?.min(SLICE))
+            .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
+        let queue = py.detach(|| builder.build()).map_err(Fault::from)?;
+        let office = Office::open("queue", name, &device, submit_timeout, End::Queue(queue))?;
+        Ok(Queue { office, submit_timeout })
+    }
+
+    /// Its name.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.office.name
+    }
+
+    /// Its device.
+    #[getter]
+    fn device(&self) -> Device {
+        self.office.device()
+    }
+
+    /// Whether it has been closed.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        Ok(self.office.is_closed()?)
+    }
+
+    /// Hands in a job: copies a tensor into the queue's memory, as ``Publisher.send`` does, or takes a ``loan`` of this queue
+    /// as it is. Waits for room, at most ``timeout`` seconds (default: the queue's; None: as long as it takes), and neither
+    /// for a worker nor for the device.
+    ///
+    /// ``metadata``: a dict (as JSON) or bytes, at most 200 bytes, for the worker.
+    ///
+    /// Raises ``QueueFullError``; ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
+    /// ``MetadataError``; ``MemoryLimitError``, ``QueueClosedError``, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (tensor, *, metadata = None, stream = None, timeout = Timeout::Usual),
+        text_signature = "($self, tensor, *, metadata=None, stream=None, timeout=...)")]
+    fn submit(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        metadata: Option<&Bound<'_, PyAny>>,
+        stream: Option<&Bound<'_, PyAny>>,
+        timeout: Timeout,
+    ) -> PyResult<JobHandle> {
+        let input = self.office.input(py, tensor, metadata, stream)?;
+        let handle =
+            self.office.submit(py, input, timeout.or(self.submit_timeout), |end, loan, stream, _| match end {
+                // It waits as long as a slice.
+                End::Queue(queue) => queue.submit(loan, stream),
+                End::Client(_) => unreachable!("a queue's end is a queue"),
+            })?;
+        Ok(JobHandle::new(&self.office, handle))
+    }
+
+    /// Lends memory for a job's input, to be filled in place and given to ``submit``: no copy.
+    ///
+    /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``, ``DeviceMemoryError``,
+    /// ``ClosedError``.
+    #[pyo3(signature = (shape, dtype, *, metadata = None))]
+    fn loan(
+        &self,
+        py: Python<'_>,
+        shape: &Bound<'_, PyAny>,
+        dtype: &Bound<'_, PyAny>,
+        metadata: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Loan> {
+        self.office.loan(py, &dtype::layout(shape, dtype)?, metadata)
+    }
+
+    /// Iterates, with ``for`` or ``async for``, over the results that no handle has taken, in the queue's ``order``. It ends
+    /// when there is no job left; with ``follow``, only once ``shutdown`` was called, too, so that another thread may go on
+    /// submitting. Each is waited for at most ``timeout`` seconds (None: as long as it takes). A job that was buried or
+    /// rejected raises in its place; the same iterator can go on with the others.
+    ///
+    /// Raises ``BuriedError``, ``RejectedError``, ``TimeoutError``, ``ClosedError``.
+    #[pyo3(signature = (timeout = None, *, follow = false))]
+    fn results(&self, timeout: Option<f64>, follow: bool) -> PyResult<Results> {
+        Ok(Results::new(&self.office, optional(timeout, "timeout")?, follow))
+    }
+
+    /// Waits until every job is done or buried, at most ``timeout`` seconds (None: as long as it takes). Their outcomes stay
+    /// to be taken.
+    ///
+    /// Raises ``TimeoutError``, ``ClosedError``.
+    #[pyo3(signature = (timeout = None))]
+    fn drain(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let timeout = optional(timeout, "timeout")?;
+        let drained = in_slices(py, timeout, |slice| match &*self.office.end()? {
+            End::Queue(queue) => none_if_late(queue.drain(slice)),
+            End::Client(_) => unreachable!("a queue's end is a queue"),
+        })?;
+        Ok(drained.ok_or_else(|| late(format!("the end of the jobs of {:?}", self.office.name), timeout))?)
+    }
+
+    /// Takes no more jobs, and waits as ``drain``. Outcomes can be taken until the queue is closed.
+    ///
+    /// Raises ``TimeoutError`` (it is shut all the same), ``ClosedError``.
+    #[pyo3(signature = (timeout = None))]
+    fn shutdown(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let shut = py.detach(|| match &*self.office.end()? {
+            End::Queue(queue) => none_if_late(queue.shutdown(Duration::ZERO)),
+            End::Client(_) => unreachable!("a queue's end is a queue"),
+        })?;
+        self.office.shut();
+        if shut.is_some() { Ok(()) } else { self.drain(py, timeout) }
+    }
+
+    /// Waits until there are ``count`` workers, at most ``timeout`` seconds (None: as long as it takes).
+    ///
+    /// Raises ``TimeoutError``, ``ClosedError``.
+    #[pyo3(signature = (count = 1, timeout = Some(10.0)), text_signature = "($self, count=1, timeout=10.0)")]
+    fn wait_for_workers(&self, py: Python<'_>, count: usize, timeout: Option<f64>) -> PyResult<()> {
+        let timeout = optional(timeout, "timeout")?;
+        let come = in_slices(py, timeout, |slice| none_if_late(self.office.end()?.wait_for_workers(count, slice)))?;
+        Ok(come.ok_or_else(|| late(format!("worker {count} of {:?}", self.office.name), timeout))?)
+    }
+
+    /// How it fares just now.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn state(&self, py: Python<'_>) -> PyResult<QueueState> {
+        Ok(py.detach(|| QueueState::of(&self.office))?)
+    }
+
+    /// Device memory taken for inputs so far and its limit, in bytes.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn memory_in_use(&self) -> PyResult<(u64, u64)> {
+        match &*self.office.end()? {
+            End::Queue(queue) => Ok(queue.memory_in_use()),
+            End::Client(_) => unreachable!("a queue's end is a queue"),
+        }
+    }
+
+    /// Ends it: workers are told, and whoever waits for a job. Results that were received stay. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.office.close(py)
+    }
+
+    fn __enter__(slf: Py<Queue>) -> Py<Queue> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Queue({:?}, {})", self.office.name, self.office.device)
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        self.office.abandon();
+    }
+}

@@ -1,0 +1,196 @@
+//! Who answers for a service, as Python holds it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::copies::Copies;
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::errors::{Fault, Outcome};
+use crate::lease::{Bench, Lease};
+use crate::process::Home;
+use crate::turn::{Closed, Turn};
+use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
+use crate::worker::stream_of;
+
+/// Answers the requests of all clients of a service, together with the others that do: ``for request in
+/// Server("embed"):``, or ``accept()``. Clients are found as they come.
+///
+/// ``device``: what it works with, in whose memory the replies lie (default: the first GPU, else the host). ``timeout``:
+/// seconds to wait for a request (default: None, as long as it takes). ``answer_timeout``: seconds that a reply may wait for
+/// the client to release earlier ones, and for memory. ``memory_limit``: bytes of device memory for the replies to one
+/// client. ``handshake_timeout``: seconds that a client may take to let it in. ``clients_max``: the most clients at once.
+/// ``stream``: the stream to accept on; by default one of its own, and every array made of a request orders its own stream
+/// behind the data.
+///
+/// One thread at a time accepts; others wait for their turn. Requests may go anywhere. ``close()``, or the end of a
+/// ``with`` block: what it was sent and has not accepted goes to other servers.
+///
+/// Raises ``InvalidNameError``, ``DomainError``, ``DeviceError``.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct Server {
+    home: Home,
+    service: String,
+    timeout: Option<Duration>,
+    bench: Bench,
+    turn: Turn<warpipe::Server>,
+}
+
+impl Server {
+    fn within<R>(&self, limit: Duration, work: impl FnOnce(&mut warpipe::Server) -> R) -> Outcome<Option<R>> {
+        self.home.check()?;
+        self.turn.with(limit, work).map_err(|Closed| Fault::closed("server", &self.service))
+    }
+
+    fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Request>> {
+        let request = in_slices(py, timeout, |slice| {
+            let start = Instant::now();
+            let look = |server: &mut warpipe::Server| {
+                none_if_late(server.accept(&self.bench.stream, slice.saturating_sub(start.elapsed())))
+            };
+            Ok(self.within(slice, look)?.transpose()?.flatten())
+        })?;
+        let request = request.ok_or_else(|| late(format!("a request to {:?}", self.service), timeout))?;
+        let ours = Request { client_pid: request.client_pid() };
+        Py::new(py, Lease::parts(request.into_lease(), &self.bench).add_subclass(ours))
+    }
+}
+
+#[pymethods]
+impl Server {
+    #[new]
+    #[pyo3(signature = (service, *, domain = None, device = None, timeout = None, answer_timeout = Some(10.0),
+        spin = 20e-6, memory_limit = 4 << 30, handshake_timeout = 5.0, clients_max = 256, stream = None),
+        text_signature = "(service, *, domain=None, device=None, timeout=None, answer_timeout=10.0, spin=2e-05, \
+        memory_limit=4294967296, handshake_timeout=5.0, clients_max=256, stream=None)")]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    fn new(
+        py: Python<'_>,
+        service: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+        answer_timeout: Option<f64>,
+        spin: f64,
+        memory_limit: u64,
+        handshake_timeout: f64,
+        clients_max: usize,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Server> {
+        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let (timeout, patience) = (optional(timeout, "timeout")?, optional(answer_timeout, "answer_timeout")?);
+        let builder = warpipe::Server::builder(service)
+            .domain(&domain)
+            .device(&device)
+            .answer_timeout(patience.unwrap_or(SLICE).min(SLICE))
+            .spin(seconds(spin, "spin")?.min(SLICE))
+            .memory_limit(memory_limit)
+            .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?)
+            .clients_max(clients_max);
+        let stream = stream_of(py, &device, stream)?;
+        let server = py.detach(|| builder.build()).map_err(Fault::from)?;
+        let bench = Bench { device, stream, copies: Arc::new(Copies::default()), patience };
+        Ok(Server { home: Home::here(), service: service.to_owned(), timeout, bench, turn: Turn::new(server) })
+    }
+
+    /// The service's name.
+    #[getter]
+    fn service(&self) -> &str {
+        &self.service
+    }
+
+    /// The device that it works with.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.bench.device)
+    }
+
+    /// Whether it has been closed.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        self.home.check()?;
+        Ok(self.turn.is_closed())
+    }
+
+    /// How many clients it is attached to. It attaches to new ones while it waits for requests.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn clients(&self, py: Python<'_>) -> PyResult<usize> {
+        let said = in_slices(py, None, |slice| self.within(slice, |server| server.clients()))?;
+        Ok(said.ok_or_else(|| late("its turn".into(), None))?)
+    }
+
+    /// Waits for the next request of any client, at most ``timeout`` seconds (default: the server's; None: as long as it
+    /// takes); they take turns. A request whose deadline has passed is not given out.
+    ///
+    /// Raises ``TimeoutError``, ``SystemCallError``, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
+    fn accept(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Request>> {
+        self.next_within(py, timeout.or(self.timeout))
+    }
+
+    /// Takes no more requests. Those that were accepted can still be answered. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.home.check()?;
+        py.detach(|| self.turn.close());
+        self.bench.copies.settle(py, self.bench.patience)
+    }
+
+    fn __iter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    /// The next request.
+    fn __next__(&self, py: Python<'_>) -> PyResult<Py<Request>> {
+        self.next_within(py, self.timeout)
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Server({:?}, {})", self.service, self.bench.device)
+    }
+}
+
+/// A request to be answered, once: ``reply``, ``reject``, or ``fail`` so that another server tries. It is a ``Lease`` of its
+/// client's, and an array as that is.
+#[pyclass(frozen, extends = Lease, module = "warpipe")]
+#[derive(Debug)]
+pub struct Request {
+    client_pid: i32,
+}
+
+#[pymethods]
+impl Request {
+    /// The process that asks.
+    #[getter]
+    fn client_pid(&self) -> i32 {
+        self.client_pid
+    }
+
+    /// Replies: ``complete`` by another name.
+    ///
+    /// Raises as ``complete``; ``QueueGoneError`` when the client has gone.
+    #[pyo3(signature = (tensor = None, *, metadata = None, stream = None),
+        text_signature = "($self, tensor=None, *, metadata=None, stream=None)")]
+    fn reply(
+        slf: &Bound<'_, Request>,
+        tensor: Option<&Bound<'_, PyAny>>,
+        metadata: Option<&Bound<'_, PyAny>>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        Lease::complete(slf.as_super(), tensor, metadata, stream)
+    }
+}

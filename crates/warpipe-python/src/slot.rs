@@ -1,0 +1,96 @@
+//! The memory on loan behind a Python object: a publisher's, or a queue's.
+
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use warpipe::backend::DevicePtr;
+use warpipe::{Error, Layout, SampleMut, SlotHold, Stream};
+
+use crate::errors::{Fault, Outcome};
+use crate::metadata;
+use crate::wait::{in_slices, late};
+
+/// Whose it is.
+#[derive(Debug)]
+pub enum Slot {
+    /// A publisher's, to be sent.
+    Sample(SampleMut),
+    /// A queue's, to be submitted, or a worker's, to complete a job with.
+    Work(warpipe::Loan),
+}
+
+impl Slot {
+    pub fn layout(&self) -> &Layout {
+        match self {
+            Slot::Sample(sample) => sample.layout(),
+            Slot::Work(loan) => loan.layout(),
+        }
+    }
+
+    /// Of the element with all indices 0.
+    pub fn ptr(&self) -> DevicePtr {
+        match self {
+            Slot::Sample(sample) => sample.ptr(),
+            Slot::Work(loan) => loan.ptr(),
+        }
+    }
+
+    /// Of the first byte.
+    pub fn slot_ptr(&self) -> DevicePtr {
+        match self {
+            Slot::Sample(sample) => sample.slot_ptr(),
+            Slot::Work(loan) => loan.slot_ptr(),
+        }
+    }
+
+    pub fn hold(&self) -> SlotHold {
+        match self {
+            Slot::Sample(sample) => sample.hold(),
+            Slot::Work(loan) => loan.hold(),
+        }
+    }
+
+    /// Sets what travels with it, from a dict or bytes.
+    pub fn set_metadata(&mut self, found: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let set = match self {
+            Slot::Sample(sample) => sample.set_metadata(&metadata::encode(found, metadata::BYTES_MAX)?),
+            Slot::Work(loan) => loan.set_metadata(&metadata::encode(found, metadata::JOB_BYTES_MAX)?),
+        };
+        Ok(set.map_err(Fault::from)?)
+    }
+
+    /// Copies the whole contents in, in the stream's order.
+    pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Outcome<()> {
+        Ok(match self {
+            Slot::Sample(sample) => sample.write(stream, bytes),
+            Slot::Work(loan) => loan.write(stream, bytes),
+        }?)
+    }
+
+    /// Gives it back unused, behind the stream's work.
+    pub fn discard(self, stream: &Stream) -> Outcome<()> {
+        Ok(match self {
+            Slot::Sample(sample) => sample.discard(stream),
+            Slot::Work(loan) => loan.discard(stream),
+        }?)
+    }
+}
+
+/// Repeats `lend`, which waits a slice at most, until there is memory or `patience` is over.
+pub fn borrow<T: Send>(
+    py: Python<'_>,
+    patience: Option<Duration>,
+    mut lend: impl FnMut() -> Outcome<T> + Send,
+) -> PyResult<T> {
+    let mut full = None;
+    let taken = in_slices(py, patience, |_| match lend() {
+        Ok(slot) => Ok(Some(slot)),
+        Err(Fault::Library(error @ Error::MemoryLimit { bytes, limit, .. })) if bytes <= limit => {
+            full = Some(error);
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    })?;
+    let late = || full.map_or_else(|| late("memory for a loan".into(), patience), Fault::from);
+    Ok(taken.ok_or_else(late)?)
+}

@@ -1,0 +1,217 @@
+//! A worker as Python holds it.
+
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use warpipe::Error;
+
+use crate::copies::Copies;
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::errors::{Fault, Outcome};
+use crate::lease::{Bench, Lease};
+use crate::process::Home;
+use crate::stream::Consumer;
+use crate::subscriber::end_if_graceful;
+use crate::turn::{Closed, Turn};
+use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
+
+/// Takes jobs of a ``Queue`` and answers each: ``for lease in Worker("jobs"):``, ``lease()``, or ``async for``.
+///
+/// ``device``: what it works with, in whose memory the results lie (default: the first GPU, else the host). ``wait``:
+/// seconds to wait for the queue to be there, None for as long as it takes (default: not at all). ``timeout``: seconds to
+/// wait for a job (default: None, as long as it takes). ``answer_timeout``: seconds that an answer may wait for the owner to
+/// release earlier results, and for memory. ``memory_limit``: bytes of device memory for results. ``stream``: the stream to
+/// lease on; by default one of its own, and every array made of a lease orders its own stream behind the data.
+///
+/// One thread at a time leases; others wait for their turn. Leases may go anywhere. ``close()``, or the end of a ``with``
+/// block: jobs that it was given and has not leased go to others; those that are leased can still be answered.
+///
+/// Raises ``NoPublisherError``, ``HandshakeError``, ``AccessDeniedError``, ``PeerAccessError``, ``DeviceError``.
+#[pyclass(frozen, subclass, module = "warpipe", name = "_Worker", weakref)]
+#[derive(Debug)]
+pub struct Worker {
+    home: Home,
+    queue: String,
+    queue_pid: i32,
+    timeout: Option<Duration>,
+    bench: Bench,
+    turn: Turn<warpipe::Worker>,
+}
+
+/// The stream of an argument, or a new one.
+pub fn stream_of(
+    py: Python<'_>,
+    device: &warpipe::Device,
+    stream: Option<&Bound<'_, PyAny>>,
+) -> PyResult<warpipe::Stream> {
+    match stream {
+        Some(stream) => Ok(Consumer::from_argument(py, device, stream)?.linked().clone()),
+        None => Ok(device.stream().map_err(Fault::from)?),
+    }
+}
+
+impl Worker {
+    /// Runs `work` when it is our turn; nothing if that does not come within `limit`.
+    fn within<R>(&self, limit: Duration, work: impl FnOnce(&mut warpipe::Worker) -> R) -> Outcome<Option<R>> {
+        self.home.check()?;
+        self.turn.with(limit, work).map_err(|Closed| Fault::closed("worker", &self.queue))
+    }
+
+    /// Asks for something that is there at once, as soon as it is our turn.
+    fn ask<R: Send>(&self, py: Python<'_>, work: impl Fn(&mut warpipe::Worker) -> R + Send + Sync) -> PyResult<R> {
+        let said = in_slices(py, None, |slice| self.within(slice, &work))?;
+        Ok(said.ok_or_else(|| late("its turn".into(), None))?)
+    }
+
+    fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Lease>> {
+        let lease = in_slices(py, timeout, |slice| {
+            let start = Instant::now();
+            let look = |worker: &mut warpipe::Worker| {
+                none_if_late(worker.lease_timeout(&self.bench.stream, slice.saturating_sub(start.elapsed())))
+            };
+            Ok(self.within(slice, look)?.transpose()?.flatten())
+        })?;
+        let lease = lease.ok_or_else(|| late(format!("a job of {:?}", self.queue), timeout))?;
+        Py::new(py, Lease::parts(lease, &self.bench))
+    }
+}
+
+#[pymethods]
+impl Worker {
+    #[new]
+    #[pyo3(signature = (queue, *, domain = None, device = None, wait = Some(0.0), timeout = None,
+        answer_timeout = Some(10.0), spin = 20e-6, memory_limit = 4 << 30, handshake_timeout = 5.0, stream = None),
+        text_signature = "(queue, *, domain=None, device=None, wait=0.0, timeout=None, answer_timeout=10.0, spin=2e-05, \
+        memory_limit=4294967296, handshake_timeout=5.0, stream=None)")]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    fn new(
+        py: Python<'_>,
+        queue: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        wait: Option<f64>,
+        timeout: Option<f64>,
+        answer_timeout: Option<f64>,
+        spin: f64,
+        memory_limit: u64,
+        handshake_timeout: f64,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Worker> {
+        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let (wait, timeout) = (optional(wait, "wait")?, optional(timeout, "timeout")?);
+        let patience = optional(answer_timeout, "answer_timeout")?;
+        let builder = warpipe::Worker::builder(queue)
+            .domain(&domain)
+            .device(&device)
+            // In slices, in between which signals are seen.
+            .timeout(patience.unwrap_or(SLICE).min(SLICE))
+            .spin(seconds(spin, "spin")?.min(SLICE))
+            .memory_limit(memory_limit)
+            .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
+        let stream = stream_of(py, &device, stream)?;
+        let mut absent = None;
+        let attached = in_slices(py, wait, |slice| {
+            match builder.clone().wait_for_queue((!slice.is_zero()).then_some(slice)).build() {
+                Ok(worker) => Ok(Some(worker)),
+                Err(error @ Error::NoPublisher { .. }) => {
+                    absent = Some(error);
+                    Ok(None)
+                }
+                Err(error) => Err(error.into()),
+            }
+        })?;
+        let absent = || absent.map_or_else(|| late("a queue".into(), wait), Fault::from);
+        let worker = attached.ok_or_else(absent)?;
+        let bench = Bench { device, stream, copies: Arc::new(Copies::default()), patience };
+        let (home, queue, queue_pid) = (Home::here(), queue.to_owned(), worker.queue_pid());
+        Ok(Worker { home, queue, queue_pid, timeout, bench, turn: Turn::new(worker) })
+    }
+
+    /// The queue's name.
+    #[getter]
+    fn queue(&self) -> &str {
+        &self.queue
+    }
+
+    /// The process that owns the queue.
+    #[getter]
+    fn queue_pid(&self) -> i32 {
+        self.queue_pid
+    }
+
+    /// The device that it works with.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.bench.device)
+    }
+
+    /// Whether it has been closed.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        self.home.check()?;
+        Ok(self.turn.is_closed())
+    }
+
+    /// How long it waits, in seconds; None for as long as it takes.
+    #[getter]
+    fn _timeout(&self) -> Option<f64> {
+        self.timeout.map(|timeout| timeout.as_secs_f64())
+    }
+
+    /// Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: as long as it takes).
+    ///
+    /// Raises ``TimeoutError``; ``QueueGoneError``; ``ProtocolError``, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
+    fn lease(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Lease>> {
+        self.next_within(py, timeout.or(self.timeout))
+    }
+
+    /// The next job if there is one, else None.
+    ///
+    /// Raises as ``lease``, without the timeout.
+    fn try_lease(&self, py: Python<'_>) -> PyResult<Option<Py<Lease>>> {
+        let lease = self.ask(py, |worker| worker.try_lease(&self.bench.stream))?.map_err(Fault::from)?;
+        lease.map(|lease| Py::new(py, Lease::parts(lease, &self.bench))).transpose()
+    }
+
+    /// A descriptor that is readable when ``try_lease`` is worth a call (an epoll descriptor, which nests). Lease until it
+    /// gives None before waiting on it.
+    ///
+    /// Raises ``ClosedError``.
+    fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
+        self.ask(py, |worker| worker.as_fd().as_raw_fd())
+    }
+
+    /// Takes no more jobs. Leases stay valid. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.home.check()?;
+        py.detach(|| self.turn.close());
+        self.bench.copies.settle(py, self.bench.patience)
+    }
+
+    fn __iter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    /// The next job; the iteration ends when the queue says goodbye.
+    fn __next__(&self, py: Python<'_>) -> PyResult<Py<Lease>> {
+        self.next_within(py, self.timeout).map_err(end_if_graceful)
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Worker({:?}, {})", self.queue, self.bench.device)
+    }
+}

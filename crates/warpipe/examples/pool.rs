@@ -1,0 +1,166 @@
+//! A pool's blocks in another process's hands: lent by ticket, given back, and taken back from the dead.
+//!
+//! The owner keeps four blocks of memory and hands all of them out. A borrower opens the tickets, finds in each block
+//! what the owner's device wrote, works on it there, and gives it back behind its own device work. A second borrower
+//! is killed (`SIGKILL`) with a block in its hands and a kernel under way that is to write into it: the block comes
+//! back when its death is proven, and is the owner's alone.
+//!
+//! **This module is marked for unsafe**: it launches kernels on device memory.
+//!
+//! ```text
+//! cargo run -p warpipe --example pool
+//! ```
+//!
+//! It ends with `ok: 4 blocks lent and given back, 1 taken back from the dead; all of 8192 KiB free at the end`.
+
+mod stage;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use stage::{Outcome, PATIENCE, Stage, ensure, play};
+use warpipe::backend::Access;
+use warpipe::{Buffer, Change, Error, LentBuffer, Member, Members, Pool, PoolStats, Ticket};
+
+const NAME: &str = "scratch";
+const BLOCKS: u64 = 4;
+const BLOCK: u64 = 2 << 20;
+const WORDS: u64 = BLOCK / 8;
+const LIMIT: u64 = BLOCKS * BLOCK;
+/// What the owner writes last.
+const LAST: u64 = 1000;
+
+fn main() -> ExitCode {
+    play(&[], |stage| match stage.role() {
+        "borrower" => borrow(stage),
+        "doomed" => hold(stage),
+        _ => own(stage),
+    })
+}
+
+/// Tickets are texts: they could go by any other way.
+fn ticket_file(stage: &Stage, number: u64) -> PathBuf {
+    stage.domain.path().join(format!("block-{number}.ticket"))
+}
+
+/// Adds one to every word of each block, where it lies, and gives it back.
+fn borrow(stage: &Stage) -> Outcome<String> {
+    let stream = stage.device.stream()?;
+    for number in 0..BLOCKS {
+        let block = LentBuffer::open(&Ticket::read_file(ticket_file(stage, number))?, &stage.device)?;
+        ensure(holds(&block.to_vec(PATIENCE)?, number, 0), || format!("block {number} came with a wrong word"))?;
+        // Before the work: the block is not given back, whatever happens, before this stream has done it.
+        block.used_on(&stream);
+        // SAFETY: the block has WORDS words, lent for writing, and its owner leaves it alone until it is given back.
+        unsafe { warpipe_kernels::touch(&stream, block.ptr(), WORDS)? };
+        // Behind the work on the stream; this process waits for nothing.
+        block.free(&stream)?;
+    }
+    stream.synchronize(PATIENCE)?;
+    Ok(format!("worked on {BLOCKS} blocks and gave them back"))
+}
+
+/// Takes the first block, begins to write into it, and is killed.
+fn hold(stage: &Stage) -> Outcome<String> {
+    let stream = stage.device.stream()?;
+    let block = LentBuffer::open(&Ticket::read_file(ticket_file(stage, 0))?, &stage.device)?;
+    block.used_on(&stream);
+    // SAFETY: as in `borrow`.
+    unsafe { warpipe_kernels::slow_fill(&stream, block.ptr(), WORDS, 666, Duration::from_secs(10))? };
+    let _member = Member::join(&stage.domain, "doomed", "borrower")?;
+    std::thread::park_timeout(PATIENCE);
+    Err("nobody killed it".into())
+}
+
+fn own(stage: &Stage) -> Outcome<String> {
+    let builder = Pool::builder(NAME).domain(&stage.domain).device(&stage.device);
+    let pool = builder.memory_limit(LIMIT).reserve(LIMIT).build()?;
+    show("at first", &pool.stats(), [0, 0])?;
+    lend_and_get_back(stage, &pool)?;
+    take_back_from_the_dead(stage, &pool)?;
+    let stats = pool.stats();
+    show("at the end", &stats, [0, 0])?;
+    ensure(stats.regions == 1 && stats.total_bytes == LIMIT, || format!("{} regions were taken", stats.regions))?;
+    ensure(stats.high_water_bytes == LIMIT, || format!("at most {} bytes were used", stats.high_water_bytes))?;
+    // Four lent, one for the doomed, and the whole.
+    let count = stats.allocations;
+    ensure(count == BLOCKS + 2, || format!("{count} blocks were handed out"))?;
+    Ok(format!(
+        "{BLOCKS} blocks lent and given back, 1 taken back from the dead; all of {} KiB free at the end",
+        LIMIT >> 10
+    ))
+}
+
+fn lend_and_get_back(stage: &Stage, pool: &Pool) -> Outcome {
+    let stream = stage.device.stream()?;
+    let mut blocks = Vec::new();
+    for number in 0..BLOCKS {
+        let block = pool.allocate(BLOCK)?;
+        fill(&block, &stream, number)?;
+        blocks.push(block);
+    }
+    // A ticket says nothing about when: what is lent is complete by now.
+    stream.synchronize(PATIENCE)?;
+    for (block, number) in blocks.iter().zip(0..) {
+        block.lend(Access::ReadWrite)?.write_file(ticket_file(stage, number))?;
+    }
+    let refused = pool.allocate(BLOCK).err();
+    ensure(matches!(refused, Some(Error::MemoryLimit { .. })), || format!("a full pool said {refused:?}"))?;
+    stage.start("borrower")?.finish()?;
+    show("given back by the borrower", &pool.stats(), [LIMIT, 0])?;
+    for (block, number) in blocks.into_iter().zip(0..) {
+        ensure(holds(&block.to_vec(PATIENCE)?, number, 1), || format!("block {number} came back with a wrong word"))?;
+        block.free(&stream)?;
+    }
+    stream.synchronize(PATIENCE)?;
+    show("freed by the owner", &pool.stats(), [0, 0])
+}
+
+fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
+    let members = Members::watch(&stage.domain)?;
+    let block = pool.allocate(BLOCK)?;
+    block.lend(Access::ReadWrite)?.write_file(ticket_file(stage, 0))?;
+    let doomed = stage.start("doomed")?;
+    while !matches!(members.changes(PATIENCE)?.ok_or("nobody joined")?, Change::Joined(_)) {}
+    // The owner lets go: now the block is the borrower's alone, and stays so.
+    drop(block);
+    show("held by the doomed", &pool.stats(), [0, BLOCK])?;
+    let refused = pool.allocate(LIMIT).err();
+    ensure(matches!(refused, Some(Error::MemoryLimit { .. })), || format!("with a block lent, all: {refused:?}"))?;
+    println!("killing the doomed, process {}", doomed.pid());
+    doomed.kill()?;
+    // All of the pool: it cannot be had without the dead one's block, and is waited for.
+    let all = pool.allocate_timeout(LIMIT, PATIENCE)?;
+    show("taken back", &pool.stats(), [LIMIT, 0])?;
+    let stream = stage.device.stream()?;
+    fill(&all, &stream, LAST)?;
+    ensure(holds(&all.to_vec(PATIENCE)?, LAST, 0), || "somebody else writes into the block".into())?;
+    drop(all);
+    Ok(())
+}
+
+fn fill(block: &Buffer, stream: &warpipe::Stream, seed: u64) -> Outcome {
+    block.used_on(stream);
+    // SAFETY: the block's bytes are whole words, and nobody else uses them while it is not lent.
+    unsafe { warpipe_kernels::fill(stream, block.ptr(), block.bytes() / 8, seed)? };
+    Ok(())
+}
+
+/// Whether each word is the seed's, and so much more.
+fn holds(bytes: &[u8], seed: u64, more: u64) -> bool {
+    let words = bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")));
+    words.zip(0..).all(|(word, index)| word == warpipe_kernels::pattern(seed, index).wrapping_add(more))
+}
+
+/// Prints the statistics, in which the owner and its borrowers must have so many bytes.
+fn show(when: &str, stats: &PoolStats, [owner, borrowers]: [u64; 2]) -> Outcome {
+    let PoolStats { in_use_bytes, lent_bytes, waiting_bytes, allocations, waits, .. } = *stats;
+    let kib = [in_use_bytes, lent_bytes, waiting_bytes].map(|bytes| bytes >> 10);
+    println!(
+        "{when}: owner {} KiB, lent {} KiB, waiting {} KiB; {allocations} blocks so far, {waits} of them waited for",
+        kib[0], kib[1], kib[2]
+    );
+    let found = [in_use_bytes, lent_bytes, waiting_bytes];
+    ensure(found == [owner, borrowers, 0], || format!("{when}: {found:?} bytes, not {:?}", [owner, borrowers, 0]))
+}

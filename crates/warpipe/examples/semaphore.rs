@@ -1,0 +1,136 @@
+//! Six processes share a stretch of device work in which two may be at once, and another in which one may be.
+//!
+//! Each enqueues 20 rounds. A permit is given back while its holder's device work is still to be done, and the next
+//! holder's *stream* waits for that work; its CPU goes on (until 8 holders' works of one permit are under way). Two
+//! things show that the streams do wait: functions in the streams' order count who is inside, never more than two; and
+//! under the semaphore of one permit all add to the same numbers on the device, without atomics, so that an addition
+//! beside another would be lost.
+//!
+//! **This module is marked for unsafe**: it launches kernels on shared device memory, and counts in shared memory.
+//!
+//! ```text
+//! cargo run -p warpipe --example semaphore
+//! cargo run -p warpipe --example semaphore -- --without  # without semaphores: more are inside, and it fails
+//! ```
+//!
+//! It ends with `ok: never more than 2 of 6 processes inside; 120 turns, and no addition lost`.
+
+mod stage;
+
+use std::process::ExitCode;
+use std::ptr::with_exposed_provenance_mut;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
+use warpipe::backend::Access;
+use warpipe::{Device, Memory, Publisher, Semaphore, SharedMemory, Stream, Subscriber, Ticket};
+
+const PROCESSES: u64 = 6;
+const ROUNDS: u64 = 20;
+/// So many may be in the stretch at once.
+const PERMITS: u32 = 2;
+/// The numbers that all add to, and their bytes.
+const NUMBERS: u64 = 4096;
+const BYTES: u64 = NUMBERS * 8;
+
+fn main() -> ExitCode {
+    play(&["--without"], |stage| match stage.role() {
+        "member" => take_part(stage),
+        _ => keep(stage),
+    })
+}
+
+/// What all share, in the memory of the first process.
+fn keep(stage: &Stage) -> Outcome<String> {
+    let _region = Semaphore::create(&stage.domain, "region", &stage.device, PERMITS)?;
+    let _turn = Semaphore::create(&stage.domain, "turn", &stage.device, 1)?;
+    let numbers = Memory::allocate(&stage.device, BYTES)?;
+    let counts = Memory::allocate(&Device::host(), Counts::BYTES)?;
+    let publish =
+        |memory: &Memory, name| memory.publication(name).domain(&stage.domain).access(Access::ReadWrite).build();
+    let _published = (publish(&numbers, "numbers")?, publish(&counts, "counts")?);
+    let start = Publisher::builder("start").domain(&stage.domain).device(&stage.device).build()?;
+
+    let members: Outcome<Vec<Actor>> = (0..PROCESSES).map(|_| stage.start("member")).collect();
+    // All at once.
+    start.wait_for_subscribers(PROCESSES as usize, PATIENCE)?;
+    start.send_bytes(&stage.device.stream()?, b"go")?;
+    members?.into_iter().try_for_each(Actor::finish)?;
+
+    let [inside, most] = words(&counts.to_vec(PATIENCE)?)[..] else { return Err("there are two counts".into()) };
+    println!("at most {most} were inside at once");
+    ensure(inside == 0, || format!("{inside} are inside after the end"))?;
+    ensure((1..=u64::from(PERMITS)).contains(&most), || format!("{most} were inside, and {PERMITS} may be"))?;
+    let turns = PROCESSES * ROUNDS;
+    let wrong = words(&numbers.to_vec(PATIENCE)?).into_iter().filter(|&number| number != turns).count();
+    ensure(wrong == 0, || format!("{wrong} numbers lack additions of the {turns}"))?;
+    Ok(format!("never more than {PERMITS} of {PROCESSES} processes inside; {turns} turns, and no addition lost"))
+}
+
+fn take_part(stage: &Stage) -> Outcome<String> {
+    let open = |name, device| Ticket::to(&stage.domain, name)?.open(device);
+    let numbers: SharedMemory = open("numbers", &stage.device)?;
+    let counts = Counts(open("counts", &Device::host())?);
+    let region = Semaphore::open(&stage.domain, "region", &stage.device)?;
+    let turn = Semaphore::open(&stage.domain, "turn", &stage.device)?;
+    let stream = stage.device.stream()?;
+    // Now, and not behind a stream that waits for others.
+    warpipe_kernels::preload(&stage.device)?;
+    let mut start = Subscriber::builder("start").domain(&stage.domain).device(&stage.device).build()?;
+    start.receive_timeout(&stream, PATIENCE)?.finish(PATIENCE)?;
+
+    let is_with = stage.option("--without").is_none();
+    numbers.used_on(&stream);
+    for _ in 0..ROUNDS {
+        // A few at once. The stream, not this thread, waits for the work of the permit's last holder.
+        let permit = if is_with { Some(region.acquire(&stream, PATIENCE)?) } else { None };
+        counts.enter(&stream)?;
+        warpipe_kernels::spin(&stream, Duration::from_millis(5))?;
+        counts.leave(&stream)?;
+        // Given back now, to take effect when the device is there.
+        permit.map_or(Ok(()), |permit| permit.release(&stream))?;
+
+        // One at a time.
+        let permit = if is_with { Some(turn.acquire(&stream, PATIENCE)?) } else { None };
+        // SAFETY: the memory has NUMBERS words, lent for writing, and nobody else's stream is past the wait for the
+        // permit. (Without it additions get lost, which this is to show.)
+        unsafe { warpipe_kernels::touch(&stream, numbers.ptr(), NUMBERS)? };
+        permit.map_or(Ok(()), |permit| permit.release(&stream))?;
+    }
+    stream.synchronize(PATIENCE)?;
+    Ok(format!("process {} took {ROUNDS} turns", std::process::id()))
+}
+
+/// How many are inside, and the most that ever were: two words of host memory that all processes share.
+struct Counts(SharedMemory);
+
+impl Counts {
+    const BYTES: u64 = 16;
+
+    /// When the stream comes to it.
+    fn enter(&self, stream: &Stream) -> warpipe::Result<()> {
+        let memory = self.0.clone();
+        stream.call(move || {
+            let inside = Counts::word(&memory, 0).fetch_add(1, Ordering::SeqCst) + 1;
+            Counts::word(&memory, 1).fetch_max(inside, Ordering::SeqCst);
+        })
+    }
+
+    /// When the stream comes to it.
+    fn leave(&self, stream: &Stream) -> warpipe::Result<()> {
+        let memory = self.0.clone();
+        stream.call(move || _ = Counts::word(&memory, 0).fetch_sub(1, Ordering::SeqCst))
+    }
+
+    fn word(memory: &SharedMemory, index: u64) -> &AtomicU64 {
+        // SAFETY: one of the two words of this memory, which is mapped as long as the handle, and whose words all
+        // processes use atomically until the members have ended.
+        unsafe { AtomicU64::from_ptr(with_exposed_provenance_mut((memory.ptr() + 8 * index) as usize)) }
+    }
+}
+
+fn words(bytes: &[u8]) -> Vec<u64> {
+    let words = bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")));
+    words.collect()
+}

@@ -1,0 +1,351 @@
+//! What a worker holds of a job: the [`Lease`], which is the input and the [`Duty`] to answer.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::loan::Loan;
+use super::wire::{Answer, Ticket, Verdict, user_of_job};
+use crate::backend::DevicePtr;
+use crate::channel::{Publisher, Sample};
+use crate::error::{Error, Result};
+use crate::fork::Home;
+use crate::nvtx;
+use crate::stream::Stream;
+use crate::tensor::Layout;
+
+/// The worker's own end, as its leases share it.
+#[derive(Debug)]
+pub(super) struct Answers {
+    publisher: Publisher,
+    queue: String,
+    queue_pid: i32,
+    home: Home,
+}
+
+impl Answers {
+    pub(super) fn new(publisher: Publisher, queue: String, queue_pid: i32) -> Answers {
+        Answers { publisher, queue, queue_pid, home: Home::here() }
+    }
+
+    pub(super) fn queue(&self) -> &str {
+        &self.queue
+    }
+
+    pub(super) fn queue_pid(&self) -> i32 {
+        self.queue_pid
+    }
+
+    pub(super) fn gone(&self, reason: impl ToString, graceful: bool) -> Error {
+        Error::QueueGone { name: self.queue.clone(), reason: reason.to_string(), graceful }
+    }
+
+    /// Ends the link of the answers: one could not be said, and its job would be this worker's for ever. If the queue has
+    /// gone there is nobody to tell.
+    fn fall_silent(&self, error: &Error) {
+        if self.home.is_here()
+            && let Some(owner) = self.publisher.member_of(self.queue_pid)
+        {
+            self.publisher.expel(owner, &format!("an answer could not be given: {error}"));
+        }
+    }
+
+    /// Sends an answer behind the work on `stream`.
+    fn send(&self, ticket: Ticket, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<(), Unsaid> {
+        self.home.check()?;
+        let owner = self.publisher.member_of(self.queue_pid);
+        let owner = owner.ok_or_else(|| self.gone(format!("process {} takes no answers", self.queue_pid), false))?;
+        let answer = Answer { job: ticket.job, number: ticket.number, verdict };
+        let has_output = output.is_some();
+        let Loan { sample, metadata } = match output {
+            Some(output) => output,
+            None => Loan::new(self.publisher.loan(&Layout::bytes_only(0)?)?),
+        };
+        let sent = sample.send_to(owner, &answer.encode(&metadata)?, stream);
+        sent.map(drop).map_err(|failed| {
+            let is_told = failed.sample.is_none();
+            let error = match failed.error {
+                Error::LinkClosed { reason, .. } => self.gone(reason, false),
+                other => other,
+            };
+            let output =
+                failed.sample.filter(|_| has_output).map(|sample| Box::new(Loan { sample: *sample, metadata }));
+            Unsaid { error, is_told, output }
+        })
+    }
+}
+
+/// An answer that failed.
+#[derive(Debug)]
+struct Unsaid {
+    error: Error,
+    /// The queue has heard it all the same, and that its data is lost: there is nothing more to be said.
+    is_told: bool,
+    output: Option<Box<Loan>>,
+}
+
+impl From<Error> for Unsaid {
+    fn from(error: Error) -> Unsaid {
+        Unsaid { error, is_told: false, output: None }
+    }
+}
+
+/// The answer that is owed for a leased job, apart from its input: see [`Lease::split`].
+///
+/// Dropped without an answer, it counts as failed.
+#[derive(Debug)]
+#[must_use = "a duty that is dropped is a failed attempt"]
+pub struct Duty {
+    ticket: Ticket,
+    stream: Stream,
+    desk: Arc<Answers>,
+    is_done: bool,
+}
+
+/// An answer that was not given, and what to try again with.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct AnswerError {
+    /// Why: after [`Error::Timeout`] it can be tried again.
+    #[source]
+    pub error: Error,
+    /// `None` if the queue has been told all the same. Dropped, the attempt has failed.
+    pub duty: Option<Box<Duty>>,
+    /// The result, if there was one and it is still this worker's.
+    pub output: Option<Box<Loan>>,
+}
+
+impl From<AnswerError> for Error {
+    fn from(failed: AnswerError) -> Error {
+        failed.error
+    }
+}
+
+impl Duty {
+    /// The job's number, from 1.
+    pub fn job(&self) -> u64 {
+        self.ticket.job
+    }
+
+    /// Which attempt this is, from 1.
+    pub fn attempt(&self) -> u32 {
+        self.ticket.attempt
+    }
+
+    /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.
+    pub fn deadline_ns(&self) -> Option<u64> {
+        (self.ticket.deadline_ns != 0).then_some(self.ticket.deadline_ns)
+    }
+
+    /// As [`Lease::output`].
+    ///
+    /// # Errors
+    /// Those of [`Publisher::loan`](crate::Publisher::loan).
+    pub fn output(&self, layout: &Layout) -> Result<Loan> {
+        self.desk.publisher.loan(layout).map(Loan::new)
+    }
+
+    /// The job is done once the work enqueued on `stream` is, with `output` if there is one. `stream` is behind the one
+    /// that it was leased with.
+    ///
+    /// # Errors
+    /// As [`Lease::complete`], with what is needed to try again.
+    pub fn complete(self, output: Option<Loan>, stream: &Stream) -> Result<(), AnswerError> {
+        self.answer(Verdict::Completed, output, stream)
+    }
+
+    /// As [`Lease::fail`].
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn fail(self, reason: &str) -> Result<(), AnswerError> {
+        let stream = self.stream.clone();
+        self.answer(Verdict::Failed(reason.into()), None, &stream)
+    }
+
+    /// As [`Lease::give_back`].
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn give_back(self) -> Result<(), AnswerError> {
+        let stream = self.stream.clone();
+        self.answer(Verdict::Returned, None, &stream)
+    }
+
+    /// As [`Lease::reject`].
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn reject(self, reason: &str) -> Result<(), AnswerError> {
+        let stream = self.stream.clone();
+        self.answer(Verdict::Rejected(reason.into()), None, &stream)
+    }
+
+    fn answer(mut self, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<(), AnswerError> {
+        let _range = nvtx::range(nvtx::COMPLETE);
+        if let Some(foreign) = output.as_ref().filter(|output| !self.desk.publisher.lent(&output.sample)) {
+            let layout = format!("a loan of somebody else, {:?}", foreign.layout());
+            let error = Error::argument("output", layout, "one of this worker's `Lease::output`");
+            return Err(AnswerError { error, duty: Some(Box::new(self)), output: output.map(Box::new) });
+        }
+        match self.desk.send(self.ticket, verdict, output, stream) {
+            Ok(()) => {
+                self.is_done = true;
+                Ok(())
+            }
+            Err(Unsaid { error, is_told, output }) => {
+                self.is_done = is_told;
+                let duty = (!is_told).then(|| Box::new(self));
+                Err(AnswerError { error, duty, output })
+            }
+        }
+    }
+}
+
+impl Drop for Duty {
+    fn drop(&mut self) {
+        if !self.is_done {
+            let verdict = Verdict::Failed("its worker dropped it without an answer".into());
+            if let Err(Unsaid { error, is_told: false, .. }) = self.desk.send(self.ticket, verdict, None, &self.stream)
+            {
+                self.desk.fall_silent(&error);
+            }
+        }
+    }
+}
+
+/// A job, to be answered: [`complete`](Self::complete), [`fail`](Self::fail), [`give_back`](Self::give_back) or
+/// [`reject`](Self::reject).
+///
+/// Dropped without an answer, as when its thread panics, it counts as failed: a job that makes every worker stumble is
+/// buried in the end and does not go round for ever.
+#[derive(Debug)]
+#[must_use = "a lease that is dropped is a failed attempt"]
+pub struct Lease {
+    /// Declared first: the answer, before the input goes back.
+    duty: Duty,
+    input: Sample,
+}
+
+impl Lease {
+    pub(super) fn new(input: Sample, ticket: Ticket, stream: &Stream, desk: &Arc<Answers>) -> Lease {
+        Lease { duty: Duty { ticket, stream: stream.clone(), desk: desk.clone(), is_done: false }, input }
+    }
+
+    /// The input and the answer by themselves, for who uses the input longer than until the answer: its slot is the
+    /// queue's again when the sample is released, and its place in this worker's ring with it.
+    pub fn split(self) -> (Sample, Duty) {
+        (self.input, self.duty)
+    }
+
+    /// The device address of the input's element with all indices 0. Memory that this process may only read.
+    pub fn ptr(&self) -> DevicePtr {
+        self.input.ptr()
+    }
+
+    /// The device address of the input's first byte; it is `layout().bytes()` long.
+    pub fn slot_ptr(&self) -> DevicePtr {
+        self.input.slot_ptr()
+    }
+
+    /// The input's layout.
+    pub fn layout(&self) -> &Layout {
+        self.input.layout()
+    }
+
+    /// The bytes that travelled with it.
+    pub fn metadata(&self) -> &[u8] {
+        user_of_job(self.input.metadata())
+    }
+
+    /// The job's number, from 1.
+    pub fn job(&self) -> u64 {
+        self.duty.job()
+    }
+
+    /// Which attempt this is, from 1.
+    pub fn attempt(&self) -> u32 {
+        self.duty.attempt()
+    }
+
+    /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.
+    pub fn deadline_ns(&self) -> Option<u64> {
+        self.duty.deadline_ns()
+    }
+
+    /// The stream that waits for the input.
+    pub fn stream(&self) -> &Stream {
+        &self.duty.stream
+    }
+
+    /// Waits for the input and copies all of it to host memory.
+    ///
+    /// # Errors
+    /// Those of [`Sample::to_vec`].
+    pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
+        self.input.to_vec(timeout)
+    }
+
+    /// Lends memory for the result: a place of this attempt's own.
+    ///
+    /// # Errors
+    /// Those of [`Publisher::loan`](crate::Publisher::loan).
+    pub fn output(&self, layout: &Layout) -> Result<Loan> {
+        self.duty.output(layout)
+    }
+
+    /// The job is done once the work enqueued on `stream` is; there is no output. `stream` is the one that it was
+    /// leased with, or has been made to wait for that one.
+    ///
+    /// # Errors
+    /// [`Error::QueueGone`]; [`Error::Timeout`] when the owner holds too many earlier results; [`Error::Driver`].
+    pub fn complete(self, stream: &Stream) -> Result<()> {
+        self.answer(Verdict::Completed, None, stream)
+    }
+
+    /// The job is done, with this result, once the work enqueued on `stream` is.
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn complete_with(self, output: Loan, stream: &Stream) -> Result<()> {
+        self.answer(Verdict::Completed, Some(output), stream)
+    }
+
+    /// This attempt has failed; another worker tries again, as often as the queue allows. Of the reason, 200 bytes.
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn fail(self, reason: &str) -> Result<()> {
+        let stream = self.stream().clone();
+        self.answer(Verdict::Failed(reason.into()), None, &stream)
+    }
+
+    /// Somebody else is to do it, and it costs no attempt: for a worker that leaves.
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn give_back(self) -> Result<()> {
+        let stream = self.stream().clone();
+        self.answer(Verdict::Returned, None, &stream)
+    }
+
+    /// Nobody is to do it: the submitter gets [`Error::Rejected`]. Of the reason, 200 bytes.
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn reject(self, reason: &str) -> Result<()> {
+        let stream = self.stream().clone();
+        self.answer(Verdict::Rejected(reason.into()), None, &stream)
+    }
+
+    /// Its deadline has passed before it was begun.
+    pub(super) fn expire(self) -> Result<()> {
+        let stream = self.stream().clone();
+        self.answer(Verdict::Expired, None, &stream)
+    }
+
+    fn answer(self, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<()> {
+        let Lease { duty, input } = self;
+        duty.answer(verdict, output, stream)?;
+        input.release_on(stream).map(drop)
+    }
+}

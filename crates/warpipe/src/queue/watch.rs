@@ -1,0 +1,52 @@
+//! How an event loop learns that a queue has changed.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use crate::link::wake::Bell;
+
+/// A descriptor of one event loop (`eventfd`), readable when something has become of a queue's jobs: then
+/// [`quiet`](Self::quiet) it and look, in this order. It may ring for nothing. Rings as long as it lives, and once more
+/// when the queue ends.
+///
+/// ```
+/// use std::os::fd::AsFd;
+/// use warpipe::{Device, Domain, Queue, Worker};
+/// # let folder = std::env::temp_dir().join(format!("warpipe-watch-{}", std::process::id()));
+/// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+/// let queue = Queue::builder("jobs").domain(&domain).device(&device).build()?;
+/// let watch = queue.watch()?;
+/// let stream = device.stream()?;
+/// let job = queue.submit_bytes(b"input", &stream)?;
+/// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?;
+/// worker.lease(&stream)?.complete(&stream)?;
+/// while !job.is_done()? {
+///     // Mostly the loop of somebody else sleeps here, on many descriptors.
+///     rustix::event::poll(&mut [rustix::event::PollFd::new(&watch, rustix::event::PollFlags::IN)], None).unwrap();
+///     watch.quiet();
+/// }
+/// assert!(job.try_wait(&stream)?.is_some());
+/// # drop((worker, queue)); std::fs::remove_dir_all(folder).ok();
+/// # Ok::<(), warpipe::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct QueueWatch {
+    bell: Arc<Bell>,
+}
+
+impl QueueWatch {
+    pub(super) fn new(bell: Arc<Bell>) -> QueueWatch {
+        QueueWatch { bell }
+    }
+
+    /// Takes in what has rung so far.
+    pub fn quiet(&self) {
+        self.bell.drain();
+    }
+}
+
+impl AsFd for QueueWatch {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+}
