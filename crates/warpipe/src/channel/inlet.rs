@@ -320,7 +320,8 @@ impl Inlet {
     /// Releases a sample that no stream was told of, once its data is complete.
     pub(super) fn give_back(self: &Arc<Self>, position: u64) {
         let me = self.clone();
-        self.watcher.retire(move || {
+        // However long its sender takes: it waits for the slot, and this end keeps the link for it.
+        self.watcher.retire_patiently(move || {
             let entry = me.segment().entry(position);
             let complete = entry.ready.reached(position);
             if complete {

@@ -420,7 +420,9 @@ impl Attached {
 
     /// A sample is there, and its region has been announced but not mapped yet.
     fn is_region_due(&self) -> bool {
-        self.region_missing_since.is_some() && self.inlet.is_mapping()
+        // In this order: it may have been mapped since the ring was looked at, and is not on its way any more then.
+        self.region_missing_since.is_some()
+            && (self.inlet.is_mapping() || self.inlet.regions().len() > self.regions.len())
     }
 
     /// Nothing to take: either nothing was sent, or its region is still on its way, for a while.

@@ -130,7 +130,9 @@ impl Event {
         let Inner { device, raw, index, serial, side, .. } = &*self.inner;
         let body = match side {
             Side::Maker(house) => {
-                let domain = house.domain.path().to_path_buf();
+                // Who opens it may be in another directory.
+                let domain = std::path::absolute(house.domain.path())
+                    .map_err(|e| Error::os("getcwd", format!("the domain {}", house.domain.path().display()), e))?;
                 if domain.to_str().is_none() {
                     return Err(Error::argument("domain", domain.display(), "a path in UTF-8"));
                 }

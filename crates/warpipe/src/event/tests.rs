@@ -107,3 +107,14 @@ fn an_event_of_another_kind_of_device_or_of_nobody_is_not_opened() {
     assert!(matches!(Event::open(&handle, &stage.device), Err(Error::Domain { .. })));
     assert!(!handle.body.domain.exists(), "a handle makes no directories");
 }
+
+#[test]
+fn a_handle_of_a_domain_with_a_relative_path_leads_there_from_any_directory() {
+    let stage = Stage::new("relative");
+    let here = std::env::current_dir().unwrap();
+    let up: std::path::PathBuf = here.components().skip(1).map(|_| "..").collect();
+    let relative = up.join(stage.domain.path().strip_prefix("/").unwrap());
+    let event = Event::create(&Domain::at(relative).unwrap(), &stage.device).unwrap();
+    assert!(event.handle().unwrap().body.domain.is_absolute());
+    assert!(event.handle().unwrap().domain().is_ok());
+}

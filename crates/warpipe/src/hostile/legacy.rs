@@ -130,6 +130,28 @@ fn a_handle_opened_again_calls_no_driver_and_the_last_one_closes() {
 }
 
 #[test]
+fn a_handle_that_says_its_allocation_is_longer_than_it_is_opens_nothing_of_what_is_open() {
+    let test = "a_handle_that_says_its_allocation_is_longer_than_it_is_opens_nothing_of_what_is_open";
+    if was_exporter() {
+        return;
+    }
+    let (exporter, device) = (Exporter::start(test), Device::host());
+    let mut bytes = exporter.handle.to_bytes();
+    // The allocation's length, and where the range begins in it; the checksum is no secret.
+    bytes[64..72].copy_from_slice(&(1u64 << 40).to_le_bytes());
+    bytes[72..80].copy_from_slice(&(1u64 << 39).to_le_bytes());
+    let sum = crate::origin::hash(&bytes[..152]);
+    bytes[152..].copy_from_slice(&sum.to_le_bytes());
+    let forged = LegacyHandle::from_bytes(&bytes).unwrap();
+    assert!(forged.open(&device).is_err(), "the driver's bytes are of something shorter");
+    let memory = exporter.handle.open(&device).unwrap();
+    let refused = forged.open(&device).unwrap_err();
+    assert!(matches!(refused, Error::LegacyHandle { fault: LegacyFault::Range { .. } }), "{refused}");
+    assert_whole(&memory);
+    drop(exporter);
+}
+
+#[test]
 fn many_threads_that_open_one_handle_ask_the_driver_once_and_leave_nothing() {
     let test = "many_threads_that_open_one_handle_ask_the_driver_once_and_leave_nothing";
     if was_exporter() {

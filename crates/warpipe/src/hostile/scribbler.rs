@@ -80,22 +80,32 @@ impl Words {
     /// hardly a sample is right long enough to be taken.
     pub(super) fn scribble_on(&self, seed: u64, spins: u32) -> Scribbling {
         let (words, stop) = (self.clone(), Arc::new(AtomicBool::new(false)));
-        let stopped = stop.clone();
+        let (stopped, written) = (stop.clone(), Arc::new(AtomicU64::new(0)));
+        let count = written.clone();
         let thread = std::thread::spawn(move || {
             let mut random = Random(seed);
             while !stopped.load(Relaxed) {
                 words.scribble(&mut random);
+                count.fetch_add(1, Relaxed);
                 (0..spins).for_each(|_| std::hint::spin_loop());
             }
         });
-        Scribbling { stop, thread: Some(thread) }
+        Scribbling { stop, written, thread: Some(thread) }
     }
 }
 
 /// A scribbling thread; dropping it ends it.
 pub(super) struct Scribbling {
     stop: Arc<AtomicBool>,
+    written: Arc<AtomicU64>,
     thread: Option<JoinHandle<()>>,
+}
+
+impl Scribbling {
+    /// Words written so far: on a busy machine the thread may not have had its turn yet.
+    pub(super) fn written(&self) -> u64 {
+        self.written.load(Relaxed)
+    }
 }
 
 impl Drop for Scribbling {

@@ -47,14 +47,7 @@ impl Ticket {
     pub fn write_file(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let failed = |call| move |e| Error::os(call, format!("the ticket file {}", path.display()), e);
-        let new = draft_of(path)?;
-        let mut file = File::options()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(&new)
-            .map_err(failed("open"))?;
+        let (new, mut file) = draft_of(path, failed("open"))?;
         let mut draft = Draft(Some(&new));
         file.write_all(format!("{self}\n").as_bytes()).map_err(failed("write"))?;
         std::fs::rename(&new, path).map_err(failed("rename"))?;
@@ -119,14 +112,29 @@ fn arrivals(path: &Path) -> Result<PrivateFd> {
     Ok(fd)
 }
 
-/// A name beside the file that no other writer takes.
-fn draft_of(path: &Path) -> Result<PathBuf> {
+/// How many drafts of the dead are passed over.
+const DRAFTS_MAX: u64 = 64;
+
+/// A new file beside it, under a name that no other writer takes. One that was killed may have left its draft under the
+/// same number: in a container, each run of a program mostly has the same process id.
+fn draft_of(path: &Path, failed: impl Fn(std::io::Error) -> Error) -> Result<(PathBuf, File)> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let name = path.file_name().ok_or_else(|| Error::argument("path", path.display(), "the path of a file"))?;
-    let mut draft = std::ffi::OsString::from(".");
-    draft.push(name);
-    draft.push(format!(".{}-{}.new", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
-    Ok(path.with_file_name(draft))
+    let mut options = File::options();
+    options.write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+    let mut attempts = 0;
+    loop {
+        attempts += 1;
+        let mut draft = std::ffi::OsString::from(".");
+        draft.push(name);
+        draft.push(format!(".{}-{}.new", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
+        let draft = path.with_file_name(draft);
+        match options.open(&draft) {
+            Ok(file) => return Ok((draft, file)),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && attempts < DRAFTS_MAX => {}
+            Err(error) => return Err(failed(error)),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -187,5 +195,16 @@ mod tests {
         }
         assert!(matches!(Ticket::read_file(path), Err(Error::Ticket(_) | Error::Os { .. })));
         assert!(matches!(Ticket::read_file(path.join("none")), Err(Error::Os { .. })));
+    }
+
+    #[test]
+    fn the_draft_of_a_dead_writer_with_our_number_is_in_nobodys_way() {
+        let Folder(path, ticket) = &Folder::new("stale");
+        let file = path.join("weights.ticket");
+        // Whatever numbers other tests use meanwhile, some of these are next.
+        let stale = |number: u64| path.join(format!(".weights.ticket.{}-{number}.new", std::process::id()));
+        (0..32).for_each(|number| std::fs::write(stale(number), "cut sho").unwrap());
+        ticket.write_file(&file).unwrap();
+        assert_eq!(Ticket::read_file(&file).unwrap(), *ticket);
     }
 }

@@ -2,9 +2,12 @@
 
 use std::sync::Arc;
 
+use rustix::event::{PollFd, PollFlags, Timespec};
+
 use super::core::State;
 use super::{PAIRS_MAX, released_at};
 use crate::backend::{Access, TimelineWord};
+use crate::fork::PrivateFd;
 use crate::memory::arena::SlotId;
 use crate::memory::page::Page;
 
@@ -51,6 +54,8 @@ pub(super) struct Borrower {
     unused: Vec<u32>,
     next_pair: u32,
     values: u64,
+    /// Tells of its death also when it has said goodbye, which one that lies may do with blocks of ours.
+    pidfd: PrivateFd,
     /// It has said goodbye.
     pub(super) is_leaving: bool,
 }
@@ -64,9 +69,21 @@ struct Open {
 }
 
 impl Borrower {
-    pub(super) fn new(page: Page) -> Borrower {
+    pub(super) fn new(page: Page, pidfd: PrivateFd) -> Borrower {
         let page = Arc::new(page);
-        Borrower { page, open: vec![], unused: vec![], next_pair: 0, values: 0, is_leaving: false }
+        Borrower { page, open: vec![], unused: vec![], next_pair: 0, values: 0, pidfd, is_leaving: false }
+    }
+
+    /// Whether it has left and is proven dead: nobody else is told of that any more.
+    pub(super) fn is_dead_and_gone(&self) -> bool {
+        let mut poll = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        self.is_leaving && rustix::event::poll(&mut poll, Some(&now)).is_ok_and(|ready| ready > 0)
+    }
+
+    #[cfg(test)]
+    pub(super) fn set_pidfd(&mut self, fd: std::os::fd::OwnedFd) {
+        self.pidfd = PrivateFd::new(fd);
     }
 
     /// A pair of words that has nothing to say yet, and the value that it will come to. None if all are in use.

@@ -19,9 +19,10 @@ impl Keep for Core {
         if let Some(device) = caller.device.filter(|device| device.kind != owner.kind) {
             return Err(Refusal(format!("its memory is on {owner}, which {device} cannot reach")));
         }
+        let pidfd = desk.pidfd_of(caller.id)?.ok_or_else(|| Refusal("it is there no more".into()))?;
         let (page, fd) = Page::create(Some(&self.device), PAGE_BYTES)?;
         let welcome = Reception::Welcome { owner, page_bytes: page.bytes() as u64 };
-        self.lock().borrowers.insert(caller.id, Borrower::new(page));
+        self.lock().borrowers.insert(caller.id, Borrower::new(page, pidfd));
         Answer::new(&welcome, vec![fd])
     }
 
@@ -54,6 +55,10 @@ impl Keep for Core {
     fn tick(&self, _: &Desk, _: u64) {
         if let Some(mut state) = self.try_lock() {
             self.reclaim(&mut state);
+            let dead: Vec<Borrower> =
+                state.borrowers.extract_if(|_, borrower| borrower.is_dead_and_gone()).map(|(_, dead)| dead).collect();
+            drop(state);
+            dead.into_iter().for_each(|borrower| self.free_soon(borrower));
         }
     }
 }

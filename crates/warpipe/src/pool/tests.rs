@@ -314,3 +314,24 @@ fn a_block_that_is_granted_when_its_asker_has_given_up_comes_back() {
     assert!(eventually(|| stage.pool.stats().lent_bytes == 0), "and given back");
     drop(client.allocate(2 * MIB).unwrap());
 }
+
+#[test]
+fn who_says_goodbye_with_a_block_and_dies_later_gives_it_back_then() {
+    let stage = Stage::new("goodbye");
+    let client = stage.client();
+    let block = client.allocate(2 * MIB).unwrap();
+    let core = stage.pool.core();
+    let goodbye = |pidfd| {
+        let mut state = core.lock();
+        let borrower = state.borrowers.values_mut().next().unwrap();
+        borrower.is_leaving = true;
+        borrower.set_pidfd(pidfd);
+    };
+    let (alive, writer) = rustix::pipe::pipe().unwrap();
+    goodbye(alive);
+    // Ticks pass, and it lives.
+    assert!(is_limit(stage.pool.allocate_timeout(1, Duration::from_millis(500))));
+    drop(writer);
+    drop(stage.pool.allocate_timeout(2 * MIB, WAIT).unwrap());
+    drop(block);
+}

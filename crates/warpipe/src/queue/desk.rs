@@ -229,17 +229,15 @@ impl Desk {
             ledger.seats.iter().for_each(|seat| seat.subscriber.set_asleep(true));
             let has_news = |seat: &Seat| seat.end.is_none() && seat.subscriber.may_have_news();
             let is_due = ledger.seats.iter().any(|seat| has_news(seat) || !seat.unready.is_empty());
-            if is_due && (std::mem::take(&mut ledger.sleeps_long) || ledger.has_leader) {
+            if is_due && (ledger.sleeps_long || ledger.has_leader) {
                 self.observer.bell.ring();
             }
         }
     }
 
-    /// A worker that had credit may have had no room in its ring for what was just submitted. Its device may make some
-    /// soon, and rings nobody.
+    /// A job that waits is looked at in slices: what makes room for it, a device or the release of a result, rings nobody.
     pub(super) fn look_soon(&self, ledger: &mut Ledger) {
-        let is_due = ledger.first_waiting().is_some_and(|job| ledger.choose(job, &[]).is_some());
-        if is_due && std::mem::take(&mut ledger.sleeps_long) {
+        if ledger.sleeps_idle && ledger.first_waiting().is_some() && !ledger.seats.is_empty() {
             self.observer.bell.ring();
         }
     }
@@ -383,6 +381,8 @@ impl Desk {
         loop {
             let patience = {
                 let mut ledger = self.lock();
+                // Said by this thread alone: a ring that was for it may have woken another one.
+                (ledger.sleeps_long, ledger.sleeps_idle) = (false, false);
                 if ledger.is_closed {
                     return self.observer.bell.ring();
                 }
@@ -393,7 +393,7 @@ impl Desk {
                     continue;
                 }
                 let patience = if ledger.pollers > 0 { SLICE } else { ledger.patience() };
-                ledger.sleeps_long = patience >= SLICE;
+                (ledger.sleeps_long, ledger.sleeps_idle) = (patience >= SLICE, patience > SLICE);
                 patience
             };
             has_rung = self.sleep(patience);

@@ -77,8 +77,10 @@ pub(super) struct Ledger {
     pub(super) has_leader: bool,
     /// The queue's own thread leaves the descriptors to that one.
     pub(super) is_parked: bool,
-    /// The queue's own thread sleeps until it is rung.
+    /// The queue's own thread sleeps for a slice or more.
     pub(super) sleeps_long: bool,
+    /// It sleeps until it is rung, and looks at nothing meanwhile.
+    pub(super) sleeps_idle: bool,
     /// Counts what may end somebody's wait.
     pub(super) changes: u64,
     /// Rung at every change: event loops sleep on them.
@@ -105,6 +107,7 @@ impl Ledger {
             has_leader: false,
             is_parked: false,
             sleeps_long: false,
+            sleeps_idle: false,
             changes: 0,
             watches: Vec::new(),
             is_shut: false,
@@ -128,8 +131,8 @@ impl Ledger {
     }
 
     /// The number of the job to come, and whether it is its turn to be given out at once.
-    pub(super) fn next_job(&self) -> (u64, bool) {
-        (self.next_job, self.waiting.is_empty())
+    pub(super) fn next_job(&mut self) -> (u64, bool) {
+        (self.next_job, self.first_waiting().is_none())
     }
 
     /// A number is spent, whatever became of its job.

@@ -390,6 +390,15 @@ impl Queue {
     }
 }
 
+#[cfg(test)]
+impl Queue {
+    /// Ends the links of all workers.
+    pub(crate) fn turn_all_away(&self, reason: &str) {
+        let publisher = &self.desk.publisher;
+        publisher.members().iter().for_each(|member| publisher.expel(member.id, reason));
+    }
+}
+
 impl Drop for Queue {
     fn drop(&mut self) {
         if self.desk.home.is_here() {

@@ -186,7 +186,8 @@ impl Core {
     /// Stores, once what came before it is done, a value that was promised and could not be enqueued.
     pub(super) fn pay_later(&self, permit: u32, value: u64) {
         let room = self.room.clone();
-        self.watcher.retire(move || {
+        // However long the holders before it take: nobody else would ever store it.
+        self.watcher.retire_patiently(move || {
             room.word(permit).advance(value.wrapping_sub(1), value);
             room.word(permit).reached(value)
         });
@@ -204,7 +205,8 @@ impl Drop for Core {
         if matches!(side, Some(Side::Creator(_))) && proof.insert(streams.mark()).is_passed() {
             drop(side.take());
         }
-        self.watcher.retire(move || {
+        // Others wait for the name, and for the goodbye.
+        self.watcher.retire_patiently(move || {
             let room = &room;
             if !proof.get_or_insert_with(|| streams.mark()).is_passed() {
                 return false;

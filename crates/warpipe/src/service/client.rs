@@ -114,7 +114,7 @@ impl ClientBuilder {
 /// ```
 #[derive(Debug)]
 pub struct Client {
-    queue: Queue,
+    pub(super) queue: Queue,
     service: String,
 }
 

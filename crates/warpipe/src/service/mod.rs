@@ -6,6 +6,8 @@
 
 mod client;
 mod server;
+#[cfg(test)]
+mod tests;
 
 pub use client::{Client, ClientBuilder, Pending};
 pub use server::{Request, Server, ServerBuilder};

@@ -1,6 +1,6 @@
 //! Who answers.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -106,6 +106,7 @@ impl ServerBuilder {
             clients: Vec::new(),
             greeted: HashSet::new(),
             gone: HashSet::new(),
+            failed: HashMap::new(),
             door,
             arrivals,
             readable,
@@ -145,6 +146,8 @@ pub struct Server {
     greeted: HashSet<EndpointName>,
     /// Names that nobody holds any more.
     gone: HashSet<EndpointName>,
+    /// Names whose links have failed, and when: they are tried again, but not at once.
+    failed: HashMap<EndpointName, Instant>,
     door: Arc<Door>,
     arrivals: PrivateFd,
     readable: PrivateFd,
@@ -227,11 +230,11 @@ impl Server {
         Ok(None)
     }
 
-    /// A client has gone, or its link has failed.
+    /// A client has gone, or its link has failed. Which of the two the next attempt tells.
     fn see_off(&mut self, index: usize) {
         let Guest { name, worker, .. } = self.clients.swap_remove(index);
         let _ = epoll::delete(&self.readable, worker.descriptor());
-        self.gone.insert(name);
+        self.failed.insert(name, Instant::now());
     }
 
     /// Looks for new clients, when something new has appeared in the directory or a while has passed.
@@ -243,11 +246,13 @@ impl Server {
         self.looked = Some(Instant::now());
         let names = self.domain.names_after(&clients_of(self.service()))?;
         self.gone.retain(|name| names.contains(name));
+        self.failed.retain(|name, since| since.elapsed() < LOOK_EVERY && names.contains(name));
         self.clear_away();
         for name in names {
             let is_known = self.clients.iter().any(|guest| guest.name == name)
                 || self.greeted.contains(&name)
-                || self.gone.contains(&name);
+                || self.gone.contains(&name)
+                || self.failed.contains_key(&name);
             let has_room = self.greeted.len() < GREETED_AT_ONCE
                 && self.clients.len() + self.greeted.len() < self.options.clients_max;
             if !is_known && has_room {
@@ -261,7 +266,7 @@ impl Server {
     /// stays.
     fn clear_away(&self) {
         let Ok(watcher) = Watcher::of_process() else { return };
-        for name in &self.gone {
+        for name in self.gone.iter().chain(self.failed.keys()) {
             let (domain, name) = (self.domain.clone(), name.clone());
             // One that is still held is tried again with the next look.
             let _ = watcher.attend(Box::new(move || _ = domain.clear_name(&name)));
@@ -289,8 +294,8 @@ impl Server {
         }
     }
 
-    /// Takes in the clients that were attached to. Those that could not be are tried again with the next look, unless
-    /// nobody is there.
+    /// Takes in the clients that were attached to. Those that could not be are tried again a while later (an attempt puts
+    /// something new into the directory, and is no reason for the next), unless nobody is there.
     fn take_in(&mut self) {
         if self.greeted.is_empty() {
             return;
@@ -304,9 +309,19 @@ impl Server {
                     self.next_id += 1;
                 }
                 Err(Error::NoPublisher { .. }) => drop(self.gone.insert(name)),
-                _ => {}
+                _ => drop(self.failed.insert(name, Instant::now())),
             }
         }
+    }
+
+    #[cfg(test)]
+    pub(super) fn refused(&self) -> usize {
+        self.failed.len()
+    }
+
+    #[cfg(test)]
+    pub(super) fn under_way(&self) -> usize {
+        self.greeted.len()
     }
 
     /// Sleeps until a client, or the directory, speaks.

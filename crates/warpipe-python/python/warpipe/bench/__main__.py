@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 from typing import Any
 
 import warpipe
@@ -69,7 +70,7 @@ def main(given: list[str] | None = None) -> int:
 
 def measure(kind: str, devices: int, quick: bool) -> list[dict[str, Any]]:
     """All contestants in all places."""
-    contestants = ours.OURS + (rivals.ON_GPUS if kind == "cuda" else rivals.ON_HOST)
+    contestants = ours.ON_GPUS + rivals.ON_GPUS if kind == "cuda" else ours.ON_HOST + rivals.ON_HOST
     first = "cuda:0" if kind == "cuda" else "host"
     places = [("one device", first)] + ([("two devices", "cuda:1")] if devices == 2 else [])
     sizes, plan = (QUICK_SIZES, pair.QUICK) if quick else (SIZES[kind], pair.Plan())
@@ -115,8 +116,6 @@ def heading(device: warpipe.Device, mode: str, asked: argparse.Namespace) -> dic
 
 
 def version_of(package: str) -> str | None:
-    from importlib import metadata
-
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -11,6 +11,12 @@ HEAD = 1024
 ELEMENT_BYTES = 4
 
 AddOne = Callable[[Any, Any], None]
+Head = Callable[[Any], Any]
+
+
+def whole(array: Any) -> Any:
+    """The head of a tensor that is no longer than that."""
+    return array
 
 
 class Missing(Exception):
@@ -34,8 +40,13 @@ class NumPy:
     def zeros(self, count: int) -> Any:
         return self.numpy.zeros(count, self.numpy.float32)
 
-    def head(self, array: Any) -> Any:
-        return array if len(array) == HEAD else array[:HEAD]
+    def head(self, count: int) -> Head:
+        """What gives the head of a tensor of ``count`` elements."""
+
+        def head(array: Any) -> Any:
+            return array[:HEAD]
+
+        return whole if count == HEAD else head
 
     def adder(self, crosses: bool) -> AddOne:
         add = self.numpy.add
@@ -65,18 +76,25 @@ class Torch:
             raise Missing("PyTorch finds no GPU here")
         self.torch.cuda.set_device(ordinal)
         self.ordinal = ordinal
+        # As DLPack counts: the legacy default stream is 1.
+        self.stream_number = self.torch.cuda.current_stream().cuda_stream or 1
         # Every kernel once: loading one later can wait behind a stream that waits.
-        warm = self.zeros(2 * HEAD)
+        warm = self.head(2 * HEAD)(self.zeros(2 * HEAD))
         for crosses in (False, True):
-            self.adder(crosses)(self.head(warm), self.head(self.zeros(HEAD)))
-        self.values(self.head(warm))
+            self.adder(crosses)(warm, self.zeros(HEAD))
+        self.values(warm)
         self.synchronize()
 
     def zeros(self, count: int) -> Any:
         return self.torch.zeros(count, dtype=self.torch.float32, device=f"cuda:{self.ordinal}")
 
-    def head(self, tensor: Any) -> Any:
-        return tensor if len(tensor) == HEAD else tensor.narrow(0, 0, HEAD)
+    def head(self, count: int) -> Head:
+        """What gives the head of a tensor of ``count`` elements."""
+
+        def head(tensor: Any) -> Any:
+            return tensor.narrow(0, 0, HEAD)
+
+        return whole if count == HEAD else head
 
     def adder(self, crosses: bool) -> AddOne:
         """The kernel; where the source is a tensor of another GPU, which PyTorch adds nothing to, behind a copy of it."""
@@ -94,6 +112,10 @@ class Torch:
     def of(self, memory: Any) -> Any:
         """Memory of warpipe's as a tensor."""
         return memory.torch()
+
+    def of_capsule(self, memory: Any) -> Any:
+        """The same without the part of PyTorch's import that is written in Python: it asks for the stream each time."""
+        return self.torch.from_dlpack(memory.__dlpack__(stream=self.stream_number))
 
     def values(self, tensor: Any) -> list[float]:
         return [float(value) for value in tensor.tolist()]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .arrays import ELEMENT_BYTES, HEAD, Arrays
 
-Role = Literal["ours", "ours, copied", "usual", "other"]
+Role = Literal["ours", "ours, by hand", "ours, copied", "usual", "other"]
 
 
 @dataclass

@@ -6,7 +6,8 @@ from typing import Any
 
 import warpipe
 
-from .contest import Contestant
+from .arrays import Missing, Torch
+from .contest import Contestant, Role
 
 # Round trips that may be enqueued ahead of the device; large tensors each have memory of their own.
 DEPTH = 8
@@ -37,7 +38,7 @@ class _Channel(Contestant):
         )
         self.publisher.wait_for_subscribers(1, side.limit)
         self.shape = (count,)
-        self.head = self.arrays.head
+        self.head = self.arrays.head(count)
         self.of = self.arrays.of
         self.add_one = self.arrays.adder(False)
 
@@ -56,18 +57,31 @@ class Loaned(_Channel):
     """The kernel writes where the other reads."""
 
     name = "warpipe, loan"
-    role = "ours"
+    role: Role = "ours"
 
     def hand_over(self, theirs: Any) -> None:
         with self.publisher.loan(self.shape, "float32") as out:
             self.add_one(theirs, self.head(self.of(out)))
 
 
+class LoanedByCapsule(Loaned):
+    """The same for a program that knows its stream and imports the capsules itself."""
+
+    name = "warpipe, loan by capsule"
+    role: Role = "ours, by hand"
+
+    def open(self, count: int) -> None:
+        if not isinstance(self.arrays, Torch):
+            raise Missing("NumPy imports no bare capsules")
+        super().open(count)
+        self.of = self.arrays.of_capsule
+
+
 class Copied(_Channel):
     """The kernel writes a tensor of the framework's, and ``send`` copies all of it."""
 
     name = "warpipe, send"
-    role = "ours, copied"
+    role: Role = "ours, copied"
 
     def open(self, count: int) -> None:
         super().open(count)
@@ -83,4 +97,5 @@ class Copied(_Channel):
         del self.tensor, self.own
 
 
-OURS: list[type[Contestant]] = [Loaned, Copied]
+ON_GPUS: list[type[Contestant]] = [Loaned, LoanedByCapsule, Copied]
+ON_HOST: list[type[Contestant]] = [Loaned, Copied]

@@ -25,6 +25,7 @@ START_SECONDS = 180.0
 # Seconds that all round trips of one size may take.
 SIZE_SECONDS = 120.0
 END_SECONDS = 20.0
+DEATH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ class _Pair:
             if missed:
                 # What cannot start at all need not be tried again for the other sizes.
                 missed = missed[:1] if self.has_started else missed
-                outcomes += [self.outcome(size, "failed", str(failed)) for size in missed]
+                reason = "; ".join([str(failed), *self.deaths()])
+                outcomes += [self.outcome(size, "failed", reason) for size in missed]
             else:
                 outcomes[-1].status, outcomes[-1].reason = "failed", f"measured, but it did not end well: {failed}"
         finally:
@@ -180,13 +182,20 @@ class _Pair:
         try:
             kind, value = self.controls[number].recv()
         except (EOFError, OSError):
+            # Its exit code says more.
             self.children[number].join(END_SECONDS)
-            raise _Failed(f"{'AB'[number]} ended with exit code {self.children[number].exitcode}") from None
+            raise _Failed(f"{'AB'[number]} has gone") from None
         if kind == "missing":
             raise Missing(value)
         if kind == "failed":
             raise _Failed(f"{'AB'[number]}: {value}")
         return value
+
+    def deaths(self) -> list[str]:
+        """Which of the two died. What the other one says may only follow from that, and come a moment sooner."""
+        connection.wait([child.sentinel for child in self.children], DEATH_SECONDS)
+        codes = [(name, child.exitcode) for name, child in zip("AB", self.children)]
+        return [f"{name} ended with exit code {code}" for name, code in codes if code is not None]
 
     def end(self, well: bool) -> None:
         """Lets both end by themselves if all went well. None is left."""
@@ -230,19 +239,21 @@ def _play(control: Connection, contestant: type[Contestant], side: Side, sizes: 
 
 @contextlib.contextmanager
 def _told(control: Connection) -> Iterator[None]:
-    """Passes an exception on. Nobody is left to read it in here."""
+    """Passes an exception on, if somebody still listens: who fails second is not asked any more."""
+    last: tuple[str, str] | None = None
     try:
         yield
     except Missing as missing:
-        control.send(("missing", str(missing)))
+        last = ("missing", str(missing))
     except BaseException as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
-        control.send(("failed", f"{type(error).__name__}: {error} ({place})"))
-    finally:
-        # Until the other has ended, too: its memory stays as long as somebody may look at it.
-        with contextlib.suppress(EOFError, OSError):
-            control.recv()
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
+        last = ("failed", f"{type(error).__name__}: {error} ({place})")
+    with contextlib.suppress(EOFError, OSError):
+        if last:
+            control.send(last)
+        # Until the other has ended, too: this process's memory stays as long as somebody may look at it.
+        control.recv()
 
 
 class _Leader:
@@ -251,7 +262,7 @@ class _Leader:
     def __init__(self, player: Contestant, arrays: Arrays) -> None:
         self.player, self.arrays = player, arrays
         # The head of the last tensor received. Nobody else keeps it: a contestant may lend a few only.
-        self.theirs: Any = arrays.head(arrays.zeros(HEAD))
+        self.theirs: Any = arrays.zeros(HEAD)
         self.awaited_ns: list[int] = []
 
     def play(self, plan: Plan) -> tuple[list[float], list[int]]:

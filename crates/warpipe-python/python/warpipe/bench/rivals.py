@@ -11,7 +11,7 @@ from multiprocessing import reduction, shared_memory
 from typing import Any
 
 from .arrays import ELEMENT_BYTES, Missing, Torch, needed
-from .contest import Contestant
+from .contest import Contestant, Role
 
 
 class _OwnTensor(Contestant):
@@ -19,11 +19,12 @@ class _OwnTensor(Contestant):
 
     def open(self, count: int) -> None:
         self.tensor = self.arrays.zeros(count)
-        self.take(self.tensor)
+        self.take(self.tensor, count)
 
-    def take(self, tensor: Any) -> None:
-        """Writes to the head of ``tensor`` from now on."""
-        self.own = self.arrays.head(tensor)
+    def take(self, tensor: Any, count: int) -> None:
+        """Writes to the head of ``tensor``, of ``count`` elements as the other's is, from now on."""
+        self.head = self.arrays.head(count)
+        self.own = self.head(tensor)
         self.add_one = self.arrays.adder(self.side.crosses)
 
     def fill(self, theirs: Any) -> None:
@@ -36,7 +37,7 @@ class QueueKept(_OwnTensor):
     """``put`` and ``get``. The receiver keeps its tensor until the next has come, so the memory stays open there."""
 
     name = "torch.multiprocessing"
-    role = "usual"
+    role: Role = "usual"
 
     def hand_over(self, theirs: Any) -> None:
         self.fill(theirs)
@@ -44,7 +45,7 @@ class QueueKept(_OwnTensor):
 
     def receive(self) -> Any:
         self.received = self.side.inbox.get()
-        return self.arrays.head(self.received)
+        return self.head(self.received)
 
     def close(self) -> None:
         del self.received
@@ -72,7 +73,7 @@ class LegacyHandle(_OwnTensor):
         super().open(count)
         self.side.pipe.send(self.tensor)
         self.received = self.side.hear()
-        self.theirs = self.arrays.head(self.received)
+        self.theirs = self.head(self.received)
         self.side.meet()
 
     def hand_over(self, theirs: Any) -> None:
@@ -115,7 +116,7 @@ class PoolBuffer(_OwnTensor):
         self.stream = device.default_stream
         self.buffer = self.pool.allocate(size, stream=self.stream)
         self.received = None
-        self.take(self.tensor_of(self.buffer))
+        self.take(self.tensor_of(self.buffer), count)
         self.arrays.synchronize()
         self.side.meet()
 
@@ -131,7 +132,7 @@ class PoolBuffer(_OwnTensor):
         self.let_go()
         descriptor = self.side.pipe.recv()
         self.received = self.core.Buffer.from_ipc_descriptor(self.imported, descriptor, stream=self.stream)
-        return self.arrays.head(self.tensor_of(self.received))
+        return self.head(self.tensor_of(self.received))
 
     def let_go(self) -> None:
         if self.received is not None:
@@ -172,8 +173,8 @@ class PickledQueue(QueueKept):
     """``put`` and ``get`` of arrays on the host: pickled, so every byte goes through a pipe."""
 
     name = "multiprocessing.Queue"
-    bytes_max = 64 << 20
-    bytes_max_reason = "every byte goes through a pipe"
+    bytes_max = 1 << 20
+    bytes_max_reason = "every byte goes through a pipe: minutes for larger ones"
 
 
 class SharedMemory(_OwnTensor):
@@ -185,9 +186,9 @@ class SharedMemory(_OwnTensor):
         self.memory = shared_memory.SharedMemory(create=True, size=count * ELEMENT_BYTES)
         self.side.pipe.send(self.memory.name)
         self.other = shared_memory.SharedMemory(name=self.side.hear())
-        self.take(self.array_in(self.memory, count))
+        self.take(self.array_in(self.memory, count), count)
         self.own[:] = 0
-        self.theirs = self.arrays.head(self.array_in(self.other, count))
+        self.theirs = self.head(self.array_in(self.other, count))
         self.side.meet()
 
     def array_in(self, memory: shared_memory.SharedMemory, count: int) -> Any:

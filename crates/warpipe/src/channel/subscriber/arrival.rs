@@ -143,3 +143,34 @@ impl Subscriber {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::channel::Publisher;
+    use crate::tensor::Layout;
+
+    /// A publisher has sent in memory of its own making and gone. Its last region comes to be mapped between the
+    /// subscriber's look at the ring and the one at whether anything is still due.
+    #[test]
+    fn a_sample_whose_region_is_mapped_this_very_moment_is_not_lost_to_a_goodbye() {
+        let folder = std::env::temp_dir().join(format!("warpipe-arrival-{}", std::process::id()));
+        let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
+        let stream = device.stream().unwrap();
+        let publisher = Publisher::builder("grows").domain(&domain).device(&device).build().unwrap();
+        let mut subscriber = Subscriber::builder("grows").domain(&domain).device(&device).build().unwrap();
+        publisher.loan(&Layout::bytes_only(8).unwrap()).unwrap().send(&stream).unwrap();
+        drop(publisher);
+        let attached = subscriber.attached.as_mut().unwrap();
+        let start = Instant::now();
+        while attached.inlet.standing() == Standing::Open || attached.inlet.is_mapping() {
+            assert!(start.elapsed() < Duration::from_secs(10));
+            std::thread::yield_now();
+        }
+        assert!(attached.regions.is_empty(), "not looked at yet");
+        attached.region_missing_since = Some(Instant::now());
+        assert!(attached.is_region_due());
+        assert!(subscriber.take_arrival().unwrap().is_some());
+        let _ = std::fs::remove_dir_all(folder);
+    }
+}

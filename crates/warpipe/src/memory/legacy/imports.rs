@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::LegacyHandle;
 use crate::backend::{DeviceId, DevicePtr, IpcBytes};
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, LegacyFault, Result};
 use crate::fork::Home;
 use crate::link::proof::Streams;
 use crate::link::watcher::Watcher;
@@ -56,6 +56,8 @@ struct Import {
 #[derive(Default)]
 struct Mapping {
     base: Option<DevicePtr>,
+    /// The allocation's length, which was checked when it was opened.
+    bytes: u64,
     holds: u64,
     /// It is no longer in the table, and will not be opened again.
     is_over: bool,
@@ -214,13 +216,18 @@ impl Hold {
             return Ok(None);
         }
         let base = match mapping.base {
+            // A handle that says something else of what is open is not to reach beyond it.
+            Some(_) if mapping.bytes != bytes => {
+                let allocation = mapping.bytes;
+                return Err(Error::legacy(LegacyFault::Range { offset: 0, bytes, allocation }));
+            }
             Some(base) => base,
             None => {
                 let opened = import.device.backend().open_legacy(&import.key.raw, bytes, import.key.owner);
                 opened.inspect_err(|_| import.end(&mut mapping))?
             }
         };
-        mapping.base = Some(base);
+        (mapping.base, mapping.bytes) = (Some(base), bytes);
         mapping.holds += 1;
         drop(mapping);
         Ok(Some((Hold { import: Some(import) }, base)))

@@ -81,7 +81,7 @@ fn who_sleeps_on_the_descriptors_is_woken_for_an_answer_that_came_while_another_
 }
 
 #[test]
-fn a_job_left_waiting_although_a_worker_has_credit_is_looked_at_soon() {
+fn a_job_left_waiting_is_looked_at_soon() {
     let place = Place::new("credit");
     let queue = place.build(|it| it.credits(1));
     let mut worker = one_worker(&place, &queue);
@@ -89,9 +89,13 @@ fn a_job_left_waiting_although_a_worker_has_credit_is_looked_at_soon() {
     let lease = worker.lease(&place.stream).unwrap();
     let (desk, mut ledger) = (&queue.desk, with_a_leader(&queue));
     assert_eq!(ledger.waiting(), 1);
-    (ledger.rules.credits, ledger.sleeps_long) = (2, true);
+    ledger.sleeps_idle = true;
     desk.look_soon(&mut ledger);
-    assert!(has_rung(desk), "nobody gives the job out");
+    assert!(has_rung(desk), "nobody looks whether there is room now");
+    // Whom it woke was another thread, and the queue's own still sleeps.
+    desk.observer.bell.drain();
+    desk.look_soon(&mut ledger);
+    assert!(has_rung(desk), "it sleeps on");
     ledger.has_leader = false;
     drop((ledger, lease, jobs));
 }
@@ -170,4 +174,25 @@ fn what_was_under_way_when_its_worker_said_goodbye_counts_however_long_it_takes(
     let _ = queue.state().unwrap();
     drop(go);
     assert_eq!(job.wait(&place.stream, SOON).unwrap().attempt(), 1);
+}
+
+#[test]
+fn a_job_that_found_all_places_held_is_given_out_once_results_are_released() {
+    let place = Place::new("held");
+    let queue = place.queue();
+    let mut worker = one_worker(&place, &queue);
+    let mut held = Vec::new();
+    for _ in 0..63 {
+        let job = queue.submit_bytes(b"work", &place.stream).unwrap();
+        worker.lease(&place.stream).unwrap().complete(&place.stream).unwrap();
+        held.push(job.wait(&place.stream, SOON).unwrap());
+    }
+    // The oldest gets the last place, and the next one none.
+    let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &place.stream).unwrap());
+    let lease = worker.lease(&place.stream).unwrap();
+    assert_eq!(queue.desk.lock().waiting(), 1);
+    drop(held);
+    let next = worker.lease_timeout(&place.stream, SOON / 2).unwrap();
+    assert_eq!(next.job(), jobs[1].id());
+    drop((lease, next));
 }
