@@ -100,6 +100,7 @@ pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<B
         match &memory.hold {
             Hold::Sample(lent) => lent.note(&consumer),
             Hold::Loan(lease) => lease.consumers.note(&consumer),
+            Hold::Held(held) => held.admit(&consumer)?,
             Hold::Copy(_) => {}
         }
     }
@@ -110,7 +111,11 @@ pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<B
 
 /// The stream that already waits for the data; none if there is nothing to wait for.
 fn awaited(memory: &Memory) -> Outcome<Option<usize>> {
-    let Hold::Sample(lent) = &memory.hold else { return Ok(None) };
+    let lent = match &memory.hold {
+        Hold::Sample(lent) => lent,
+        Hold::Held(held) => return Ok(held.copying()?.map(|stream| stream.raw().0 as usize)),
+        _ => return Ok(None),
+    };
     if testing::waits_are_skipped() || lent.sample().is_complete()? {
         return Ok(None);
     }

@@ -14,9 +14,8 @@ use crate::errors::{Fault, Outcome};
 use crate::job::{self, Watch};
 use crate::loan::Loan;
 use crate::office::{End, Office};
-use crate::publisher::optional;
 use crate::queue::QueueState;
-use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, seconds};
+use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
 
 /// Asks the servers of a service: ``call``, or ``request`` for a reply to be had later, or awaited.
 ///

@@ -22,6 +22,30 @@ pub struct Copies {
     list: Mutex<VecDeque<Copying>>,
 }
 
+/// What is filled: memory of ours that nobody else writes meanwhile, and that stays until the copy is done.
+pub trait Target: Send {
+    /// Its first byte's address.
+    fn lowest(&self) -> u64;
+    /// Its length.
+    fn bytes(&self) -> u64;
+    /// Enqueues a copy of bytes of the host, as many as it is long.
+    fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()>;
+}
+
+impl Target for Slot {
+    fn lowest(&self) -> u64 {
+        self.slot_ptr()
+    }
+
+    fn bytes(&self) -> u64 {
+        self.layout().bytes()
+    }
+
+    fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()> {
+        Slot::write(self, stream, bytes)
+    }
+}
+
 /// A foreign tensor that a stream still copies.
 #[derive(Debug)]
 struct Copying {
@@ -40,24 +64,24 @@ impl Copies {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues the copy of `source` into `slot`, on `own` if it comes from the host. Returns the stream that does it.
-    /// Waits, at most `patience`, only if too many are on their way.
+    /// Enqueues the copy of `source`, which is as long, into `into`, on `own` if it comes from the host. Returns the
+    /// stream that does it. Waits, at most `patience`, only if too many are on their way.
     pub fn fill(
         &self,
         py: Python<'_>,
-        slot: &mut Slot,
+        into: &mut impl Target,
         source: Source,
         own: &warpipe::Stream,
         patience: Option<Duration>,
     ) -> PyResult<warpipe::Stream> {
         if let Some(bytes) = source.host_bytes() {
-            py.detach(|| slot.write(own, bytes))?;
+            py.detach(|| into.write(own, bytes))?;
             return Ok(own.clone());
         }
         let Place::Device(address, reader, keep) = source.place else { unreachable!("what is not here is there") };
         let target = reader.follow()?.clone();
         if source.layout.bytes() > 0 {
-            copy(&target, slot, address)?;
+            copy(&target, into, address)?;
             self.keep(py, &target, keep, patience)?;
         }
         // The tensor's owner may write it again behind its own stream.
@@ -118,9 +142,9 @@ impl Drop for Copies {
     }
 }
 
-/// Enqueues the copy of a whole slot.
-fn copy(stream: &warpipe::Stream, slot: &Slot, from: u64) -> Outcome<()> {
-    // SAFETY: the slot is this loan's alone and as long as the layout; the source names as many bytes, and is kept until the
-    // stream has done the copy (`keep`), or its owner orders its reuse behind this stream.
-    Ok(unsafe { stream.copy(slot.slot_ptr(), from, slot.layout().bytes()) }?)
+/// Enqueues the copy of a whole target.
+fn copy(stream: &warpipe::Stream, into: &impl Target, from: u64) -> Outcome<()> {
+    // SAFETY: the target is this caller's alone; the source names as many bytes (callers compare the layouts), and is kept
+    // until the stream has done the copy (`keep`), or its owner orders its reuse behind this stream.
+    Ok(unsafe { stream.copy(into.lowest(), from, into.bytes()) }?)
 }

@@ -107,6 +107,24 @@ fn class_of(error: &Error) -> &'static str {
         Error::MemoryLimit { .. } => "MemoryLimitError",
         Error::Layout { .. } => "LayoutError",
         Error::Argument { .. } => "ArgumentError",
+        Error::NoOwner { .. } => "NoOwnerError",
+        Error::OtherKind { .. } => "OtherKindError",
+        Error::Ticket(_) => "TicketError",
+        Error::TicketExpired { .. } => "TicketExpiredError",
+        Error::Range { .. } => "RangeError",
+        Error::OwnerGone { .. } => "OwnerGoneError",
+        Error::Refused { .. } => "RefusedError",
+        Error::NotOwner { .. } => "NotOwnerError",
+        Error::Backwards { .. } => "BackwardsError",
+        Error::SignalPending { .. } => "SignalPendingError",
+        Error::EventNotRecorded { .. } => "EventNotRecordedError",
+        Error::EventLost { .. } => "EventLostError",
+        Error::EventHandle { .. } => "EventHandleError",
+        Error::EventLimit { .. } => "EventLimitError",
+        Error::NotExportable { .. } => "NotExportableError",
+        Error::ExporterGone { .. } => "ExporterGoneError",
+        Error::LegacyHandle { .. } => "LegacyHandleError",
+        Error::Profiler { .. } => "ProfilerError",
         Error::Forked => "ForkedError",
         Error::Injected { .. } => "InjectedError",
         // Queues and services.
@@ -144,7 +162,9 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
         | Error::Handshake { name, .. }
         | Error::Protocol { name, .. }
         | Error::Evicted { name, .. }
-        | Error::LinkClosed { name, .. } => dict.set_item("endpoint", name),
+        | Error::LinkClosed { name, .. }
+        | Error::Refused { name, .. }
+        | Error::TicketExpired { name, .. } => dict.set_item("endpoint", name),
         Error::PublisherGone { name, pid, graceful } => {
             dict.set_item("endpoint", name)?;
             dict.set_item("pid", pid)?;
@@ -166,6 +186,61 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("limit", limit)
         }
         Error::Timeout { waited, .. } => dict.set_item("waited", waited.as_secs_f64()),
+        other => fill_faces(dict, other),
+    }
+}
+
+/// The same, of what is not the channel's.
+fn fill_faces(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
+    match error {
+        Error::NoOwner { kind, name, was_there } => {
+            dict.set_item("kind", kind.to_string())?;
+            dict.set_item("endpoint", name)?;
+            dict.set_item("was_there", was_there)
+        }
+        Error::OtherKind { name, wanted, found } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("kind", wanted.to_string())?;
+            dict.set_item("found", found)
+        }
+        Error::OwnerGone { kind, name, pid, graceful } => {
+            dict.set_item("kind", kind.to_string())?;
+            dict.set_item("endpoint", name)?;
+            dict.set_item("pid", pid)?;
+            dict.set_item("graceful", graceful)
+        }
+        Error::Range { name, offset, bytes, available } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("offset", offset)?;
+            dict.set_item("nbytes", bytes)?;
+            dict.set_item("available", available)
+        }
+        Error::NotOwner { name, pid } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("pid", pid)
+        }
+        Error::Backwards { name, value, last } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("value", value)?;
+            dict.set_item("last", last)
+        }
+        Error::SignalPending { name, value, last, reached } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("value", value)?;
+            dict.set_item("last", last)?;
+            dict.set_item("reached", reached)
+        }
+        Error::EventNotRecorded { event } => dict.set_item("event", event),
+        Error::EventLost { event, pid } => {
+            dict.set_item("event", event)?;
+            dict.set_item("pid", pid)
+        }
+        Error::EventLimit { limit } => dict.set_item("limit", limit),
+        Error::NotExportable { ptr, kind } => {
+            dict.set_item("ptr", ptr)?;
+            dict.set_item("kind", kind.to_string())
+        }
+        Error::ExporterGone { pid } => dict.set_item("pid", pid),
         other => fill_of_job(dict, other),
     }
 }

@@ -11,7 +11,8 @@ use crate::array::{self, Request};
 use crate::device::Device;
 use crate::dlpack;
 use crate::errors::{Fault, Outcome};
-use crate::memory::{Lent, Memory};
+use crate::in_place::{self, Named, Openings};
+use crate::memory::{Elsewhere, Lent, Memory};
 use crate::process::Home;
 use crate::stream::Consumer;
 use crate::wait::{Timeout, in_slices, late, none_if_late};
@@ -32,6 +33,7 @@ pub struct Frame {
     state: Mutex<State>,
     device: warpipe::Device,
     layout: Layout,
+    in_place: bool,
     sequence: u64,
     sent_at_ns: u64,
     received_at_ns: u64,
@@ -66,15 +68,35 @@ impl Discontinuity {
 }
 
 impl Frame {
-    /// Takes a sample over. `patience` is how long the CPU waits for its data.
-    pub fn new(sample: warpipe::Sample, device: &warpipe::Device, patience: Option<Duration>) -> Frame {
-        let metadata = sample.metadata().to_vec();
-        Frame::with_metadata(sample, metadata, device, patience)
+    /// Takes a sample over. `patience` is how long the CPU waits for its data. A tensor that was sent where it lies is
+    /// opened.
+    pub fn new(
+        sample: warpipe::Sample,
+        device: &warpipe::Device,
+        patience: Option<Duration>,
+        openings: &Openings,
+    ) -> Outcome<Frame> {
+        let Some(Named { layout, handle, metadata }) = in_place::read(sample.metadata())? else {
+            let metadata = sample.metadata().to_vec();
+            return Ok(Frame::with_metadata(sample, metadata, device, patience));
+        };
+        let elsewhere = Elsewhere { layout, memory: openings.open(&handle, device)? };
+        Ok(Frame::assemble(sample, Some(elsewhere), metadata, device, patience))
     }
 
     /// With other metadata than what the channel knows.
     pub fn with_metadata(
         sample: warpipe::Sample,
+        metadata: Vec<u8>,
+        device: &warpipe::Device,
+        patience: Option<Duration>,
+    ) -> Frame {
+        Frame::assemble(sample, None, metadata, device, patience)
+    }
+
+    fn assemble(
+        sample: warpipe::Sample,
+        elsewhere: Option<Elsewhere>,
         metadata: Vec<u8>,
         device: &warpipe::Device,
         patience: Option<Duration>,
@@ -86,14 +108,15 @@ impl Frame {
         Frame {
             home: Home::here(),
             device: device.clone(),
-            layout: *sample.layout(),
+            layout: elsewhere.as_ref().map_or(*sample.layout(), |elsewhere| elsewhere.layout),
+            in_place: elsewhere.is_some(),
             sequence: sample.sequence(),
             sent_at_ns: sample.sent_at_ns(),
             received_at_ns: sample.received_at_ns(),
             metadata,
             discontinuity: sample.discontinuity().map(change),
             patience,
-            state: Mutex::new(State { lent: Some(Arc::new(Lent::new(sample, patience))), pinned: None }),
+            state: Mutex::new(State { lent: Some(Arc::new(Lent::new(sample, elsewhere, patience))), pinned: None }),
         }
     }
 
@@ -179,6 +202,12 @@ impl Frame {
     #[getter]
     fn ptr(&self) -> PyResult<u64> {
         Ok(self.memory()?.address)
+    }
+
+    /// Whether it lies in its sender's own tensor, which was sent with ``zero_copy``.
+    #[getter]
+    fn in_place(&self) -> bool {
+        self.in_place
     }
 
     /// Its number among its publisher's frames, from 1. A gap is what this subscriber did not get.

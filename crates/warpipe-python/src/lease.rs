@@ -133,7 +133,8 @@ impl Lease {
             }
             Some(tensor) => {
                 let stream = stream.map(|stream| Consumer::from_argument(py, device, stream)).transpose()?;
-                let source = Wanted { device, stream: stream.as_ref(), own, packed: false }.find(tensor)?;
+                let source =
+                    Wanted { device, stream: stream.as_ref(), own, packed: false, lasting: false }.find(tensor)?;
                 let mut slot = lease.borrow(py, &source.layout, metadata)?;
                 let filled_on = copies.fill(py, &mut slot, source, own, *patience)?;
                 (slot, filled_on)

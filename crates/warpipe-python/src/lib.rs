@@ -4,18 +4,25 @@
 //! | --- | --- |
 //! | `device`, `domain`, `stream` | where memory lies, where names live, the order of work and who uses what |
 //! | `publisher`, `loan`, `subscriber`, `frame` | the channel; `loan` is its `SampleMut`, `frame` its `Sample` with what Python adds |
+//! | `view`, `held` | memory of any other kind as a tensor, and when that goes back |
+//! | `faces`, `ticket`, `pool`, `legacy` | whose memory it is, and the names under which others open it |
+//! | `timeline`, `event`, `semaphore` | what streams of one process tell streams of others |
+//! | `members` | who is in a domain |
+//! | `door` | handles that Python may close, and the wait for their owners |
 //! | `outgoing`, `slot` | a publisher's loan, and what is behind every loan |
 //! | `queue`, `job`, `worker`, `lease` | jobs: who submits, what becomes of them, who does them |
 //! | `client`, `server`, `office` | services; `office` is what a queue and a client have in common |
 //! | `memory` | what arrays are made of, and when it goes back |
 //! | `array`, `dlpack`, `torch` | memory of ours as arrays of others |
+//! | `in_place` | tensors of others that are sent where they lie |
 //! | `source`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |
 //! | `errors`, `wait`, `turn`, `process` | exceptions; waits that Ctrl-C ends; threads; forks |
 //! | `testing` | private switches of the tests |
 //!
 //! An object asks which process it is in before it touches a lock (`process`). No wait holds the interpreter. What is
 //! dropped by another framework's deleter is dropped without the interpreter, on any thread (`memory`). The classes keep
-//! no Python objects, except tensors that are being copied, so there are no cycles to collect.
+//! no Python objects, except tensors that are being copied and the callbacks of a watch of members, so there are no cycles
+//! to collect.
 //!
 //! A new piece of the library becomes a module here, a line in `register`, its classes in `python/warpipe/__init__.py` and
 //! `_warpipe.pyi`.
@@ -27,27 +34,39 @@ mod copies;
 mod device;
 mod dlpack;
 mod domain;
+mod door;
 mod dtype;
 mod errors;
+mod event;
+mod faces;
 mod frame;
+mod held;
+mod in_place;
 mod job;
 mod lease;
+mod legacy;
 mod loan;
+mod members;
 mod memory;
 mod metadata;
 mod office;
 mod outgoing;
+mod pool;
 mod process;
 mod publisher;
 mod queue;
+mod semaphore;
 mod server;
 mod slot;
 mod source;
 mod stream;
 mod subscriber;
 mod testing;
+mod ticket;
+mod timeline;
 mod torch;
 mod turn;
+mod view;
 mod wait;
 mod worker;
 
@@ -73,6 +92,29 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<subscriber::Subscriber>()?;
     module.add_class::<frame::Frame>()?;
     module.add_class::<frame::Discontinuity>()?;
+    module.add_class::<timeline::Timeline>()?;
+    module.add_class::<event::Event>()?;
+    module.add_class::<event::EventHandle>()?;
+    module.add_class::<event::Recording>()?;
+    module.add_class::<semaphore::Semaphore>()?;
+    module.add_class::<semaphore::Permit>()?;
+    module.add_class::<members::Member>()?;
+    module.add_class::<members::MemberInfo>()?;
+    module.add_class::<members::Change>()?;
+    module.add_class::<members::Members>()?;
+    module.add_class::<view::View>()?;
+    module.add_class::<faces::Memory>()?;
+    module.add_class::<faces::Published>()?;
+    module.add_class::<faces::SharedMemory>()?;
+    module.add_class::<ticket::Ticket>()?;
+    module.add_class::<ticket::MemoryInfo>()?;
+    module.add_class::<legacy::LegacyHandle>()?;
+    module.add_class::<legacy::LegacyMemory>()?;
+    module.add_class::<pool::Pool>()?;
+    module.add_class::<pool::PoolStats>()?;
+    module.add_class::<pool::Buffer>()?;
+    module.add_class::<pool::PoolClient>()?;
+    module.add_class::<pool::LentBuffer>()?;
     module.add_class::<queue::Queue>()?;
     module.add_class::<queue::QueueState>()?;
     module.add_class::<job::JobHandle>()?;

@@ -256,7 +256,8 @@ impl Loan {
     ///
     /// Raises ``LayoutError``, ``DTypeError``, ``WrongDeviceError``, ``ReleasedError``.
     fn copy_from(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
-        let source = Wanted { device: &self.device, stream: None, own: &self.stream, packed: true }.find(tensor)?;
+        let source = Wanted { device: &self.device, stream: None, own: &self.stream, packed: true, lasting: false }
+            .find(tensor)?;
         if source.layout != self.layout {
             let said = format!("{:?} does not fit {:?}", source.layout, self.layout);
             return Err(Fault::layout(said).into());

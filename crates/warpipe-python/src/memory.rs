@@ -1,13 +1,15 @@
-//! Memory that arrays are made of: a received sample's, a loan's, or a copy on the host, and who uses it.
+//! Memory that arrays are made of: a received sample's, a loan's, what else the library has, or a copy on the host, and
+//! who uses it. **This module is marked for unsafe**: it copies from memory by address.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use warpipe::backend::DevicePtr;
-use warpipe::{Layout, Receipt, Sample, SlotHold};
+use warpipe::{Layout, LegacyMemory, Receipt, Sample, SlotHold};
 
 use crate::errors::{Fault, Outcome};
+use crate::held::{Held, download};
 use crate::process::Home;
 use crate::stream::{Consumer, Consumers};
 use crate::testing;
@@ -33,6 +35,8 @@ pub enum Hold {
     Sample(Arc<Lent>),
     /// A loan of a publisher of this process.
     Loan(Arc<Lease>),
+    /// Memory of another kind than a channel's.
+    Held(Arc<Held>),
     /// A copy of our own.
     Copy(Arc<[u8]>),
 }
@@ -47,6 +51,15 @@ pub struct Lent {
     consumers: Consumers,
     /// How long the CPU waits for its data.
     patience: Option<Duration>,
+    /// Where the tensor is, if it is not in the slot. Dropped last: it is unmapped behind all who used it.
+    elsewhere: Option<Elsewhere>,
+}
+
+/// A tensor that its sender sent where it lies.
+#[derive(Debug)]
+pub struct Elsewhere {
+    pub layout: Layout,
+    pub memory: LegacyMemory,
 }
 
 /// A loan's memory: mapped as long as any array made of it lives, whatever becomes of the loan.
@@ -65,8 +78,8 @@ impl Lease {
 
 impl Lent {
     /// Takes it over.
-    pub fn new(sample: Sample, patience: Option<Duration>) -> Lent {
-        Lent { home: Home::here(), sample: Some(sample), consumers: Consumers::default(), patience }
+    pub fn new(sample: Sample, elsewhere: Option<Elsewhere>, patience: Option<Duration>) -> Lent {
+        Lent { home: Home::here(), sample: Some(sample), consumers: Consumers::default(), patience, elsewhere }
     }
 
     /// The sample.
@@ -76,7 +89,26 @@ impl Lent {
 
     /// Notes a user of the memory, without making it wait for the data.
     pub fn note(&self, consumer: &Consumer) {
+        self.used_by(consumer.linked());
         self.consumers.note(consumer);
+    }
+
+    /// Tells what is mapped beside the channel.
+    fn used_by(&self, stream: &warpipe::Stream) {
+        if let Some(Elsewhere { memory, .. }) = &self.elsewhere {
+            // Only a forked child is refused, which uses nothing.
+            let _ = memory.used_by(stream);
+        }
+    }
+
+    /// The elements' bytes, complete already.
+    fn to_bytes(&self) -> Outcome<Vec<u8>> {
+        match &self.elsewhere {
+            // SAFETY: mapped while `memory` is, and as long as its layout, which was checked when it was opened.
+            Some(Elsewhere { layout, memory }) => unsafe { download(memory.device(), memory.ptr(), layout.bytes()) },
+            // There is nothing to wait for.
+            None => Ok(self.sample().to_vec(crate::wait::SLICE)?),
+        }
     }
 
     /// A stream that is behind the work of all who use it so far.
@@ -111,6 +143,7 @@ impl Lent {
         self.home.check()?;
         let sample = self.sample.take().expect("present until dropped");
         let stream = self.consumers.join(sample.stream())?;
+        self.used_by(&stream);
         Ok(sample.release_on(&stream)?)
     }
 }
@@ -124,9 +157,12 @@ impl Drop for Lent {
         }
         match self.consumers.join(sample.stream()) {
             // A release that fails closes the link; nobody is left to be told here.
-            Ok(stream) => drop(sample.release_on(&stream)),
+            Ok(stream) => {
+                self.used_by(&stream);
+                drop(sample.release_on(&stream));
+            }
             // The device does not say when the users are done: the slot must not be written again.
-            Err(_) => std::mem::forget(sample),
+            Err(_) => std::mem::forget((sample, self.elsewhere.take())),
         }
     }
 }
@@ -134,15 +170,12 @@ impl Drop for Lent {
 impl Memory {
     /// Of a received sample.
     pub fn of_sample(lent: &Arc<Lent>, device: &warpipe::Device) -> Memory {
-        let sample = lent.sample();
-        Memory {
-            layout: *sample.layout(),
-            address: sample.ptr(),
-            lowest: sample.slot_ptr(),
-            device: device.clone(),
-            read_only: true,
-            hold: Hold::Sample(lent.clone()),
-        }
+        let (layout, lowest) = match &lent.elsewhere {
+            Some(Elsewhere { layout, memory }) => (*layout, memory.ptr()),
+            None => (*lent.sample().layout(), lent.sample().slot_ptr()),
+        };
+        let (address, device, hold) = (lowest + layout.offset(), device.clone(), Hold::Sample(lent.clone()));
+        Memory { layout, address, lowest, device, read_only: true, hold }
     }
 
     /// Makes it ready for a stream of its device.
@@ -150,6 +183,7 @@ impl Memory {
         match &self.hold {
             Hold::Sample(lent) => lent.admit(consumer)?,
             Hold::Loan(lease) => lease.consumers.note(consumer),
+            Hold::Held(held) => held.admit(consumer)?,
             Hold::Copy(_) => {}
         }
         Ok(())
@@ -159,6 +193,7 @@ impl Memory {
     pub fn settle(&self, py: Python<'_>) -> PyResult<()> {
         match &self.hold {
             Hold::Sample(lent) if !testing::waits_are_skipped() => lent.wait(py, lent.patience),
+            Hold::Held(held) => held.settle_soon(py),
             _ => Ok(()),
         }
     }
@@ -168,9 +203,11 @@ impl Memory {
         self.settle(py)?;
         let bytes: Arc<[u8]> = match &self.hold {
             Hold::Copy(bytes) => bytes.clone(),
-            Hold::Sample(lent) => {
-                // Complete already, so there is nothing to wait for.
-                py.detach(|| lent.sample().to_vec(crate::wait::SLICE)).map_err(Fault::from)?.into()
+            Hold::Sample(lent) => py.detach(|| lent.to_bytes())?.into(),
+            Hold::Held(_) => {
+                let (device, lowest, bytes) = (&self.device, self.lowest, self.layout.bytes());
+                // SAFETY: the hold keeps the memory mapped, and the layout was checked against its length.
+                py.detach(|| unsafe { download(device, lowest, bytes) })?.into()
             }
             Hold::Loan(_) => {
                 let next = "a loan is there to be written; receive it to read it, or use a framework's array of it";

@@ -185,7 +185,8 @@ impl Office {
             return Ok((slot, stream));
         }
         let stream = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
-        let wanted = Wanted { device: &self.device, stream: stream.as_ref(), own: &self.stream, packed: false };
+        let wanted =
+            Wanted { device: &self.device, stream: stream.as_ref(), own: &self.stream, packed: false, lasting: false };
         let source = wanted.find(tensor)?;
         let mut slot = self.borrow(py, &source.layout, metadata)?;
         let filled_on = self.copies.fill(py, &mut slot, source, &self.stream, self.patience)?;

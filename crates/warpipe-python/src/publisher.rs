@@ -1,5 +1,6 @@
 //! The publisher as Python holds it.
 
+use std::ffi::CString;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -12,14 +13,15 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
+use crate::in_place::{self, InPlace, ZeroCopy};
 use crate::loan::Loan;
 use crate::metadata;
 use crate::outgoing::{Outgoing, dispatch};
 use crate::process::Home;
 use crate::slot::{self, Slot};
-use crate::source::Wanted;
+use crate::source::{Place, Source, Wanted};
 use crate::stream::Consumer;
-use crate::wait::{SLICE, in_slices, late, none_if_late, seconds};
+use crate::wait::{SLICE, in_slices, late, none_if_late, optional, seconds};
 
 /// Hands tensors in device memory to any number of subscribers.
 ///
@@ -41,6 +43,8 @@ pub struct Publisher {
     home: Home,
     name: String,
     device: warpipe::Device,
+    /// Tensors that were sent where they lie. Dropped before the publisher, who alone can tell which are back.
+    in_place: InPlace,
     /// `None` once it is closed.
     inner: Mutex<Option<Arc<warpipe::Publisher>>>,
     /// For what comes without a stream of its own.
@@ -103,11 +107,6 @@ fn policy(name: &str, timeout: Option<Duration>) -> Outcome<Policy> {
     })
 }
 
-/// `value` seconds, or none.
-pub fn optional(value: Option<f64>, argument: &str) -> PyResult<Option<Duration>> {
-    value.map(|value| seconds(value, argument)).transpose()
-}
-
 impl Publisher {
     fn inner(&self) -> Outcome<Arc<warpipe::Publisher>> {
         self.home.check()?;
@@ -116,12 +115,43 @@ impl Publisher {
     }
 
     /// A slot for `layout`, waiting for one as long as the loan's timeout says.
-    fn take(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Slot> {
+    fn take(&self, py: Python<'_>, layout: &Layout) -> PyResult<Slot> {
+        py.detach(|| self.in_place.sweep());
         let sample = slot::borrow(py, self.loan_timeout, || Ok(self.inner()?.loan(layout)?))?;
-        let mut slot = Slot::Sample(sample);
-        slot.set_metadata(metadata)?;
-        Ok(slot)
+        Ok(Slot::Sample(sample))
     }
+}
+
+impl Publisher {
+    /// Sends the tensor's name, and keeps the tensor.
+    fn send_in_place(
+        &self,
+        py: Python<'_>,
+        source: Source,
+        carrier: &[u8],
+        stream: Option<&Consumer>,
+    ) -> PyResult<u64> {
+        let Slot::Sample(mut sample) = self.take(py, &Layout::bytes_only(0).map_err(Fault::from)?)? else {
+            unreachable!("a publisher lends samples")
+        };
+        sample.set_metadata(carrier).map_err(Fault::from)?;
+        let behind = match (&source.place, stream) {
+            (Place::Device(_, reader, _), _) => reader.follow()?.clone(),
+            (_, Some(stream)) => stream.follow()?.clone(),
+            (_, None) => self.stream.clone(),
+        };
+        // Also if it does not go out: then its slot is back at once.
+        self.in_place.keep(source, sample.returned());
+        dispatch(py, Slot::Sample(sample), &behind, self.block)
+    }
+}
+
+/// Says why a tensor is copied that should not be.
+fn warn_of_copy(py: Python<'_>, why: PyErr) -> PyResult<()> {
+    let category = py.import("warpipe._errors")?.getattr("CopyWarning")?;
+    let said = format!("zero_copy: the tensor is copied: {}", why.value(py));
+    let said = CString::new(said.replace('\0', " ")).map_err(Fault::layout)?;
+    PyErr::warn(py, &category, &said, 1)
 }
 
 #[pymethods]
@@ -177,6 +207,7 @@ impl Publisher {
             block,
             loan_timeout,
             copies: Arc::default(),
+            in_place: InPlace::default(),
         })
     }
 
@@ -208,22 +239,40 @@ impl Publisher {
     ///
     /// ``metadata``: a dict (as JSON) or bytes, at most 256 bytes.
     ///
+    /// ``zero_copy``: nothing is copied; subscribers (of this package) read the tensor where it lies, by a legacy handle, and
+    /// it is kept until all of them have released it: see ``in_place``. Do not write it before. It must lie in memory of
+    /// ``cudaMalloc``, as PyTorch's caching allocator's does; of host, pooled or ``expandable_segments`` memory it is copied,
+    /// with a ``CopyWarning`` that says why, or is an error if ``zero_copy="require"``. Its metadata has some 80 bytes. The
+    /// whole allocation around it is open to subscribers: it must not go back to the driver while they are there.
+    ///
     /// Raises ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``MetadataError``;
-    /// ``TimeoutError`` or ``FullError`` by the policy; ``MemoryLimitError``, ``ClosedError``, ``DriverError``.
-    #[pyo3(signature = (tensor, *, metadata = None, stream = None))]
+    /// ``NotExportableError``, ``ExportError`` with ``"require"``; ``TimeoutError`` or ``FullError`` by the policy;
+    /// ``MemoryLimitError``, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (tensor, *, metadata = None, stream = None, zero_copy = ZeroCopy::No),
+        text_signature = "($self, tensor, *, metadata=None, stream=None, zero_copy=False)")]
     fn send(
         &self,
         py: Python<'_>,
         tensor: &Bound<'_, PyAny>,
         metadata: Option<&Bound<'_, PyAny>>,
         stream: Option<&Bound<'_, PyAny>>,
+        zero_copy: ZeroCopy,
     ) -> PyResult<u64> {
         self.inner()?;
-        metadata::encode(metadata, metadata::BYTES_MAX)?;
+        let encoded = metadata::encode(metadata, metadata::BYTES_MAX)?;
         let stream = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
-        let source =
-            Wanted { device: &self.device, stream: stream.as_ref(), own: &self.stream, packed: false }.find(tensor)?;
-        let mut slot = self.take(py, &source.layout, metadata)?;
+        let (device, lasting) = (&self.device, zero_copy != ZeroCopy::No);
+        let wanted = Wanted { device, stream: stream.as_ref(), own: &self.stream, packed: false, lasting };
+        let source = wanted.find(tensor)?;
+        if lasting {
+            match in_place::carrier(device, &source, &encoded) {
+                Ok(carrier) => return self.send_in_place(py, source, &carrier, stream.as_ref()),
+                Err(fault) if zero_copy == ZeroCopy::Require => return Err(fault.into()),
+                Err(fault) => warn_of_copy(py, fault.into())?,
+            }
+        }
+        let mut slot = self.take(py, &source.layout)?;
+        slot.set_metadata(metadata)?;
         let filled_on = self.copies.fill(py, &mut slot, source, &self.stream, self.block)?;
         dispatch(py, slot, &filled_on, self.block)
     }
@@ -244,8 +293,19 @@ impl Publisher {
         self.inner()?;
         let layout = dtype::layout(shape, dtype)?;
         metadata::encode(metadata, metadata::BYTES_MAX)?;
-        let slot = self.take(py, &layout, metadata)?;
+        let mut slot = self.take(py, &layout)?;
+        slot.set_metadata(metadata)?;
         Outgoing::new(py, Loan::new(slot, &self.device, &self.stream, &self.copies, self.block))
+    }
+
+    /// How many tensors that were sent with ``zero_copy`` are still kept, because somebody may be reading them. Asking lets go
+    /// of those that have come back; so does every ``send``.
+    ///
+    /// Raises ``ForkedError``.
+    #[getter]
+    fn in_place(&self, py: Python<'_>) -> PyResult<usize> {
+        self.home.check()?;
+        Ok(py.detach(|| self.in_place.sweep()))
     }
 
     /// Who is subscribed, and how each of them fares.
@@ -284,8 +344,13 @@ impl Publisher {
     }
 
     /// Gives the name up and says goodbye. What was sent can still be received. Closing twice is no error.
+    ///
+    /// Tensors that were sent with ``zero_copy`` are waited for, as long as ``send`` waits for room; those that somebody still
+    /// reads after that are kept until this process ends.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.home.check()?;
+        // Before it goes: nobody else can tell.
+        self.in_place.settle(py, self.block)?;
         let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
         py.detach(|| drop(inner));
         self.copies.settle(py, self.block)

@@ -14,8 +14,7 @@ use crate::errors::{Fault, Outcome};
 use crate::job::{JobHandle, Results};
 use crate::loan::Loan;
 use crate::office::{End, Office};
-use crate::publisher::optional;
-use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, seconds};
+use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
 
 /// Hands jobs to workers, each to one, and gets each one's result once, whoever dies: see ``Worker``.
 ///

@@ -12,9 +12,8 @@ use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::lease::{Bench, Lease};
 use crate::process::Home;
-use crate::publisher::optional;
 use crate::turn::{Closed, Turn};
-use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, seconds};
+use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
 use crate::worker::stream_of;
 
 /// Answers the requests of all clients of a service, together with the others that do: ``for request in

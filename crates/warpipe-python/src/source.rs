@@ -51,6 +51,8 @@ pub struct Wanted<'a> {
     pub own: &'a warpipe::Stream,
     /// Row-major and without gaps, whatever it is where it lies.
     pub packed: bool,
+    /// Kept by us, whatever its owner promises: others read it where it lies.
+    pub lasting: bool,
 }
 
 /// Shape, strides and address as an object states them.
@@ -139,7 +141,11 @@ impl Wanted<'_> {
         if extent.must_gather {
             return self.find(&contiguous(found, &stated)?);
         }
-        let keep = if is_current && is_from(found, "torch")? { Keep::Nothing } else { Keep::Capsule(Box::new(tensor)) };
+        let keep = if is_current && !self.lasting && is_from(found, "torch")? {
+            Keep::Nothing
+        } else {
+            Keep::Capsule(Box::new(tensor))
+        };
         Ok(Source {
             layout: stated.layout(&extent)?,
             place: Place::Device(stated.address - extent.below, reader, keep),

@@ -205,15 +205,29 @@ impl Consumers {
         }
     }
 
-    /// A stream that is behind all that they have enqueued so far: `otherwise` if there are none.
-    pub fn join(&self, otherwise: &warpipe::Stream) -> Outcome<warpipe::Stream> {
-        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let Some((first, others)) = list.split_first() else { return Ok(otherwise.clone()) };
+    fn all(&self) -> Vec<Consumer> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// A stream for each, behind what that has enqueued so far.
+    pub fn followed(&self) -> Outcome<Vec<warpipe::Stream>> {
+        self.all().iter().map(|consumer| consumer.follow().cloned()).collect()
+    }
+
+    /// A stream that is behind all that they have enqueued so far; none if there are none of them.
+    pub fn joined(&self) -> Outcome<Option<warpipe::Stream>> {
+        let list = self.all();
+        let Some((first, others)) = list.split_first() else { return Ok(None) };
         let joined = first.follow()?;
         for other in others {
             joined.wait_for(&other.stream)?;
         }
-        Ok(joined.clone())
+        Ok(Some(joined.clone()))
+    }
+
+    /// A stream that is behind all that they have enqueued so far: `otherwise` if there are none.
+    pub fn join(&self, otherwise: &warpipe::Stream) -> Outcome<warpipe::Stream> {
+        Ok(self.joined()?.unwrap_or_else(|| otherwise.clone()))
     }
 }
 

@@ -12,6 +12,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::frame::Frame;
+use crate::in_place::Openings;
 use crate::process::Home;
 use crate::publisher::word_of;
 use crate::stream::Consumer;
@@ -38,6 +39,7 @@ pub struct Subscriber {
     stream: warpipe::Stream,
     timeout: Option<Duration>,
     turn: Turn<warpipe::Subscriber>,
+    openings: Openings,
 }
 
 impl Subscriber {
@@ -61,7 +63,12 @@ impl Subscriber {
             };
             Ok(self.within(slice, look)?.transpose()?.flatten())
         })?;
-        Ok(sample.map(|sample| Frame::new(sample, &self.device, self.timeout)))
+        self.frame(py, sample)
+    }
+
+    fn frame(&self, py: Python<'_>, sample: Option<warpipe::Sample>) -> PyResult<Option<Frame>> {
+        let Some(sample) = sample else { return Ok(None) };
+        Ok(Some(py.detach(|| Frame::new(sample, &self.device, self.timeout, &self.openings))?))
     }
 }
 
@@ -111,7 +118,15 @@ impl Subscriber {
         })?;
         let absent = || absent.map_or_else(|| late("a publisher".into(), wait), Fault::from);
         let turn = Turn::new(attached.ok_or_else(absent)?);
-        Ok(Subscriber { home: Home::here(), name: name.to_owned(), device, stream, timeout, turn })
+        Ok(Subscriber {
+            home: Home::here(),
+            name: name.to_owned(),
+            device,
+            stream,
+            timeout,
+            turn,
+            openings: Openings::default(),
+        })
     }
 
     /// The name it listens to.
@@ -167,7 +182,7 @@ impl Subscriber {
     /// Waits for the next frame, at most ``timeout`` seconds (default: the subscriber's; None: as long as it takes).
     ///
     /// Raises ``TimeoutError``; ``PublisherGoneError`` once everything that it completed has been received (not with
-    /// ``reconnect``); ``EvictedError``, ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
+    /// ``reconnect``); for a tensor that was sent where it lies ``ExporterGoneError``, ``LegacyHandleError``; ``EvictedError``, ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn receive(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Frame> {
         let timeout = timeout.or(self.timeout);
@@ -181,7 +196,7 @@ impl Subscriber {
     fn try_receive(&self, py: Python<'_>) -> PyResult<Option<Frame>> {
         let sample = self.ask(py, |subscriber| subscriber.try_receive(&self.stream))?;
         let sample = sample.map_err(Fault::from)?;
-        Ok(sample.map(|sample| Frame::new(sample, &self.device, self.timeout)))
+        self.frame(py, sample)
     }
 
     /// A descriptor that is readable when ``try_receive`` is worth a call (an epoll descriptor, which nests). Receive until
@@ -195,7 +210,10 @@ impl Subscriber {
     /// Gives the link up. Frames that were received stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.home.check()?;
-        py.detach(|| self.turn.close());
+        py.detach(|| {
+            self.turn.close();
+            self.openings.clear();
+        });
         Ok(())
     }
 

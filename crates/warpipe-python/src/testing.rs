@@ -5,9 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::prelude::*;
 
+use crate::device::Device;
 use crate::errors::Fault;
+use crate::held::{Place, Plain};
 use crate::loan::Loan;
 use crate::stream::Stream;
+use crate::view::View;
 use crate::wait::seconds;
 
 static SKIPPED: AtomicBool = AtomicBool::new(false);
@@ -47,10 +50,18 @@ fn _preload(stream: &Bound<'_, Stream>) -> PyResult<()> {
     Ok(warpipe_kernels::preload(stream.get().inner.device()).map_err(Fault::from)?)
 }
 
+/// Memory of ``nbytes`` bytes as another allocator makes it (``cuMemAlloc``), which no descriptor names.
+#[pyfunction]
+fn _allocate_plain(nbytes: u64, device: &Bound<'_, PyAny>) -> PyResult<View> {
+    let device = Device::from_argument(Some(device))?.inner;
+    Ok(View::of("the allocation", Place::Plain(Plain::allocate(&device, nbytes)?))?)
+}
+
 /// Adds the functions to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_skip_waits, module)?)?;
     module.add_function(wrap_pyfunction!(_slow_fill, module)?)?;
+    module.add_function(wrap_pyfunction!(_allocate_plain, module)?)?;
     module.add_function(wrap_pyfunction!(_pattern, module)?)?;
     module.add_function(wrap_pyfunction!(_preload, module)?)
 }

@@ -53,6 +53,11 @@ pub fn seconds(value: f64, argument: &str) -> PyResult<Duration> {
     Duration::try_from_secs_f64(value).map_err(|_| Fault::argument(argument, value, allowed).into())
 }
 
+/// The same of an argument that may be `None`.
+pub fn optional(value: Option<f64>, argument: &str) -> PyResult<Option<Duration>> {
+    value.map(|value| seconds(value, argument)).transpose()
+}
+
 /// Repeats `look`, which waits no longer than it is told, until it gives something or `timeout` has passed; then
 /// `None`. The interpreter is free meanwhile, and signals are seen.
 pub fn in_slices<T: Send>(

@@ -14,11 +14,10 @@ use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::lease::{Bench, Lease};
 use crate::process::Home;
-use crate::publisher::optional;
 use crate::stream::Consumer;
 use crate::subscriber::end_if_graceful;
 use crate::turn::{Closed, Turn};
-use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, seconds};
+use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
 
 /// Takes jobs of a ``Queue`` and answers each: ``for lease in Worker("jobs"):``, ``lease()``, or ``async for``.
 ///

@@ -112,3 +112,68 @@ def hold_bytes(pipe, domain, device):
     pipe.send("ready")
     pipe.send(subscriber.receive().numpy().tolist())
     pipe.recv()
+
+
+def signal_when_told(pipe, domain, device):
+    """Keeps a timeline, an event and a semaphore, passes the event's handle on, and does what it is told."""
+    timeline = warpipe.Timeline.create("frames", domain=domain, device=device)
+    semaphore = warpipe.Semaphore.create("turns", 1, domain=domain, device=device)
+    event = warpipe.Event.create(domain=domain, device=device)
+    stream = warpipe.Stream(device)
+    pipe.send(event.handle())
+    permit = semaphore.acquire(stream)
+    for word in iter(pipe.recv, "end"):
+        if word == "signal":
+            timeline.signal(timeline.value + 1, stream)
+        if word == "record":
+            event.record(stream)
+        if word == "release":
+            permit.release()
+        pipe.send(word)
+
+
+def join_and_wait(pipe, domain, name):
+    """Is a member until it is told to leave, or is killed."""
+    member = warpipe.Member.join(name, "sampler", domain=domain)
+    pipe.send(member.generation)
+    pipe.recv()
+    member.close()
+    pipe.send("left")
+    pipe.recv()
+
+
+def open_memory(pipe, device):
+    """Opens whatever comes (tickets, legacy handles, lent blocks), and says what is in it."""
+    for named in iter(pipe.recv, None):
+        if isinstance(named, warpipe.Ticket) and named.kind == "pool":
+            memory = warpipe.LentBuffer.open(named, device=device)
+        else:
+            memory = named.open(device=device)
+        with memory:
+            said = memory.view(4, "int32").numpy().tolist()
+            if not memory.read_only:
+                memory.view(4, "int32").copy_from(np.full(4, -1, np.int32))
+                memory.wait()
+            else:
+                try:
+                    memory.write(b"mine")
+                except warpipe.ArgumentError:
+                    pass
+                else:
+                    said = "it was written"
+        pipe.send((type(memory).__name__, said, memory.read_only))
+
+
+def receive_in_place(pipe, domain, device):
+    """Receives one frame, says what it is and what is in it, and holds it until it is told."""
+    subscriber = warpipe.Subscriber("a", domain=domain, device=device, wait=LIMIT_SECONDS, timeout=LIMIT_SECONDS)
+    pipe.send("ready")
+    frame = subscriber.receive()
+    array = frame.numpy()
+    pipe.send((frame.in_place, frame.shape, frame.dtype, frame.metadata, array.tolist()))
+    pipe.recv()
+    pipe.send(array.tolist())
+    del array
+    frame.release()
+    pipe.send("released")
+    pipe.recv()

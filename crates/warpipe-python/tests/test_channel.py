@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import warpipe
+from warpipe import _warpipe
 
 
 def test_what_is_sent_is_received_with_its_shape_type_and_sequence(link):
@@ -96,12 +97,14 @@ def test_drop_oldest_keeps_the_newest_and_counts_what_is_lost(open_publisher, op
     publisher, subscriber = open_publisher(policy="drop_oldest", depth=2), open_subscriber()
     stream = warpipe.Stream(device)
     for number in range(5):
-        loan = publisher.loan(1, "uint8")
-        loan.copy_from(bytes([number]))
+        # Filled on this stream alone: a copy from the host would be on the publisher's, and so would be the sample's word.
+        loan = publisher.loan(1, "uint64")
+        _warpipe._slow_fill(loan, stream, number, 0.0)
         loan.send(stream)
         # A place in the ring is taken back only when the device has written its word.
         stream.synchronize()
-    assert [subscriber.receive().tobytes() for _ in range(2)] == [b"\x03", b"\x04"]
+    wanted = [_warpipe._pattern(number, 0).to_bytes(8, "little") for number in (3, 4)]
+    assert [subscriber.receive().tobytes() for _ in range(2)] == wanted
     assert subscriber.dropped == 3
 
 

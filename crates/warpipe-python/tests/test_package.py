@@ -58,6 +58,9 @@ def test_every_exception_is_an_error_of_warpipe_with_a_message_of_its_own():
     "ours, theirs",
     [("TimeoutError", TimeoutError), ("ConnectionError", ConnectionError), ("NoPublisherError", ConnectionRefusedError),
      ("PublisherGoneError", ConnectionError), ("SampleLostError", ConnectionError), ("AccessDeniedError", PermissionError),
+     ("NoOwnerError", ConnectionRefusedError), ("OwnerGoneError", ConnectionResetError), ("EventLostError", ConnectionError),
+     ("TicketExpiredError", ConnectionError), ("ExporterGoneError", ConnectionError), ("TicketError", ValueError),
+     ("NotExportableError", BufferError), ("DeadlinePassedError", TimeoutError),
      ("ArgumentError", ValueError), ("LayoutError", ValueError), ("DTypeError", TypeError), ("MemoryLimitError", MemoryError),
      ("DeviceMemoryError", MemoryError), ("ExportError", BufferError), ("SystemCallError", OSError)],
 )
@@ -104,6 +107,17 @@ def test_mypy_is_content_with_the_package_and_its_users(tmp_path):
         "    async for result in q.results():\n"
         "        return result.dtype\n"
         "    return (await q.submit(b'')).dtype + (await c.request(b'', timeout=2)).dtype\n"
+        "def faces(p: warpipe.Publisher, t: warpipe.Timeline, s: warpipe.Semaphore, m: warpipe.Members) -> int:\n"
+        "    memory = warpipe.Memory.allocate(64)\n"
+        "    memory.view((2, 2), 'float32').copy_from([1])\n"
+        "    ticket: warpipe.Ticket = memory.publish('w', writable=True).ticket(0, 8)\n"
+        "    view: warpipe.View = ticket.open(wait=None).range(0, 4)\n"
+        "    with s.acquire(stream=warpipe.Stream(), timeout=1.0) as permit:\n"
+        "        t.signal(1, warpipe.Stream())\n"
+        "    for change in m:\n"
+        "        if change.what == 'died':\n"
+        "            return len(change.member.endpoints) + permit.passed\n"
+        "    return p.send(view, zero_copy='require') + warpipe.Event.create().handle().open().query()\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "-m", "user", "-p", "warpipe"],

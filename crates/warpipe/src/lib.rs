@@ -113,7 +113,7 @@ mod timeline;
 
 pub use channel::{
     Announced, Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut, Samples,
-    SendError, SlotHold, Subscriber, SubscriberBuilder, SubscriberInfo,
+    SendError, SlotHold, SlotReturn, Subscriber, SubscriberBuilder, SubscriberInfo,
 };
 pub use device::Device;
 pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};

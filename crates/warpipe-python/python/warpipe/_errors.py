@@ -146,6 +146,49 @@ class LinkClosedError(ConnectionError):
     """This side has closed the link, for a reason that was told when it happened."""
 
 
+class NoOwnerError(ConnectionError, ConnectionRefusedError):
+    """Nobody keeps what was asked for under this name. Attributes: ``kind``, ``was_there`` (its owner has died)."""
+
+    kind: str
+    was_there: bool
+
+
+class OtherKindError(ConnectionError):
+    """Something else is kept under this name. Attributes: ``kind`` (what was wanted), ``found``."""
+
+    kind: str
+    found: str
+
+
+class OwnerGoneError(ConnectionError, ConnectionResetError):
+    """The owner has gone. Attributes: ``kind``, ``pid``, ``graceful`` (whether it said goodbye)."""
+
+    kind: str
+    pid: int
+    graceful: bool
+
+
+class RefusedError(ConnectionError):
+    """The owner let this process in and refused what it asked."""
+
+
+class TicketExpiredError(ConnectionError, ConnectionResetError):
+    """What a ticket names is not there any more."""
+
+
+class EventLostError(Error, builtins.ConnectionError):
+    """An event's recorder died before its work was done. Attributes: ``event``, ``pid``."""
+
+    event: str
+    pid: int
+
+
+class ExporterGoneError(Error, builtins.ConnectionError):
+    """The process that exported a legacy handle is dead, and its memory with it. Attribute: ``pid``."""
+
+    pid: int
+
+
 # Waits and limits.
 
 
@@ -160,6 +203,12 @@ class FullError(Error):
 
     endpoint: str
     depth: int
+
+
+class EventLimitError(Error):
+    """This process has as many interprocess events as it may have. Attribute: ``limit``."""
+
+    limit: int
 
 
 class MemoryLimitError(Error, MemoryError):
@@ -194,12 +243,74 @@ class NotATensorError(Error, TypeError):
     """An object that is no tensor."""
 
 
+class RangeError(ArgumentError):
+    """Bytes outside of memory. Attributes: ``endpoint``, ``offset``, ``nbytes``, ``available``."""
+
+    endpoint: str
+    offset: int
+    nbytes: int
+    available: int
+
+
+class TicketError(Error, ValueError):
+    """A text that is no ticket, or one of another machine or version."""
+
+
+class EventHandleError(Error, ValueError):
+    """What is no handle of an event, or of one that is there no more."""
+
+
+class LegacyHandleError(Error, ValueError):
+    """What is no legacy handle, or one of memory that cannot be opened."""
+
+
+class BackwardsError(ArgumentError):
+    """A timeline only grows. Attributes: ``endpoint``, ``value``, ``last``."""
+
+    endpoint: str
+    value: int
+    last: int
+
+
+class NotOwnerError(Error, RuntimeError):
+    """Somebody else's timeline was to be signalled. Attributes: ``endpoint``, ``pid``."""
+
+    endpoint: str
+    pid: int
+
+
+class SignalPendingError(Error, RuntimeError):
+    """A stream has yet to signal an earlier value. Attributes: ``endpoint``, ``value``, ``last``, ``reached``."""
+
+    endpoint: str
+    value: int
+    last: int
+    reached: int
+
+
+class EventNotRecordedError(Error, RuntimeError):
+    """An event that was never recorded: there is nothing to wait for. Attribute: ``event``."""
+
+    event: str
+
+
 class MetadataError(Error, ValueError):
     """Metadata that is too large, or no JSON object."""
 
 
 class ExportError(Error, BufferError):
     """Memory that cannot be handed out, or taken in, as it was asked for."""
+
+
+class NotExportableError(ExportError):
+    """Memory that no legacy handle can name. Attributes: ``ptr``, ``kind`` (what it is, in words)."""
+
+    ptr: int
+    kind: str
+
+
+class ProfilerError(Error):
+    """A profiler's library that was asked for cannot be used."""
 
 
 class ClosedError(Error, ValueError):
@@ -212,6 +323,12 @@ class ReleasedError(Error, ValueError):
 
 class ForkedError(Error, RuntimeError):
     """An object that was made before a ``fork`` is used in the child."""
+
+
+class CopyWarning(UserWarning):
+    """A tensor that was to be sent where it lies is copied. The message says why."""
+
+    __module__ = "warpipe"
 
 
 class InjectedError(Error):

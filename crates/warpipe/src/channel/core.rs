@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use super::outlet::{Outlet, Parts, Phase, share_memory};
-use super::publisher::{Policy, PublisherBuilder, SlotHold, SubscriberInfo};
+use super::publisher::{Policy, PublisherBuilder, SlotHold, SlotReturn, SubscriberInfo};
 use crate::backend::{Access, DeviceKind, StreamOp};
 use crate::clock::{Stopwatch, now_ns};
 use crate::device::Device;
@@ -232,6 +232,18 @@ impl Core {
         let state = self.lock();
         let region = state.arena.chunks()[state.arena.slot(slot).region as usize].region.clone();
         SlotHold { region: Some(region), streams: self.streams.clone(), watcher: self.watcher.clone(), home: self.home }
+    }
+
+    /// Tells when the slot is free again.
+    pub(super) fn watch_slot(&self, slot: SlotId) -> SlotReturn {
+        SlotReturn { core: self.this.clone(), home: self.home, slot, serial: self.lock().arena.serial(slot) }
+    }
+
+    /// Whether nobody holds the slot any more that was taken as this one.
+    pub(super) fn is_back(&self, slot: SlotId, serial: u64) -> bool {
+        let mut state = self.lock();
+        self.reclaim(&mut state, true);
+        state.arena.serial(slot) != serial
     }
 
     /// Returns a slot that was loaned and not sent. What `stream` still does to it is waited for on the device.

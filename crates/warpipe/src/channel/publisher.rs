@@ -1,7 +1,7 @@
 //! The publisher as users hold it: builder, handle, loan.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::core::{Core, Observer, Pending, Unsent};
@@ -417,6 +417,26 @@ impl SampleMut {
         self.core.hold(self.slot.expect("a loan has its slot until it is consumed"))
     }
 
+    /// Tells, at any time later, whether the slot is free again: nobody is going to read it, and the streams of all who
+    /// did are past it. For who sends a name of other memory, which must stay as long.
+    ///
+    /// ```
+    /// # use warpipe::{Device, Domain, Publisher};
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-returned-{}", std::process::id()));
+    /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+    /// let publisher = Publisher::builder("a").domain(&domain).device(&device).build()?;
+    /// let loan = publisher.loan(&warpipe::Layout::bytes_only(8)?)?;
+    /// let returned = loan.returned();
+    /// assert!(!returned.is_back()?);
+    /// drop(loan);
+    /// assert!(returned.is_back()?);
+    /// # drop(publisher); std::fs::remove_dir_all(folder).ok();
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
+    pub fn returned(&self) -> SlotReturn {
+        self.core.watch_slot(self.slot.expect("a loan has its slot until it is consumed"))
+    }
+
     /// Sets up to 256 bytes that travel with the sample.
     ///
     /// # Errors
@@ -493,6 +513,29 @@ impl SampleMut {
     pub fn discard(mut self, stream: &Stream) -> Result<()> {
         self.core.home.check()?;
         self.slot.take().map_or(Ok(()), |slot| self.core.return_slot(slot, Some(stream)))
+    }
+}
+
+/// Tells when a slot is free again. See [`SampleMut::returned`].
+#[derive(Debug, Clone)]
+pub struct SlotReturn {
+    pub(super) core: Weak<Core>,
+    pub(super) home: Home,
+    pub(super) slot: SlotId,
+    pub(super) serial: u64,
+}
+
+impl SlotReturn {
+    /// Whether it is. Looks, and does not wait.
+    ///
+    /// # Errors
+    /// [`Error::PublisherGone`] when the publisher was dropped before: nobody is left to know. [`Error::Forked`].
+    pub fn is_back(&self) -> Result<bool> {
+        self.home.check()?;
+        let pid = std::process::id() as i32;
+        let core = self.core.upgrade();
+        let core = core.ok_or_else(|| Error::PublisherGone { name: String::new(), pid, graceful: true })?;
+        Ok(core.is_back(self.slot, self.serial))
     }
 }
 

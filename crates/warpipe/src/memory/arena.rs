@@ -30,6 +30,8 @@ pub(crate) struct Slot {
     holders: u32,
     /// The value that the slot's word on the board must reach before it is free; 0 for none.
     fence: u64,
+    /// Which of all that were taken; 0 once it is free.
+    serial: u64,
 }
 
 impl Slot {
@@ -61,6 +63,8 @@ pub(crate) struct Arena {
     waiting: Vec<SlotId>,
     /// Counts what was let go or freed.
     changes: u64,
+    /// Counts what was taken.
+    taken: u64,
 }
 
 /// A region that has been counted and not been made.
@@ -91,7 +95,9 @@ impl Chunk {
 impl Arena {
     pub(crate) fn new(device: &Device, limit: u64) -> Arena {
         let device = device.clone();
-        Arena { device, limit, total: 0, chunks: vec![], slots: vec![], unused: vec![], waiting: vec![], changes: 0 }
+        let (total, changes, taken) = (0, 0, 0);
+        let (chunks, slots, unused, waiting) = Default::default();
+        Arena { device, limit, total, chunks, slots, unused, waiting, changes, taken }
     }
 
     pub(crate) fn chunks(&self) -> &[Chunk] {
@@ -122,7 +128,8 @@ impl Arena {
             let fit = chunk.free.iter().position(|&(_, length)| length >= bytes)?;
             Some((index as u32, carve(&mut chunk.free, fit, bytes)))
         })?;
-        let slot = Slot { region, offset, bytes, holders: 1, fence: 0 };
+        self.taken += 1;
+        let slot = Slot { region, offset, bytes, holders: 1, fence: 0, serial: self.taken };
         match self.unused.pop() {
             Some(id) => {
                 self.slots[id as usize] = slot;
@@ -189,6 +196,11 @@ impl Arena {
         }
     }
 
+    /// What tells this taking of a slot from every later one.
+    pub(crate) fn serial(&self, id: SlotId) -> u64 {
+        self.slots[id as usize].serial
+    }
+
     /// Frees the slots whose fence `is_reached`.
     #[inline]
     pub(crate) fn collect(&mut self, is_reached: impl Fn(SlotId, u64) -> bool) {
@@ -221,6 +233,7 @@ impl Arena {
 
     fn free(&mut self, id: SlotId) {
         let Slot { region, offset, bytes, .. } = self.slots[id as usize];
+        self.slots[id as usize].serial = 0;
         self.changes += 1;
         give_back(&mut self.chunks[region as usize].free, offset, bytes);
         self.unused.push(id);

@@ -1,0 +1,243 @@
+//! Interprocess events and their handles as Python holds them.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyString, PyTuple, PyType};
+
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::door::Door;
+use crate::errors::Fault;
+use crate::stream::Consumer;
+use crate::wait::{in_slices, late, none_if_late, optional};
+
+/// An interprocess event (``cuEventCreate`` with ``CU_EVENT_INTERPROCESS``) that tells never recorded, and lost with its
+/// recorder, from complete.
+///
+/// ``Event.create()`` makes one; its ``handle()`` opens it in other processes, which may record it, too.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct Event {
+    door: Door<warpipe::Event>,
+    device: warpipe::Device,
+}
+
+/// One recording of an event, for ``Event.check``: what a stream waited for.
+#[pyclass(frozen, module = "warpipe", eq, hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Recording {
+    inner: warpipe::Recording,
+}
+
+#[pymethods]
+impl Recording {
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.inner)
+    }
+}
+
+/// Names an event to other processes. It goes as text (``str(handle)``), as bytes, or pickled.
+///
+/// ``EventHandle(text_or_bytes)`` raises ``EventHandleError`` for what is none.
+#[pyclass(frozen, module = "warpipe", eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EventHandle {
+    inner: warpipe::EventHandle,
+}
+
+impl EventHandle {
+    fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<warpipe::EventHandle> {
+        if let Ok(handle) = found.cast::<EventHandle>() {
+            return Ok(handle.get().inner.clone());
+        }
+        if let Ok(text) = found.cast::<PyString>() {
+            return Ok(text.to_str()?.parse::<warpipe::EventHandle>().map_err(Fault::from)?);
+        }
+        let Ok(bytes) = found.cast::<PyBytes>() else {
+            return Err(Fault::argument("handle", found, "an EventHandle, its text, or its bytes").into());
+        };
+        Ok(warpipe::EventHandle::from_bytes(bytes.as_bytes()).map_err(Fault::from)?)
+    }
+}
+
+#[pymethods]
+impl EventHandle {
+    #[new]
+    fn new(handle: &Bound<'_, PyAny>) -> PyResult<EventHandle> {
+        Ok(EventHandle { inner: EventHandle::from_argument(handle)? })
+    }
+
+    /// As bytes, of no fixed length.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.inner.to_bytes())
+    }
+
+    /// The 64 bytes of ``cuIpcGetEventHandle``, for who opens the event without this library; None on the host.
+    #[getter]
+    fn ipc_bytes<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        self.inner.ipc_bytes().map(|bytes| PyBytes::new(py, &bytes))
+    }
+
+    /// Opens the event: see ``Event.open``.
+    #[pyo3(signature = (*, device = None, domain = None))]
+    fn open(
+        slf: &Bound<'_, EventHandle>,
+        device: Option<&Bound<'_, PyAny>>,
+        domain: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Event> {
+        Event::open(slf.py(), slf.as_any(), device, domain)
+    }
+
+    fn __str__(&self) -> String {
+        self.inner.to_string()
+    }
+
+    fn __hash__(&self) -> u64 {
+        use std::hash::{DefaultHasher, Hash, Hasher};
+        let mut hasher = DefaultHasher::new();
+        self.inner.to_bytes().hash(&mut hasher);
+        hasher.finish()
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (String,)) {
+        (py.get_type::<EventHandle>(), (self.inner.to_string(),))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("EventHandle('{}')", self.inner)
+    }
+}
+
+impl Event {
+    fn of(inner: warpipe::Event) -> Event {
+        let device = inner.device().clone();
+        Event { door: Door::new("event", "an event", inner), device }
+    }
+}
+
+#[pymethods]
+impl Event {
+    /// Makes an event.
+    ///
+    /// Raises ``EventLimitError``, ``DomainError``, ``DeviceError``.
+    #[staticmethod]
+    #[pyo3(signature = (*, domain = None, device = None))]
+    fn create(py: Python<'_>, domain: Option<&Bound<'_, PyAny>>, device: Option<&Bound<'_, PyAny>>) -> PyResult<Event> {
+        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let made = py.detach(|| warpipe::Event::create(&domain, &device));
+        Ok(Event::of(made.map_err(Fault::from)?))
+    }
+
+    /// Opens an event by its handle (an ``EventHandle``, its text, or its bytes), also in the process that made it.
+    /// ``domain`` is for where the maker's domain lies at another path.
+    ///
+    /// Raises ``EventHandleError``, ``NoOwnerError``, ``OwnerGoneError``, ``TimeoutError``, ``DomainError``,
+    /// ``ConnectionError``, ``DeviceError``.
+    #[staticmethod]
+    #[pyo3(signature = (handle, *, device = None, domain = None))]
+    fn open(
+        py: Python<'_>,
+        handle: &Bound<'_, PyAny>,
+        device: Option<&Bound<'_, PyAny>>,
+        domain: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Event> {
+        let (handle, device) = (EventHandle::from_argument(handle)?, Device::from_argument(device)?.inner);
+        let domain = domain.map(|domain| Domain::from_argument(Some(domain))).transpose()?;
+        let opened = py.detach(|| match &domain {
+            Some(domain) => warpipe::Event::open_in(domain, &handle, &device),
+            None => warpipe::Event::open(&handle, &device),
+        });
+        Ok(Event::of(opened.map_err(Fault::from)?))
+    }
+
+    /// What names it to other processes.
+    ///
+    /// Raises ``ClosedError``, ``DriverError``.
+    fn handle(&self) -> PyResult<EventHandle> {
+        Ok(EventHandle { inner: self.door.get()?.handle().map_err(Fault::from)? })
+    }
+
+    /// The device it was made or opened with.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.device)
+    }
+
+    /// CUDA's own event, for calls that take one, or None. What waits for it waits as CUDA does: not at all for an event
+    /// that was never recorded, or whose recorder died.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn ptr(&self) -> PyResult<Option<usize>> {
+        Ok(self.door.get()?.raw().map(|raw| raw.0 as usize))
+    }
+
+    /// Records the work on ``stream`` so far (``cuEventRecord``), and returns at once. The last recording is what others
+    /// wait for. The first one of an opened event asks its maker, which may take a moment.
+    ///
+    /// Raises ``OwnerGoneError``, ``RefusedError`` when seven others record it, ``ClosedError``, ``DriverError``.
+    fn record(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
+        let (event, consumer) = (self.door.get()?, Consumer::from_argument(py, &self.device, stream)?);
+        let stream = consumer.follow()?;
+        let recording = py.detach(|| event.record(stream));
+        Ok(Recording { inner: recording.map_err(Fault::from)? })
+    }
+
+    /// Has ``stream`` wait for the last recording (``cuStreamWaitEvent``), and returns at once, with what it waits for. What
+    /// the stream did afterwards counts when ``check`` says so.
+    ///
+    /// Raises ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``, ``DriverError``.
+    fn wait(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
+        let (event, consumer) = (self.door.get()?, Consumer::from_argument(py, &self.device, stream)?);
+        let inner = event.wait(consumer.linked()).map_err(Fault::from)?;
+        consumer.lead()?;
+        Ok(Recording { inner })
+    }
+
+    /// Whether the last recording is complete (``cuEventQuery``).
+    ///
+    /// Raises ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``.
+    fn query(&self) -> PyResult<bool> {
+        Ok(self.door.get()?.query().map_err(Fault::from)?)
+    }
+
+    /// Waits on the CPU until the last recording is complete, at most ``timeout`` seconds (None: as long as it takes).
+    ///
+    /// Raises ``TimeoutError``, ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``.
+    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
+    fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let (event, timeout) = (self.door.get()?, optional(timeout, "timeout")?);
+        let done = in_slices(py, timeout, |slice| none_if_late(event.synchronize(slice)))?;
+        Ok(done.ok_or_else(|| late("the work recorded by the event".into(), timeout))?)
+    }
+
+    /// Whether this recording is complete; False if it may still be.
+    ///
+    /// Raises ``EventLostError``: it is not, and never will be. ``ClosedError``.
+    fn check(&self, recording: &Recording) -> PyResult<bool> {
+        Ok(self.door.get()?.check(recording.inner).map_err(Fault::from)?)
+    }
+
+    /// Whether it has been closed here.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        Ok(self.door.is_closed()?)
+    }
+
+    /// Lets go of it. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.door.close(py)
+    }
+
+    fn __enter__(slf: Py<Event>) -> Py<Event> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Event({})", self.device)
+    }
+}

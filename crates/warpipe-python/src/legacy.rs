@@ -1,0 +1,130 @@
+//! Legacy handles as Python holds them. **This module is marked for unsafe**: it exports memory that others own.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyString, PyType};
+
+use crate::device::Device;
+use crate::errors::Fault;
+use crate::held::Place;
+use crate::source::{Place as Found, Wanted};
+use crate::view::View;
+
+/// ``cuIpcGetMemHandle``: names a tensor that another allocator made with ``cudaMalloc``, PyTorch's for example, for another
+/// process of the same machine and user. It goes as text (``str(handle)``), as bytes, or pickled.
+///
+/// A channel's ``send`` is the better way where the memory may be chosen: a handle orders no work, dies with its exporter,
+/// and opens the *whole* allocation for reading and writing. ``LegacyHandle(text_or_bytes)`` raises ``LegacyHandleError``
+/// for what is none.
+#[pyclass(frozen, module = "warpipe", eq, hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct LegacyHandle {
+    inner: warpipe::LegacyHandle,
+}
+
+#[pymethods]
+impl LegacyHandle {
+    #[new]
+    fn new(handle: &Bound<'_, PyAny>) -> PyResult<LegacyHandle> {
+        if let Ok(handle) = handle.cast::<LegacyHandle>() {
+            return Ok(handle.get().clone());
+        }
+        let parsed = if let Ok(text) = handle.cast::<PyString>() {
+            text.to_str()?.parse::<warpipe::LegacyHandle>()
+        } else if let Ok(bytes) = handle.cast::<PyBytes>() {
+            warpipe::LegacyHandle::from_bytes(bytes.as_bytes())
+        } else {
+            return Err(Fault::argument("handle", handle, "a LegacyHandle, its text, or its bytes").into());
+        };
+        Ok(LegacyHandle { inner: parsed.map_err(Fault::from)? })
+    }
+
+    /// A handle for the memory of a tensor without gaps (anything with ``__dlpack__`` or an array interface). The tensor
+    /// must stay, and not be written by who does not agree with the reader, for as long as another process uses it.
+    ///
+    /// Raises ``NotExportableError`` for what is no memory of ``cudaMalloc`` (host, pinned, managed, pooled, PyTorch's
+    /// ``expandable_segments``), ``WrongDeviceError``, ``LayoutError``, ``DriverError``.
+    #[staticmethod]
+    #[pyo3(signature = (tensor, *, device = None))]
+    fn export(tensor: &Bound<'_, PyAny>, device: Option<&Bound<'_, PyAny>>) -> PyResult<LegacyHandle> {
+        let device = Device::from_argument(device)?.inner;
+        let own = device.stream().map_err(Fault::from)?;
+        let wanted = Wanted { device: &device, stream: None, own: &own, packed: true, lasting: true };
+        let source = wanted.find(tensor)?;
+        let (Found::Host(address, _) | Found::Device(address, ..)) = source.place else {
+            return Err(Fault::layout("it has gaps; export what it is a part of, or make it contiguous first").into());
+        };
+        // SAFETY: the caller's promise, as the text above says; the address is looked up and not trusted.
+        let exported = unsafe { warpipe::LegacyHandle::export(&device, address, source.layout.bytes()) };
+        Ok(LegacyHandle { inner: exported.map_err(Fault::from)? })
+    }
+
+    /// ``cuIpcOpenMemHandle``: maps the memory here. What is open already, or was exported by this very process, is the
+    /// same address.
+    ///
+    /// Raises ``ExporterGoneError``, ``LegacyHandleError``, ``PeerAccessError``, ``DeviceError``.
+    #[pyo3(signature = (*, device = None))]
+    fn open<'py>(&self, py: Python<'py>, device: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, LegacyMemory>> {
+        let device = Device::from_argument(device)?.inner;
+        let memory = py.detach(|| self.inner.open(&device)).map_err(Fault::from)?;
+        Bound::new(py, (LegacyMemory, View::of("the memory", Place::Legacy(memory))?))
+    }
+
+    /// The range's length in bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.inner.bytes()
+    }
+
+    /// Where the range begins, in bytes from its allocation's first.
+    #[getter]
+    fn offset(&self) -> u64 {
+        self.inner.offset()
+    }
+
+    /// The length of the allocation: all of it is open to whoever opens the handle.
+    #[getter]
+    fn allocation_nbytes(&self) -> u64 {
+        self.inner.allocation_bytes()
+    }
+
+    /// The device that owns the memory: its ``Device.uuid``.
+    #[getter]
+    fn device(&self) -> String {
+        self.inner.device().to_string()
+    }
+
+    /// The exporter's process id, in its own PID namespace.
+    #[getter]
+    fn pid(&self) -> i32 {
+        self.inner.pid()
+    }
+
+    /// The ``CUipcMemHandle`` itself, of the allocation's base.
+    #[getter]
+    fn raw<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, self.inner.raw())
+    }
+
+    /// The handle as 160 bytes.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.inner.to_bytes())
+    }
+
+    fn __str__(&self) -> String {
+        self.inner.to_string()
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (String,)) {
+        (py.get_type::<LegacyHandle>(), (self.inner.to_string(),))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("LegacyHandle(nbytes={}, pid={})", self.inner.bytes(), self.inner.pid())
+    }
+}
+
+/// An open range of another process's memory: what ``LegacyHandle.open`` gives, a ``View`` of its bytes. It stays mapped
+/// until the last one of its allocation, and every array of it, has gone, and their streams are past their work.
+#[pyclass(frozen, extends = View, module = "warpipe")]
+#[derive(Debug)]
+pub struct LegacyMemory;

@@ -1,0 +1,299 @@
+//! Who is in a domain, as Python holds it.
+
+use std::os::fd::{AsFd, AsRawFd};
+
+use pyo3::exceptions::PyStopIteration;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+
+use crate::domain::Domain;
+use crate::door::Door;
+use crate::errors::Fault;
+use crate::publisher::word_of;
+use crate::wait::{in_slices, optional};
+
+/// This process as a member of a domain: seen by whoever watches it, until it is closed or dropped.
+///
+/// ``Member.join(name)``: ``name`` is 1 to 72 bytes, as an endpoint's; ``role`` says what the process does, in up to 64 bytes.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct Member {
+    door: Door<warpipe::Member>,
+    role: String,
+    generation: [u8; 16],
+}
+
+#[pymethods]
+impl Member {
+    /// Joins the domain under a name.
+    ///
+    /// Raises ``NameTakenError``, ``InvalidNameError``, ``ArgumentError``, ``ForeignFileError``, ``DomainError``.
+    #[staticmethod]
+    #[pyo3(signature = (name, role = "", *, domain = None))]
+    fn join(py: Python<'_>, name: &str, role: &str, domain: Option<&Bound<'_, PyAny>>) -> PyResult<Member> {
+        let domain = Domain::from_argument(domain)?;
+        let joined = py.detach(|| warpipe::Member::join(&domain, name, role)).map_err(Fault::from)?;
+        let generation = joined.generation();
+        Ok(Member { door: Door::new("membership", name, joined), role: role.to_owned(), generation })
+    }
+
+    /// What it joined as.
+    #[getter]
+    fn name(&self) -> &str {
+        self.door.name()
+    }
+
+    /// What it says that it does.
+    #[getter]
+    fn role(&self) -> &str {
+        &self.role
+    }
+
+    /// This incarnation, as ``MemberInfo.generation`` shows it.
+    #[getter]
+    fn generation<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.generation)
+    }
+
+    /// Whether it has left.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        Ok(self.door.is_closed()?)
+    }
+
+    /// Leaves. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.door.close(py)
+    }
+
+    fn __enter__(slf: Py<Member>) -> Py<Member> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Member({:?}, role={:?})", self.name(), self.role)
+    }
+}
+
+/// A member, as ``Members`` shows it.
+#[pyclass(frozen, module = "warpipe", get_all)]
+#[derive(Debug, Clone)]
+pub struct MemberInfo {
+    /// What it joined as.
+    pub name: String,
+    /// What it says that it does; empty while it has not answered yet.
+    pub role: String,
+    /// Its process id as the kernel tells it; 0 where this PID namespace does not have it.
+    pub pid: i32,
+    /// Its user.
+    pub uid: u32,
+    /// ``"alive"``, ``"stalled"``, ``"suspect"``; in a change also ``"leaving"`` and ``"dead"``.
+    pub state: &'static str,
+    /// Seconds since its last heartbeat.
+    pub silent_for: f64,
+    /// When it joined, in nanoseconds of ``time.monotonic_ns()``. Its own word.
+    pub since_ns: u64,
+    /// Its incarnation: another one each time that somebody joins under the name.
+    pub generation: Vec<u8>,
+    /// The endpoints that its process holds in the domain; of one that died, those that it left and that were removed.
+    pub endpoints: Vec<String>,
+}
+
+impl MemberInfo {
+    fn of(info: &warpipe::MemberInfo) -> MemberInfo {
+        MemberInfo {
+            name: info.name.clone(),
+            role: info.role.clone(),
+            pid: info.pid,
+            uid: info.uid,
+            state: word_of(info.state),
+            silent_for: info.silent_for.as_secs_f64(),
+            since_ns: info.since_ns,
+            generation: info.generation.to_vec(),
+            endpoints: info.endpoints.iter().map(ToString::to_string).collect(),
+        }
+    }
+}
+
+#[pymethods]
+impl MemberInfo {
+    fn __repr__(&self) -> String {
+        let MemberInfo { name, role, pid, state, .. } = self;
+        format!("MemberInfo({name:?}, role={role:?}, pid={pid}, state={state:?})")
+    }
+}
+
+/// What became of a member.
+#[pyclass(frozen, module = "warpipe", get_all)]
+#[derive(Debug, Clone)]
+pub struct Change {
+    /// ``"joined"``, ``"stalled"``, ``"recovered"``, ``"left"`` or ``"died"``.
+    pub what: &'static str,
+    /// Whose.
+    pub member: MemberInfo,
+}
+
+impl Change {
+    fn of(change: &warpipe::Change) -> Change {
+        let what = match change {
+            warpipe::Change::Joined(_) => "joined",
+            warpipe::Change::Stalled(_) => "stalled",
+            warpipe::Change::Recovered(_) => "recovered",
+            warpipe::Change::Left(_) => "left",
+            warpipe::Change::Died(_) => "died",
+            _ => "unknown",
+        };
+        Change { what, member: MemberInfo::of(change.member()) }
+    }
+}
+
+#[pymethods]
+impl Change {
+    fn __repr__(&self) -> String {
+        format!("Change({:?}, {})", self.what, self.member.__repr__())
+    }
+}
+
+/// Calls Python from a thread of the library's. What it raises goes to ``sys.unraisablehook``.
+fn call<T: for<'py> IntoPyObject<'py> + Send>(callback: &Py<PyAny>, argument: T) {
+    // Nobody is called while the interpreter ends.
+    let _ = Python::try_attach(|py| {
+        if let Err(error) = callback.call1(py, (argument,)) {
+            error.write_unraisable(py, Some(callback.bind(py)));
+        }
+    });
+}
+
+/// Who is in a domain, followed until this is closed: ``for change in Members.watch():``, or with callbacks.
+///
+/// A watch is no member: nobody sees it.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct Members {
+    door: Door<warpipe::Members>,
+}
+
+impl Drop for Members {
+    fn drop(&mut self) {
+        // The end of a watch waits for its thread, which may want the interpreter.
+        let _ = Python::try_attach(|py| drop(self.door.close(py)));
+    }
+}
+
+#[pymethods]
+impl Members {
+    /// Begins to watch, and waits until who is there has answered. ``on`` is called with each ``Change``, one after the
+    /// other, on a thread of its own; without it the changes are to be taken, by ``changes`` or by iteration. Those who
+    /// are there come first, as ``"joined"``. ``clean``: remove the endpoints that dead members leave in the domain.
+    ///
+    /// Raises ``DomainError``, ``SystemCallError``.
+    #[staticmethod]
+    #[pyo3(signature = (domain = None, *, on = None, clean = true))]
+    fn watch(
+        py: Python<'_>,
+        domain: Option<&Bound<'_, PyAny>>,
+        on: Option<Py<PyAny>>,
+        clean: bool,
+    ) -> PyResult<Members> {
+        let domain = Domain::from_argument(domain)?;
+        let mut builder = warpipe::Members::builder(&domain).clean(clean);
+        if let Some(callback) = on {
+            builder = builder.on(move |change| call(&callback, Change::of(change)));
+        }
+        let started = py.detach(|| builder.start()).map_err(Fault::from)?;
+        Ok(Members { door: Door::new("watch", domain.path().display().to_string(), started) })
+    }
+
+    /// Everybody who is there now, sorted by name, with the endpoints that each one's process holds.
+    ///
+    /// Raises ``SystemCallError``, ``ClosedError``.
+    fn list(&self, py: Python<'_>) -> PyResult<Vec<MemberInfo>> {
+        let members = self.door.get()?;
+        let list = py.detach(|| members.list()).map_err(Fault::from)?;
+        Ok(list.iter().map(MemberInfo::of).collect())
+    }
+
+    /// The next change, waited for at most ``timeout`` seconds (None: as long as it takes); None when there was none.
+    ///
+    /// Raises ``ArgumentError`` if this watch has a callback, which gets the changes; ``ClosedError``.
+    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
+    fn changes(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Change>> {
+        let timeout = optional(timeout, "timeout")?;
+        // Asked for anew in each slice, so that a watch that is closed meanwhile ends the wait.
+        let found = in_slices(py, timeout, |slice| Ok(self.door.get()?.changes(slice)?))?;
+        Ok(found.as_ref().map(Change::of))
+    }
+
+    /// Calls ``cleanup`` with the ``MemberInfo`` of a member of this name when it has died (not when it leaves), once: of the
+    /// one that is there, or the next that dies.
+    ///
+    /// Raises ``InvalidNameError``, ``ArgumentError`` beyond 4096 at a time, ``ClosedError``.
+    fn on_death_of(&self, name: &str, cleanup: Py<PyAny>) -> PyResult<()> {
+        let called = move |member: &warpipe::MemberInfo| call(&cleanup, MemberInfo::of(member));
+        Ok(self.door.get()?.on_death_of(name, called).map_err(Fault::from)?)
+    }
+
+    /// How many changes were left out because more than 4096 had not been heard.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn merged(&self) -> PyResult<u64> {
+        Ok(self.door.get()?.merged())
+    }
+
+    /// How many names of members could not be followed when the directory was last looked at.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn overlooked(&self) -> PyResult<usize> {
+        Ok(self.door.get()?.overlooked())
+    }
+
+    /// A descriptor that is readable while ``changes`` has something. Only to be polled.
+    ///
+    /// Raises ``ClosedError``.
+    fn fileno(&self) -> PyResult<i32> {
+        Ok(self.door.get()?.as_fd().as_raw_fd())
+    }
+
+    /// Whether it has been closed.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        Ok(self.door.is_closed()?)
+    }
+
+    /// Ends the watch. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.door.close(py)
+    }
+
+    fn __iter__(slf: Py<Members>) -> Py<Members> {
+        slf
+    }
+
+    /// The next change, however long that takes; the iteration ends when the watch is closed.
+    fn __next__(&self, py: Python<'_>) -> PyResult<Option<Change>> {
+        match self.changes(py, None) {
+            Err(_) if self.closed()? => Err(PyStopIteration::new_err(())),
+            other => other,
+        }
+    }
+
+    fn __enter__(slf: Py<Members>) -> Py<Members> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Members({:?})", self.door.name())
+    }
+}

@@ -1,0 +1,332 @@
+//! Pools and their blocks as Python holds them.
+
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use warpipe::Error;
+use warpipe::backend::Access;
+
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::door::{Door, attach};
+use crate::errors::{Fault, Outcome};
+use crate::held::Place;
+use crate::ticket::Ticket;
+use crate::view::View;
+use crate::wait::{in_slices, late, optional};
+
+/// Memory that is handed out in blocks, to this process and to others.
+///
+/// ``Pool.create(name)`` makes one, of at most ``memory_limit`` bytes of device memory, taken as needed; ``reserve`` bytes
+/// at once. Peers open blocks by ticket (``Buffer.lend``, ``LentBuffer.open``), or allocate themselves (``PoolClient``). A
+/// block is used again when its owner and all its borrowers have let it go and their streams are past it.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct Pool {
+    door: Door<warpipe::Pool>,
+    device: warpipe::Device,
+}
+
+/// What a pool has. What the owner and a peer both have counts in both.
+#[pyclass(frozen, module = "warpipe", get_all)]
+#[derive(Debug, Clone)]
+pub struct PoolStats {
+    /// Regions taken of the device.
+    pub regions: usize,
+    /// Their bytes.
+    pub total_nbytes: u64,
+    /// The most bytes that they may come to.
+    pub limit_nbytes: u64,
+    /// In the owner's blocks.
+    pub in_use_nbytes: u64,
+    /// In blocks that peers have.
+    pub lent_nbytes: u64,
+    /// In blocks that nobody has, and that a stream is not past yet.
+    pub waiting_nbytes: u64,
+    /// The most that was not free at once.
+    pub high_water_nbytes: u64,
+    /// Blocks handed out so far.
+    pub allocations: u64,
+    /// How many of them had to wait for others.
+    pub waits: u64,
+    /// Peers that are here, or hold something still.
+    pub peers: usize,
+}
+
+#[pymethods]
+impl PoolStats {
+    fn __repr__(&self) -> String {
+        let PoolStats { total_nbytes, in_use_nbytes, lent_nbytes, peers, .. } = self;
+        format!("PoolStats(total={total_nbytes}, in_use={in_use_nbytes}, lent={lent_nbytes}, peers={peers})")
+    }
+}
+
+/// Asks for a block until there is one, at most `timeout`.
+fn allocate<T: Send>(
+    py: Python<'_>,
+    timeout: Option<Duration>,
+    mut ask: impl FnMut(Duration) -> Outcome<T> + Send,
+) -> PyResult<T> {
+    let mut full = None;
+    let taken = in_slices(py, timeout, |slice| match ask(slice) {
+        Ok(block) => Ok(Some(block)),
+        Err(Fault::Library(error @ Error::MemoryLimit { bytes, limit, .. })) if bytes <= limit => {
+            full = Some(error);
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    })?;
+    Ok(taken.ok_or_else(|| full.map_or_else(|| late("a block".into(), timeout), Fault::from))?)
+}
+
+#[pymethods]
+impl Pool {
+    /// Makes a pool and takes its name.
+    ///
+    /// Raises ``InvalidNameError``, ``NameTakenError``, ``DomainError``, ``MemoryLimitError``, ``DeviceError``.
+    #[staticmethod]
+    #[pyo3(signature = (name, *, domain = None, device = None, memory_limit = 4 << 30, reserve = 0, peers_max = 256,
+        allow_uids = Vec::new(), allow_gids = Vec::new()),
+        text_signature = "(name, *, domain=None, device=None, memory_limit=4294967296, reserve=0, peers_max=256, \
+        allow_uids=(), allow_gids=())")]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    fn create(
+        py: Python<'_>,
+        name: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        memory_limit: u64,
+        reserve: u64,
+        peers_max: usize,
+        allow_uids: Vec<u32>,
+        allow_gids: Vec<u32>,
+    ) -> PyResult<Pool> {
+        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let builder = warpipe::Pool::builder(name)
+            .domain(&domain)
+            .device(&device)
+            .memory_limit(memory_limit)
+            .reserve(reserve)
+            .peers_max(peers_max)
+            .allow_uids(&allow_uids)
+            .allow_gids(&allow_gids);
+        let pool = py.detach(|| builder.build()).map_err(Fault::from)?;
+        Ok(Pool { door: Door::new("pool", name, pool), device })
+    }
+
+    /// Its name.
+    #[getter]
+    fn name(&self) -> &str {
+        self.door.name()
+    }
+
+    /// Its device.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.device)
+    }
+
+    /// A block of ``nbytes`` bytes that nobody uses any more, waiting up to ``timeout`` seconds (None: as long as it takes)
+    /// for others to let go.
+    ///
+    /// Raises ``MemoryLimitError``, ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
+    fn allocate<'py>(&self, py: Python<'py>, nbytes: u64, timeout: Option<f64>) -> PyResult<Bound<'py, Buffer>> {
+        let timeout = optional(timeout, "timeout")?;
+        let block = allocate(py, timeout, |slice| Ok(self.door.get()?.allocate_timeout(nbytes, slice)?))?;
+        Bound::new(py, (Buffer, View::of("the block", Place::Block(block))?))
+    }
+
+    /// What it has now.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn stats(&self) -> PyResult<PoolStats> {
+        let stats = self.door.get()?.stats();
+        Ok(PoolStats {
+            regions: stats.regions,
+            total_nbytes: stats.total_bytes,
+            limit_nbytes: stats.limit_bytes,
+            in_use_nbytes: stats.in_use_bytes,
+            lent_nbytes: stats.lent_bytes,
+            waiting_nbytes: stats.waiting_bytes,
+            high_water_nbytes: stats.high_water_bytes,
+            allocations: stats.allocations,
+            waits: stats.waits,
+            peers: stats.peers,
+        })
+    }
+
+    /// Whether it has been closed.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        Ok(self.door.is_closed()?)
+    }
+
+    /// Gives the name up; blocks that somebody has stay good until they are let go. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.door.close(py)
+    }
+
+    fn __enter__(slf: Py<Pool>) -> Py<Pool> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Pool({:?}, {})", self.name(), self.device)
+    }
+}
+
+/// A block of a pool of this process: a ``View`` of its bytes. Released or dropped, it is let go: used again when the streams
+/// of its arrays are past it, and the peers that it was lent to have let it go, too.
+#[pyclass(frozen, extends = View, module = "warpipe")]
+#[derive(Debug)]
+pub struct Buffer;
+
+#[pymethods]
+impl Buffer {
+    /// A ticket with which peers may open this block (``LentBuffer.open``), for writing only if ``writable``, as long as it
+    /// is not let go here; who has it open by then keeps it.
+    ///
+    /// Raises ``OwnerGoneError`` when the pool is closed, ``ReleasedError``.
+    #[pyo3(signature = (*, writable = false))]
+    fn lend(slf: &Bound<'_, Buffer>, writable: bool) -> PyResult<Ticket> {
+        let held = slf.as_super().get().held()?;
+        let Place::Block(block) = held.place() else { unreachable!("a Buffer holds a block") };
+        let access = if writable { Access::ReadWrite } else { Access::Read };
+        Ok(Ticket { inner: block.lend(access).map_err(Fault::from)? })
+    }
+}
+
+/// A visit to a pool of another process: ``PoolClient.open(name)``.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct PoolClient {
+    door: Door<warpipe::PoolClient>,
+}
+
+#[pymethods]
+impl PoolClient {
+    /// Comes to the pool of this name, waiting up to ``wait`` seconds (None: as long as it takes) for it to be there.
+    ///
+    /// Raises ``NoOwnerError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``, ``InvalidNameError``.
+    #[staticmethod]
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
+        text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
+    fn open(
+        py: Python<'_>,
+        name: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        wait: Option<f64>,
+    ) -> PyResult<PoolClient> {
+        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let wait = optional(wait, "wait")?;
+        let client = attach(py, wait, |slice| warpipe::PoolClient::open_timeout(&domain, name, &device, slice))?;
+        Ok(PoolClient { door: Door::new("visit to the pool", name, client) })
+    }
+
+    /// The pool's name.
+    #[getter]
+    fn name(&self) -> &str {
+        self.door.name()
+    }
+
+    /// The owner's process id.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn owner_pid(&self) -> PyResult<i32> {
+        Ok(self.door.get()?.owner_pid())
+    }
+
+    /// Whether the owner has closed the pool, or has died. Blocks of it stay good.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn is_owner_gone(&self) -> PyResult<bool> {
+        Ok(self.door.get()?.is_owner_gone())
+    }
+
+    /// A block of ``nbytes`` bytes of the owner's memory, for reading and writing, waiting up to ``timeout`` seconds (None:
+    /// as long as it takes) for others to let go.
+    ///
+    /// Raises ``MemoryLimitError``, ``OwnerGoneError``, ``RefusedError``, ``ArgumentError``, ``ClosedError``,
+    /// ``DeviceError``.
+    #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
+    fn allocate<'py>(&self, py: Python<'py>, nbytes: u64, timeout: Option<f64>) -> PyResult<Bound<'py, LentBuffer>> {
+        let timeout = optional(timeout, "timeout")?;
+        let block = allocate(py, timeout, |slice| Ok(self.door.get()?.allocate_timeout(nbytes, slice)?))?;
+        LentBuffer::make(py, block)
+    }
+
+    /// Whether it has been closed.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        Ok(self.door.is_closed()?)
+    }
+
+    /// Ends the visit; blocks stay good. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.door.close(py)
+    }
+
+    fn __enter__(slf: Py<PoolClient>) -> Py<PoolClient> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("PoolClient({:?})", self.name())
+    }
+}
+
+/// A block of another process's pool: a ``View`` of its bytes. Released or dropped, it is let go: the owner hands it out
+/// again when the streams of its arrays are past it. It stays good when its owner closes the pool, or dies.
+#[pyclass(frozen, extends = View, module = "warpipe")]
+#[derive(Debug)]
+pub struct LentBuffer {
+    name: String,
+}
+
+impl LentBuffer {
+    fn make(py: Python<'_>, block: warpipe::LentBuffer) -> PyResult<Bound<'_, LentBuffer>> {
+        let name = block.name().to_owned();
+        Bound::new(py, (LentBuffer { name }, View::of("the block", Place::Lent(block))?))
+    }
+}
+
+#[pymethods]
+impl LentBuffer {
+    /// Opens what ``Buffer.lend`` gave a ticket for.
+    ///
+    /// Raises ``TicketExpiredError``, ``TicketError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
+    /// ``OwnerGoneError``, ``TimeoutError``, ``DeviceError``.
+    #[staticmethod]
+    #[pyo3(signature = (ticket, *, device = None))]
+    fn open<'py>(
+        py: Python<'py>,
+        ticket: &Bound<'py, PyAny>,
+        device: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, LentBuffer>> {
+        let (ticket, device) = (Ticket::from_argument(ticket)?, Device::from_argument(device)?.inner);
+        let block = py.detach(|| warpipe::LentBuffer::open(&ticket, &device)).map_err(Fault::from)?;
+        LentBuffer::make(py, block)
+    }
+
+    /// The pool's name.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
+    }
+}

@@ -1,0 +1,305 @@
+//! Semaphores and their permits as Python holds them.
+
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use warpipe::Error;
+
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::door::{Door, attach};
+use crate::errors::{Fault, Outcome};
+use crate::process::Home;
+use crate::stream::Consumer;
+use crate::wait::{in_slices, optional};
+
+/// As long as it takes, in words that a clock knows.
+const VERY_LONG: Duration = Duration::from_secs(1 << 32);
+
+/// So many at once, between processes, on streams and on the CPU.
+///
+/// ``Semaphore.create(name, permits)`` makes one, ``Semaphore.open(name)`` opens it anywhere. ``with sem.acquire(stream):``
+/// holds a permit for the work that the block gives to ``stream``: the next holder's stream waits for that work on the
+/// device. Who has waited longest comes first. A holder's permit comes back when it dies.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct Semaphore {
+    door: Door<warpipe::Semaphore>,
+    device: warpipe::Device,
+}
+
+/// The right to be inside, as ``Semaphore.acquire`` gives it: released at the end of a ``with`` block, or when it is dropped.
+///
+/// It is given back behind the work of the stream that it was acquired on, or at once if it was acquired on the CPU.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct Permit {
+    home: Home,
+    device: warpipe::Device,
+    /// What it was acquired on; none for the CPU.
+    consumer: Option<Consumer>,
+    passed: u64,
+    /// `None` once it is released.
+    inner: Mutex<Option<warpipe::Permit>>,
+}
+
+impl Semaphore {
+    fn new(inner: warpipe::Semaphore, device: warpipe::Device) -> Semaphore {
+        Semaphore { door: Door::new("semaphore", inner.name().to_owned(), inner), device }
+    }
+
+    fn consumer(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Consumer>> {
+        stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()
+    }
+
+    fn permit(&self, inner: warpipe::Permit, consumer: Option<Consumer>) -> PyResult<Permit> {
+        if let Some(consumer) = &consumer {
+            consumer.lead()?;
+        }
+        let passed = inner.passed();
+        let (home, device, inner) = (Home::here(), self.device.clone(), Mutex::new(Some(inner)));
+        Ok(Permit { home, device, consumer, passed, inner })
+    }
+}
+
+fn take(
+    semaphore: &warpipe::Semaphore,
+    consumer: Option<&Consumer>,
+    timeout: Duration,
+) -> Result<warpipe::Permit, Error> {
+    match consumer {
+        Some(consumer) => semaphore.acquire(consumer.linked(), timeout),
+        None => semaphore.acquire_host(timeout),
+    }
+}
+
+fn take_now(semaphore: &warpipe::Semaphore, consumer: Option<&Consumer>) -> Outcome<Option<warpipe::Permit>> {
+    Ok(match consumer {
+        Some(consumer) => semaphore.try_acquire(consumer.linked())?,
+        None => semaphore.try_acquire_host()?,
+    })
+}
+
+/// Waits on a thread of its own, which keeps its place in the line while this one looks at signals. A permit that comes
+/// after Ctrl-C is handed on.
+fn line_up(
+    py: Python<'_>,
+    semaphore: Arc<warpipe::Semaphore>,
+    consumer: Option<Consumer>,
+    timeout: Duration,
+) -> PyResult<warpipe::Permit> {
+    let (hand, taken) = channel();
+    let wait = move || drop(hand.send(take(&semaphore, consumer.as_ref(), timeout)));
+    std::thread::Builder::new().name("warpipe-permit".into()).spawn(wait)?;
+    // Shared with the closure that runs without the interpreter.
+    let taken = Mutex::new(taken);
+    let come =
+        in_slices(py, None, |slice| match taken.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(slice) {
+            Ok(result) => Ok(Some(result?)),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => Err(Fault::Own("Error", "the thread that waited has gone".into())),
+        })?;
+    Ok(come.ok_or_else(|| Fault::Own("Error", "a wait without end has ended".into()))?)
+}
+
+#[pymethods]
+impl Semaphore {
+    /// Makes one of ``permits`` permits (1 to 1024), all free, and takes its name.
+    ///
+    /// Raises ``ArgumentError``, ``InvalidNameError``, ``NameTakenError``, ``DomainError``, ``DeviceError``.
+    #[staticmethod]
+    #[pyo3(signature = (name, permits = 1, *, domain = None, device = None))]
+    fn create(
+        py: Python<'_>,
+        name: &str,
+        permits: u32,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Semaphore> {
+        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let made = py.detach(|| warpipe::Semaphore::create(&domain, name, &device, permits));
+        Ok(Semaphore::new(made.map_err(Fault::from)?, device))
+    }
+
+    /// Opens the one of this name, waiting up to ``wait`` seconds (None: as long as it takes) for it to be made.
+    ///
+    /// Raises ``NoOwnerError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``, ``DeviceError``.
+    #[staticmethod]
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
+        text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
+    fn open(
+        py: Python<'_>,
+        name: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        wait: Option<f64>,
+    ) -> PyResult<Semaphore> {
+        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let wait = optional(wait, "wait")?;
+        let opened = attach(py, wait, |slice| warpipe::Semaphore::open_timeout(&domain, name, &device, slice))?;
+        Ok(Semaphore::new(opened, device))
+    }
+
+    /// Its name.
+    #[getter]
+    fn name(&self) -> &str {
+        self.door.name()
+    }
+
+    /// The device whose streams take permits.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.device)
+    }
+
+    /// How many permits there are.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn permits(&self) -> PyResult<u32> {
+        Ok(self.door.get()?.permits())
+    }
+
+    /// How many are free at this moment, for people.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn available(&self) -> PyResult<u32> {
+        Ok(self.door.get()?.available())
+    }
+
+    /// How many wait at this moment, for people.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn waiting(&self) -> PyResult<u32> {
+        Ok(self.door.get()?.waiting())
+    }
+
+    /// Waits up to ``timeout`` seconds (None: as long as it takes) for a permit. With ``stream``, that stream waits on the
+    /// device for the last holder's work; without, the CPU does.
+    ///
+    /// Raises ``TimeoutError``, ``OwnerGoneError``, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (stream = None, timeout = Some(10.0)), text_signature = "($self, stream=None, timeout=10.0)")]
+    fn acquire(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>, timeout: Option<f64>) -> PyResult<Permit> {
+        let (semaphore, consumer) = (self.door.get()?, self.consumer(py, stream)?);
+        let timeout = optional(timeout, "timeout")?.unwrap_or(VERY_LONG);
+        if let Some(permit) = take_now(&semaphore, consumer.as_ref())? {
+            return self.permit(permit, consumer);
+        }
+        let permit = line_up(py, semaphore, consumer.clone(), timeout)?;
+        self.permit(permit, consumer)
+    }
+
+    /// Takes a permit if one is free and nobody waits for it, else gives None.
+    ///
+    /// Raises as ``acquire``, without the timeout.
+    #[pyo3(signature = (stream = None))]
+    fn try_acquire(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Permit>> {
+        let (semaphore, consumer) = (self.door.get()?, self.consumer(py, stream)?);
+        take_now(&semaphore, consumer.as_ref())?.map(|permit| self.permit(permit, consumer)).transpose()
+    }
+
+    /// Whether it has been closed here.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        Ok(self.door.is_closed()?)
+    }
+
+    /// Lets go of it; its maker ends it, once its permits are back here. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.door.close(py)
+    }
+
+    fn __enter__(slf: Py<Semaphore>) -> Py<Semaphore> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Semaphore({:?}, {})", self.name(), self.device)
+    }
+}
+
+impl Permit {
+    fn lock(&self) -> Outcome<MutexGuard<'_, Option<warpipe::Permit>>> {
+        self.home.check()?;
+        Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Gives it back behind the consumer's work; of the CPU at once.
+    fn give_back(permit: warpipe::Permit, consumer: Option<&Consumer>) -> Outcome<()> {
+        match consumer {
+            // If the stream cannot be followed, the permit is dropped, which gives it back behind the linked one.
+            Some(consumer) => Ok(permit.release(consumer.follow()?)?),
+            None => {
+                permit.release_now();
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let inner = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(permit) = inner.filter(|_| self.home.is_here()) {
+            // Nobody is here to be told.
+            let _ = Permit::give_back(permit, self.consumer.as_ref());
+        }
+    }
+}
+
+#[pymethods]
+impl Permit {
+    /// How many permits went to others while this one was waited for.
+    #[getter]
+    fn passed(&self) -> u64 {
+        self.passed
+    }
+
+    /// Whether it has been given back.
+    #[getter]
+    fn released(&self) -> PyResult<bool> {
+        Ok(self.lock()?.is_none())
+    }
+
+    /// Gives it back behind the work on ``stream`` so far, by default that it was acquired on, and returns at once.
+    /// Releasing twice is no error.
+    ///
+    /// Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
+    #[pyo3(signature = (stream = None))]
+    fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let asked = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
+        let Some(permit) = self.lock()?.take() else { return Ok(()) };
+        Ok(Permit::give_back(permit, asked.as_ref().or(self.consumer.as_ref()))?)
+    }
+
+    /// Gives it back now: the next holder waits for nothing of this one's device work. Releasing twice is no error.
+    fn release_now(&self) -> PyResult<()> {
+        if let Some(permit) = self.lock()?.take() {
+            permit.release_now();
+        }
+        Ok(())
+    }
+
+    fn __enter__(slf: Py<Permit>) -> Py<Permit> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.release(py, None)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Permit({})", self.device)
+    }
+}

@@ -1,0 +1,188 @@
+//! Tickets, and what must be known of a descriptor of memory.
+
+use std::path::PathBuf;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyString, PyType};
+use warpipe::backend::{DeviceId, DeviceKind};
+
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::door::attach;
+use crate::errors::Fault;
+use crate::faces::SharedMemory;
+use crate::wait::{in_slices, late, none_if_late, optional};
+
+/// Names memory of a process on this machine: a text that goes through a file, a pipe, an environment variable, or pickled.
+/// It is no secret and gives no right: the owner looks who comes.
+///
+/// ``Ticket(text)`` raises ``TicketError`` for what is none. ``Ticket.to(name)`` names whatever will be published under a
+/// name.
+#[pyclass(frozen, module = "warpipe", eq, hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Ticket {
+    pub inner: warpipe::Ticket,
+}
+
+impl Ticket {
+    /// What an argument names: a ticket, or its text.
+    pub fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<warpipe::Ticket> {
+        if let Ok(ticket) = found.cast::<Ticket>() {
+            return Ok(ticket.get().inner.clone());
+        }
+        let Ok(text) = found.cast::<PyString>() else {
+            return Err(Fault::argument("ticket", found, "a Ticket, or its text").into());
+        };
+        Ok(text.to_str()?.parse::<warpipe::Ticket>().map_err(Fault::from)?)
+    }
+}
+
+#[pymethods]
+impl Ticket {
+    #[new]
+    fn new(ticket: &Bound<'_, PyAny>) -> PyResult<Ticket> {
+        Ok(Ticket { inner: Ticket::from_argument(ticket)? })
+    }
+
+    /// A ticket for whatever memory will be published under ``name``, now or later.
+    ///
+    /// Raises ``InvalidNameError``, ``DomainError``.
+    #[staticmethod]
+    #[pyo3(signature = (name, *, domain = None))]
+    fn to(name: &str, domain: Option<&Bound<'_, PyAny>>) -> PyResult<Ticket> {
+        let domain = Domain::from_argument(domain)?;
+        Ok(Ticket { inner: warpipe::Ticket::to(&domain, name).map_err(Fault::from)? })
+    }
+
+    /// Reads a ticket from a file, waiting up to ``wait`` seconds (None: as long as it takes) for that to be there.
+    ///
+    /// Raises ``SystemCallError``, ``TimeoutError``, ``TicketError``.
+    #[staticmethod]
+    #[pyo3(signature = (path, *, wait = Some(0.0)), text_signature = "(path, *, wait=0.0)")]
+    fn read_file(py: Python<'_>, path: PathBuf, wait: Option<f64>) -> PyResult<Ticket> {
+        let wait = optional(wait, "wait")?;
+        if wait.is_some_and(|wait| wait.is_zero()) {
+            return Ok(Ticket { inner: warpipe::Ticket::read_file(&path).map_err(Fault::from)? });
+        }
+        let found = in_slices(py, wait, |slice| none_if_late(warpipe::Ticket::read_file_timeout(&path, slice)))?;
+        Ok(Ticket { inner: found.ok_or_else(|| late(format!("the ticket file {}", path.display()), wait))? })
+    }
+
+    /// Writes it to a file, whole or not at all (``rename(2)``).
+    ///
+    /// Raises ``SystemCallError``.
+    fn write_file(&self, path: PathBuf) -> PyResult<()> {
+        Ok(self.inner.write_file(path).map_err(Fault::from)?)
+    }
+
+    /// The domain's directory.
+    #[getter]
+    fn domain(&self) -> PathBuf {
+        self.inner.domain().to_owned()
+    }
+
+    /// The endpoint's name.
+    #[getter]
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    /// What is kept there: ``"memory"`` or ``"pool"``.
+    #[getter]
+    fn kind(&self) -> String {
+        self.inner.kind().to_string()
+    }
+
+    /// The device that the memory is on (its ``Device.uuid``), or None if that was not known.
+    #[getter]
+    fn device(&self) -> Option<String> {
+        self.inner.device().map(|device| device.to_string())
+    }
+
+    /// Its length, or None if that was not known.
+    #[getter]
+    fn nbytes(&self) -> Option<u64> {
+        self.inner.bytes()
+    }
+
+    /// Fetches the memory from its owner and maps it, waiting up to ``wait`` seconds (None: as long as it takes) for an
+    /// owner that has not published yet. A pool's ticket is for ``LentBuffer.open``.
+    ///
+    /// Raises ``NoOwnerError``, ``TicketExpiredError``, ``TicketError``, ``OtherKindError``, ``AccessDeniedError``,
+    /// ``RangeError``, ``PeerAccessError``, ``DeviceError``.
+    #[pyo3(signature = (*, device = None, wait = Some(0.0)), text_signature = "($self, *, device=None, wait=0.0)")]
+    fn open<'py>(
+        &self,
+        py: Python<'py>,
+        device: Option<&Bound<'py, PyAny>>,
+        wait: Option<f64>,
+    ) -> PyResult<Bound<'py, SharedMemory>> {
+        let (device, wait) = (Device::from_argument(device)?.inner, optional(wait, "wait")?);
+        let memory = attach(py, wait, |slice| self.inner.open_timeout(&device, slice))?;
+        SharedMemory::make(py, memory)
+    }
+
+    fn __str__(&self) -> String {
+        self.inner.to_string()
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (String,)) {
+        (py.get_type::<Ticket>(), (self.inner.to_string(),))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Ticket('{}')", self.inner)
+    }
+}
+
+/// What must be known of a descriptor of memory to import it: to be sent along with it, pickled for example.
+#[pyclass(frozen, module = "warpipe", eq, get_all)]
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// The bytes that were allocated for.
+    pub nbytes: u64,
+    /// The whole allocation: what the driver maps.
+    pub mapped_nbytes: u64,
+    /// The device that it lies on: its ``Device.uuid``.
+    pub device: String,
+}
+
+impl MemoryInfo {
+    /// The library's in Python's words.
+    pub fn of(info: warpipe::MemoryInfo) -> MemoryInfo {
+        MemoryInfo { nbytes: info.bytes, mapped_nbytes: info.mapped_bytes, device: info.device.to_string() }
+    }
+
+    /// And back.
+    pub fn inner(&self) -> PyResult<warpipe::MemoryInfo> {
+        let wrong = || Fault::argument("device", format!("{:?}", self.device), "a Device's uuid");
+        let device = device_id(&self.device).ok_or_else(wrong)?;
+        Ok(warpipe::MemoryInfo { bytes: self.nbytes, mapped_bytes: self.mapped_nbytes, device })
+    }
+}
+
+/// The identity that a text stands for.
+fn device_id(text: &str) -> Option<DeviceId> {
+    if text == "host" {
+        return Some(warpipe::Device::host().info().id);
+    }
+    let digits: String = text.strip_prefix("GPU-")?.chars().filter(|&letter| letter != '-').collect();
+    let number = u128::from_str_radix(&digits, 16).ok().filter(|_| digits.len() == 32)?;
+    Some(DeviceId { kind: DeviceKind::Cuda, uuid: number.to_be_bytes() })
+}
+
+#[pymethods]
+impl MemoryInfo {
+    #[new]
+    fn new(nbytes: u64, mapped_nbytes: u64, device: String) -> MemoryInfo {
+        MemoryInfo { nbytes, mapped_nbytes, device }
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (u64, u64, String)) {
+        (py.get_type::<MemoryInfo>(), (self.nbytes, self.mapped_nbytes, self.device.clone()))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("MemoryInfo({}, {}, {:?})", self.nbytes, self.mapped_nbytes, self.device)
+    }
+}

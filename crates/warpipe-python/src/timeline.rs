@@ -1,0 +1,164 @@
+//! Timelines as Python holds them.
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::door::{Door, attach};
+use crate::errors::Fault;
+use crate::stream::Consumer;
+use crate::wait::{in_slices, late, none_if_late, optional};
+
+/// A named number that only grows: one process's streams signal it, others' wait for it (``cuStreamWriteValue64``,
+/// ``cuStreamWaitValue64``), and no CPU waits on the way.
+///
+/// ``Timeline.create(name)`` makes one at 0, ``Timeline.open(name)`` opens it in any process. When its owner dies, streams
+/// that wait for a value that will never come are let go, and ``check`` says so: ask it before a result counts.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct Timeline {
+    door: Door<warpipe::Timeline>,
+    device: warpipe::Device,
+    is_owner: bool,
+}
+
+impl Timeline {
+    fn new(inner: warpipe::Timeline) -> Timeline {
+        let (device, is_owner) = (inner.device().clone(), inner.is_owner());
+        Timeline { door: Door::new("timeline", inner.name().to_owned(), inner), device, is_owner }
+    }
+}
+
+#[pymethods]
+impl Timeline {
+    /// The largest value that can be signalled or waited for.
+    #[classattr]
+    const VALUE_MAX: u64 = warpipe::Timeline::VALUE_MAX;
+
+    /// Makes a timeline at 0 and takes its name.
+    ///
+    /// Raises ``InvalidNameError``, ``NameTakenError``, ``DomainError``, ``DeviceError``.
+    #[staticmethod]
+    #[pyo3(signature = (name, *, domain = None, device = None))]
+    fn create(
+        py: Python<'_>,
+        name: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Timeline> {
+        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let made = py.detach(|| warpipe::Timeline::create(&domain, name, &device));
+        Ok(Timeline::new(made.map_err(Fault::from)?))
+    }
+
+    /// Opens a timeline, waiting up to ``wait`` seconds (None: as long as it takes) for it to be made.
+    ///
+    /// Raises ``NoOwnerError``, ``OtherKindError``, ``AccessDeniedError``, ``HandshakeError``, ``DeviceError``.
+    #[staticmethod]
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
+        text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
+    fn open(
+        py: Python<'_>,
+        name: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        wait: Option<f64>,
+    ) -> PyResult<Timeline> {
+        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let wait = optional(wait, "wait")?;
+        attach(py, wait, |slice| warpipe::Timeline::open_timeout(&domain, name, &device, slice)).map(Timeline::new)
+    }
+
+    /// Its name.
+    #[getter]
+    fn name(&self) -> &str {
+        self.door.name()
+    }
+
+    /// The device whose streams signal and wait.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.device)
+    }
+
+    /// Whether this handle may signal.
+    #[getter]
+    fn is_owner(&self) -> bool {
+        self.is_owner
+    }
+
+    /// Whether it has been closed here.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        Ok(self.door.is_closed()?)
+    }
+
+    /// The value now; the last one, when the owner is gone.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn value(&self) -> PyResult<u64> {
+        Ok(self.door.get()?.value())
+    }
+
+    /// Signals ``value`` behind the work on ``stream`` so far, and returns at once; without a stream now, from the CPU.
+    ///
+    /// Raises ``NotOwnerError``, ``BackwardsError``, ``SignalPendingError`` (from the CPU, while a stream has yet to signal),
+    /// ``ArgumentError``, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (value, stream = None))]
+    fn signal(&self, py: Python<'_>, value: u64, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let timeline = self.door.get()?;
+        let Some(stream) = stream else { return Ok(timeline.signal_now(value).map_err(Fault::from)?) };
+        let consumer = Consumer::from_argument(py, &self.device, stream)?;
+        Ok(timeline.signal(consumer.follow()?, value).map_err(Fault::from)?)
+    }
+
+    /// Has ``stream`` wait for ``value``, and returns at once; without a stream the CPU waits, at most ``timeout`` seconds
+    /// (None: as long as it takes). What a stream did behind its wait counts when ``check`` says so.
+    ///
+    /// Raises ``OwnerGoneError``, ``TimeoutError``, ``ArgumentError``, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (value, stream = None, *, timeout = Some(10.0)),
+        text_signature = "($self, value, stream=None, *, timeout=10.0)")]
+    fn wait(
+        &self,
+        py: Python<'_>,
+        value: u64,
+        stream: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<()> {
+        let (timeline, timeout) = (self.door.get()?, optional(timeout, "timeout")?);
+        if let Some(stream) = stream {
+            let consumer = Consumer::from_argument(py, &self.device, stream)?;
+            timeline.wait(consumer.linked(), value).map_err(Fault::from)?;
+            return Ok(consumer.lead()?);
+        }
+        let come = in_slices(py, timeout, |slice| none_if_late(timeline.wait_host(value, slice)))?;
+        Ok(come.ok_or_else(|| late(format!("value {value} of timeline {:?}", self.name()), timeout))?)
+    }
+
+    /// Whether ``value`` has been reached; False if it may still be.
+    ///
+    /// Raises ``OwnerGoneError``: it has not been and never will be. ``ClosedError``.
+    fn check(&self, value: u64) -> PyResult<bool> {
+        Ok(self.door.get()?.check(value).map_err(Fault::from)?)
+    }
+
+    /// Lets go of it; the owner also gives the name up. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.door.close(py)
+    }
+
+    fn __enter__(slf: Py<Timeline>) -> Py<Timeline> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Timeline({:?}, {})", self.name(), self.device)
+    }
+}

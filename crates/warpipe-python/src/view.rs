@@ -1,0 +1,384 @@
+//! Memory as a tensor: what all faces that hold memory can do.
+//! **This module is marked for unsafe**: it writes memory by address.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyTuple};
+use warpipe::{DType, Layout};
+
+use crate::array::{self, Request};
+use crate::device::Device;
+use crate::dlpack;
+use crate::dtype;
+use crate::errors::{Fault, Outcome};
+use crate::held::{COPIES, Held, Place, Range};
+use crate::memory::{Hold, Memory};
+use crate::process::Home;
+use crate::source::Wanted;
+use crate::stream::Consumer;
+use crate::wait::optional;
+
+/// A tensor in memory that is held: what ``view(shape, dtype)`` gives, and what ``Memory``, ``SharedMemory``, ``Buffer``,
+/// ``LentBuffer`` and ``LegacyMemory`` are, as bytes.
+///
+/// It is an array of any framework: ``torch()``, ``cupy()``, ``jax()``, ``numpy()`` (a copy, of a GPU's memory), or any
+/// consumer of DLPack or ``__cuda_array_interface__``; ``copy_from(tensor)`` takes any in. The memory stays while this
+/// object, a view, or an array made of them lives, and is let go behind the work that the streams of those arrays have been
+/// given by then. Who writes when is for its users to order, with a ``Timeline`` for example.
+#[pyclass(frozen, subclass, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct View {
+    home: Home,
+    what: &'static str,
+    device: warpipe::Device,
+    layout: Layout,
+    read_only: bool,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// `None` once it is released.
+    memory: Option<Memory>,
+    /// Some array interface was asked for: whoever uses it holds this object, so the memory stays as long as that.
+    _pinned: Option<Memory>,
+}
+
+impl View {
+    /// All of it, as bytes.
+    pub fn of(what: &'static str, place: Place) -> Outcome<View> {
+        let (lowest, device, read_only) = (place.ptr(), place.device().clone(), place.is_read_only());
+        let layout = Layout::contiguous(DType::U8, &[place.bytes()])?;
+        let hold = Hold::Held(Arc::new(Held::new(place)));
+        Ok(View::over(what, Memory { layout, address: lowest, lowest, device, read_only, hold }))
+    }
+
+    fn over(what: &'static str, memory: Memory) -> View {
+        View {
+            home: Home::here(),
+            what,
+            device: memory.device.clone(),
+            layout: memory.layout,
+            read_only: memory.read_only,
+            state: Mutex::new(State { memory: Some(memory), _pinned: None }),
+        }
+    }
+
+    fn state(&self) -> Outcome<MutexGuard<'_, State>> {
+        self.home.check()?;
+        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn memory(&self) -> Outcome<Memory> {
+        let memory = self.state()?.memory.clone();
+        memory.ok_or_else(|| Fault::released(self.what))
+    }
+
+    fn pinned(&self) -> Outcome<Memory> {
+        let memory = self.memory()?;
+        self.state()?._pinned = Some(memory.clone());
+        Ok(memory)
+    }
+
+    /// What is held.
+    pub fn held(&self) -> Outcome<Arc<Held>> {
+        match self.memory()?.hold {
+            Hold::Held(held) => Ok(held),
+            _ => unreachable!("a view is of held memory"),
+        }
+    }
+
+    fn consumer(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Consumer>> {
+        stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()
+    }
+
+    fn check_writable(&self) -> Outcome<()> {
+        let next = "ask its owner to share it for writing, too";
+        if self.read_only {
+            return Err(Fault::argument("memory", "given for reading", format!("memory given for writing; {next}")));
+        }
+        Ok(())
+    }
+}
+
+#[pymethods]
+impl View {
+    /// The dimensions, outermost first, in elements.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.layout.shape())
+    }
+
+    /// The strides, in elements.
+    #[getter]
+    fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.layout.strides())
+    }
+
+    /// The element type's name, as NumPy and ml_dtypes write it.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.layout.dtype().name()
+    }
+
+    /// The number of dimensions.
+    #[getter]
+    fn ndim(&self) -> usize {
+        self.layout.shape().len()
+    }
+
+    /// The number of elements.
+    #[getter]
+    fn size(&self) -> u64 {
+        self.layout.elements()
+    }
+
+    /// What the elements take, in bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.layout.bytes()
+    }
+
+    /// The device that it is used with.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.device)
+    }
+
+    /// Whether it was given for reading only.
+    #[getter]
+    fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// The device address of the first element, while it is held.
+    ///
+    /// Raises ``ReleasedError``.
+    #[getter]
+    fn ptr(&self) -> PyResult<u64> {
+        Ok(self.memory()?.address)
+    }
+
+    /// Whether ``release()`` has been called, or its ``with`` block has ended.
+    #[getter]
+    fn released(&self) -> PyResult<bool> {
+        Ok(self.state()?.memory.is_none())
+    }
+
+    /// The same memory as a tensor of this shape and element type, row-major, from byte ``offset`` on.
+    ///
+    /// Raises ``RangeError``, ``LayoutError``, ``DTypeError``, ``ReleasedError``.
+    #[pyo3(signature = (shape, dtype, offset = 0))]
+    fn view(&self, shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>, offset: u64) -> PyResult<View> {
+        let memory = self.memory()?;
+        let layout = Layout::contiguous(dtype::from_argument(dtype)?, &dtype::shape(shape)?).map_err(Fault::from)?;
+        let (bytes, available) = (layout.bytes(), self.layout.bytes());
+        if offset.checked_add(bytes).is_none_or(|end| end > available) {
+            let name = self.what.to_owned();
+            return Err(Fault::from(warpipe::Error::Range { name, offset, bytes, available }).into());
+        }
+        let lowest = memory.lowest + offset;
+        if !lowest.is_multiple_of(layout.dtype().bytes()) {
+            let said = format!("elements of {} bytes do not begin at byte {offset}", layout.dtype().bytes());
+            return Err(Fault::layout(said).into());
+        }
+        Ok(View::over("the view", Memory { layout, address: lowest, lowest, ..memory }))
+    }
+
+    /// Copies a tensor of the same shape and element type in, on ``stream``, by default the current stream of the tensor's
+    /// framework. It may be changed behind that; of the host's at once.
+    ///
+    /// Raises ``LayoutError``, ``DTypeError``, ``NotATensorError``, ``WrongDeviceError``, ``ArgumentError`` for memory that
+    /// was given for reading, ``ReleasedError``, ``DriverError``.
+    #[pyo3(signature = (tensor, stream = None))]
+    fn copy_from(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        self.check_writable()?;
+        let (memory, held) = (self.memory()?, self.held()?);
+        let consumer = self.consumer(py, stream)?;
+        let own = match &consumer {
+            Some(consumer) => consumer.follow()?.clone(),
+            None => held.stream()?.clone(),
+        };
+        let wanted =
+            Wanted { device: &self.device, stream: consumer.as_ref(), own: &own, packed: true, lasting: false };
+        let source = wanted.find(tensor)?;
+        if source.layout != self.layout {
+            let next = "use view(shape, dtype) of it, or write(bytes)";
+            return Err(Fault::layout(format!("{:?} does not fit {:?}; {next}", source.layout, self.layout)).into());
+        }
+        held.admit(&Consumer::own(&own))?;
+        // SAFETY: the view's range, which the hold keeps until the streams that it is told of are past the copy.
+        let mut range = unsafe { Range::new(&self.device, memory.lowest, self.layout.bytes()) };
+        let filled_on = COPIES.fill(py, &mut range, source, &own, None)?;
+        held.admit(&Consumer::own(&filled_on))?;
+        Ok(consumer.map_or(Ok(()), |consumer| consumer.lead())?)
+    }
+
+    /// Copies bytes of the host to byte ``offset`` (``cuMemcpyHtoDAsync``), on ``stream`` or one of its own; they may be
+    /// changed at once.
+    ///
+    /// Raises ``RangeError``, ``ArgumentError`` for memory that was given for reading, ``ReleasedError``, ``DriverError``.
+    #[pyo3(signature = (data, offset = 0, stream = None))]
+    fn write(
+        &self,
+        py: Python<'_>,
+        data: &Bound<'_, PyBytes>,
+        offset: u64,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        use crate::copies::Target;
+        self.check_writable()?;
+        let (memory, held, bytes) = (self.memory()?, self.held()?, data.as_bytes());
+        let (length, available) = (bytes.len() as u64, self.layout.bytes());
+        if offset.checked_add(length).is_none_or(|end| end > available) {
+            let name = self.what.to_owned();
+            return Err(Fault::from(warpipe::Error::Range { name, offset, bytes: length, available }).into());
+        }
+        let consumer = self.consumer(py, stream)?;
+        let own = match &consumer {
+            Some(consumer) => consumer.follow()?.clone(),
+            None => held.stream()?.clone(),
+        };
+        held.admit(&Consumer::own(&own))?;
+        // SAFETY: inside of the view's range, which the hold keeps until the stream that it was told of is past the copy.
+        let mut range = unsafe { Range::new(&self.device, memory.lowest + offset, length) };
+        py.detach(|| range.write(&own, bytes))?;
+        Ok(consumer.map_or(Ok(()), |consumer| consumer.lead())?)
+    }
+
+    /// Says that ``stream`` is given work on this memory, which no array tells: it is not let go before that is done. To be
+    /// called before the work is enqueued.
+    ///
+    /// Raises ``ArgumentError`` for a stream of another device, ``ReleasedError``.
+    fn used_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
+        Ok(self.held()?.admit(&Consumer::from_argument(py, &self.device, stream)?)?)
+    }
+
+    /// Waits on the CPU until the streams that were given work on this memory are past it, at most ``timeout`` seconds
+    /// (None: as long as it takes).
+    ///
+    /// Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
+    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        self.held()?.settle(py, optional(timeout, "timeout")?)
+    }
+
+    /// Gives up this object's part of the memory, which is let go when no view or array of it is left. With ``stream``, not
+    /// before the work enqueued there so far is done. Releasing twice is no error.
+    ///
+    /// Raises ``ArgumentError`` for a stream of another device.
+    #[pyo3(signature = (stream = None))]
+    fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let consumer = self.consumer(py, stream)?;
+        let Some(memory) = self.state()?.memory.take() else { return Ok(()) };
+        if let Some(consumer) = &consumer {
+            memory.admit(consumer)?;
+        }
+        py.detach(|| drop(memory));
+        Ok(())
+    }
+
+    /// A NumPy array: in place for memory of the host; of a GPU's memory a copy. Waits for the streams that were given work
+    /// on it.
+    ///
+    /// Raises ``TimeoutError``, ``ReleasedError``, ``DTypeError``.
+    fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        array::numpy(py, &self.memory()?)
+    }
+
+    /// A PyTorch tensor in place, on PyTorch's current stream.
+    ///
+    /// Raises ``ReleasedError``, ``ImportError``.
+    fn torch<'py>(slf: &Bound<'py, View>) -> PyResult<Bound<'py, PyAny>> {
+        crate::torch::tensor(slf.py(), &slf.get().memory()?)
+    }
+
+    /// A CuPy array in place, on CuPy's current stream.
+    ///
+    /// Raises ``ReleasedError``, ``ImportError``.
+    fn cupy<'py>(slf: &Bound<'py, View>) -> PyResult<Bound<'py, PyAny>> {
+        array::cupy(slf.as_any())
+    }
+
+    /// A JAX array: in place on the host, a copy on a GPU unless ``copy`` is False, as ``Sample.jax``.
+    ///
+    /// Raises ``ReleasedError``, ``ImportError``.
+    #[pyo3(signature = (*, copy = None))]
+    fn jax<'py>(slf: &Bound<'py, View>, copy: Option<bool>) -> PyResult<Bound<'py, PyAny>> {
+        array::jax(slf.as_any(), &slf.get().memory()?, copy)
+    }
+
+    /// The elements as bytes, copied, once the streams that were given work on them are past it.
+    ///
+    /// Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
+    fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        match &self.memory()?.copied(py)?.hold {
+            Hold::Copy(bytes) => Ok(PyBytes::new(py, bytes)),
+            _ => unreachable!("a copy is a copy"),
+        }
+    }
+
+    /// DLPack: a capsule of this memory; see the array API standard. ``dl_device=(1, 0)`` or ``copy=True`` gives a copy on
+    /// the host.
+    ///
+    /// Raises ``ExportError`` (a BufferError) for what cannot be, ``ReleasedError``.
+    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Py<PyAny>> {
+        array::dlpack(py, &self.memory()?, Request { stream, max_version, dl_device, copy })
+    }
+
+    /// DLPack: ``(1, 0)`` for the host, ``(2, ordinal)`` for a GPU.
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        dlpack::device_of(&self.device)
+    }
+
+    /// NumPy's array interface, on the host only. Who uses it keeps this object.
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        array::array_interface(py, &self.pinned()?)
+    }
+
+    /// The CUDA array interface, version 3, on a GPU only. Who uses it keeps this object.
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        array::cuda_array_interface(py, &self.pinned()?)
+    }
+
+    /// As ``numpy()``, for ``np.asarray``.
+    #[pyo3(signature = (dtype = None, copy = None))]
+    fn __array__<'py>(
+        &self,
+        py: Python<'py>,
+        dtype: Option<Bound<'py, PyAny>>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let array = self.numpy(py)?;
+        let array = match dtype {
+            Some(dtype) => array.call_method1("astype", (dtype,))?,
+            None => array,
+        };
+        if copy == Some(true) { array.call_method0("copy") } else { Ok(array) }
+    }
+
+    fn __enter__(slf: Py<View>) -> Py<View> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.release(py, None)
+    }
+
+    fn __repr__(slf: &Bound<'_, View>) -> PyResult<String> {
+        let view = slf.get();
+        Ok(format!("{}({:?}, {})", slf.get_type().name()?, view.layout, view.device))
+    }
+}

@@ -1,0 +1,262 @@
+"""Tensors that are sent where they lie: nothing is copied, the order of streams holds, and the tensor is kept so long."""
+
+import gc
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+from conftest import until
+from peers import LIMIT_SECONDS, kill, process, receive_in_place, said
+from test_processes import kills, place  # noqa: F401
+
+import warpipe
+from warpipe import _warpipe
+
+
+class Tensor:
+    """Memory as another allocator makes it, behind an object that can be seen to go."""
+
+    def __init__(self, device, shape=(4,), dtype="int32", nbytes=4096, offset=256):
+        self.view = _warpipe._allocate_plain(nbytes, device).view(shape, dtype, offset)
+        self.ptr = self.view.ptr
+        self.fill = self.view.copy_from
+        self.__dlpack__ = self.view.__dlpack__
+
+    @property
+    def __array_interface__(self):
+        return self.view.__array_interface__
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.view.__cuda_array_interface__
+
+
+@pytest.fixture
+def tensor(device):
+    tensor = Tensor(device)
+    tensor.fill(np.arange(4, dtype=np.int32))
+    tensor.view.wait()
+    yield tensor
+    # The test's arguments outlive its fixtures.
+    vars(tensor).clear()
+
+
+def test_a_tensor_is_received_where_it_lies(link, tensor):
+    publisher, subscriber = link
+    sequence = publisher.send(tensor, metadata={"n": 1}, zero_copy="require")
+    with subscriber.receive() as frame:
+        assert frame.in_place and frame.ptr == tensor.ptr and frame.sequence == sequence == 1
+        assert (frame.shape, frame.dtype, frame.nbytes, frame.metadata) == ((4,), "int32", 16, {"n": 1})
+        assert frame.tobytes() == np.arange(4, dtype=np.int32).tobytes()
+        assert frame.numpy().tolist() == [0, 1, 2, 3]
+    publisher.send(np.arange(2))
+    with subscriber.receive() as frame:
+        assert not frame.in_place and frame.sequence == 2
+
+
+def test_a_tensor_is_kept_until_everybody_has_released_it(open_publisher, open_subscriber, device):
+    publisher = open_publisher()
+    subscribers = [open_subscriber(), open_subscriber()]
+    publisher.wait_for_subscribers(2)
+    tensor = Tensor(device)
+    seen = weakref.ref(tensor)
+    publisher.send(tensor, zero_copy=True)
+    del tensor
+    gc.collect()
+    assert seen() is not None and publisher.in_place == 1
+    first, second = (subscriber.receive() for subscriber in subscribers)
+    first.release()
+    held = second.numpy() if device.kind == "host" else second
+    second = None if device.kind == "host" else second.release()
+    gc.collect()
+    if device.kind == "host":
+        # An array of it is still there.
+        assert publisher.in_place == 1 and seen() is not None and held.shape == (4,)
+    del held
+    gc.collect()
+    until(lambda: publisher.in_place == 0, "the tensor")
+    gc.collect()
+    assert seen() is None
+
+
+def test_without_subscribers_it_is_let_go_at_once(open_publisher, tensor):
+    publisher = open_publisher()
+    publisher.send(tensor, zero_copy=True)
+    until(lambda: publisher.in_place == 0, "the tensor")
+
+
+def test_the_next_send_lets_go_of_what_is_back(link, tensor):
+    publisher, subscriber = link
+    for _ in range(20):
+        publisher.send(tensor, zero_copy=True)
+        subscriber.receive().release()
+    until(lambda: publisher.in_place == 0, "the tensors")
+
+
+@pytest.mark.parametrize("strides", [(1, 3), (-3, 1)], ids=["turned", "backwards"])
+def test_strides_and_offset_are_kept(link, device, strides):
+    if device.kind != "host":
+        pytest.skip("made with NumPy's strides")
+    publisher, subscriber = link
+    whole = Tensor(device, (6,), "int16")
+    whole.fill(np.arange(6, dtype=np.int16))
+    array = np.asarray(whole.view)
+    turned = array.reshape(2, 3).T if strides == (1, 3) else array.reshape(2, 3)[::-1]
+    assert publisher.send(turned, zero_copy="require")
+    with subscriber.receive() as frame:
+        assert frame.in_place and frame.strides == strides and frame.numpy().tolist() == turned.tolist()
+        array[0] = 77
+        assert frame.numpy().tolist() == turned.tolist() and 77 in frame.numpy()
+
+
+def test_what_cannot_be_shared_is_copied_with_the_reason_or_refused(link, tensor, device):
+    publisher, subscriber = link
+    cases = {
+        "ordinary host memory" if device.kind == "host" else "cuMemMap": (
+            np.arange(4) if device.kind == "host" else warpipe.Memory.allocate(16, device=device), None),
+        "beside its name": (tensor, {"text": "x" * 200}),
+    }
+    if device.kind == "host":
+        cases["gathered into a copy"] = (np.asarray(Tensor(device, (8,)).view)[::2], None)
+        cases["it is empty"] = (np.zeros(0), None)
+        cases["gathered"] = (b"bytes", None)
+    for reason, (what, metadata) in cases.items():
+        with pytest.warns(warpipe.CopyWarning, match=reason):
+            publisher.send(what, metadata=metadata, zero_copy=True)
+        with subscriber.receive() as frame:
+            assert not frame.in_place and frame.metadata == (metadata or {})
+        with pytest.raises(BufferError, match=reason):
+            publisher.send(what, metadata=metadata, zero_copy="require")
+    with pytest.raises(warpipe.ArgumentError, match="require"):
+        publisher.send(tensor, zero_copy="maybe")
+    with pytest.raises(TypeError):
+        publisher.send(tensor, zero_copy=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        publisher.send(np.arange(4) if device.kind == "host" else tensor)
+        publisher.send(tensor, zero_copy=True)
+    assert [subscriber.receive().in_place for _ in range(2)] == [False, True]
+
+
+def test_a_consumer_waits_for_the_tensors_work(link, device, domain):
+    """The stream that the tensor is sent behind is stopped: the data is not there before it goes on."""
+    publisher, subscriber = link
+    gate = warpipe.Timeline.create("gate", domain=domain, device=device)
+    guest = warpipe.Timeline.open("gate", domain=domain, device=device)
+    stream, tensor = warpipe.Stream(device), Tensor(device)
+    tensor.fill(np.zeros(4, np.int32))
+    tensor.view.wait()
+    array_before_work = tensor if device.kind != "host" else np.asarray(tensor.view)
+    guest.wait(1, stream)
+    tensor.fill(np.full(4, 5, np.int32), stream)
+    publisher.send(array_before_work, stream=stream, zero_copy="require")
+    frame = subscriber.receive()
+    with pytest.raises(warpipe.TimeoutError):
+        frame.wait(0.05)
+    _warpipe._skip_waits(True)
+    try:
+        too_early = np.asarray(frame.numpy()).tolist() if device.kind == "host" else [0] * 4
+    finally:
+        _warpipe._skip_waits(False)
+    gate.signal(1)
+    assert too_early == [0] * 4 and frame.numpy().tolist() == [5] * 4
+
+
+def test_it_is_kept_until_the_consumers_stream_is_past_it(link, device, domain, tensor):
+    publisher, subscriber = link
+    gate = warpipe.Timeline.create("gate", domain=domain, device=device)
+    guest = warpipe.Timeline.open("gate", domain=domain, device=device)
+    stream = warpipe.Stream(device)
+    publisher.send(tensor, zero_copy="require")
+    frame = subscriber.receive()
+    guest.wait(1, stream)
+    frame.release(stream)
+    assert publisher.in_place == 1
+    gate.signal(1)
+    stream.synchronize()
+    until(lambda: publisher.in_place == 0, "the tensor")
+
+
+def test_late_subscribers_get_it_from_the_history(open_publisher, open_subscriber, tensor):
+    publisher = open_publisher(history=1)
+    publisher.send(tensor, zero_copy="require")
+    assert publisher.in_place == 1
+    with open_subscriber().receive() as frame:
+        assert frame.in_place and frame.numpy().tolist() == [0, 1, 2, 3]
+    publisher.send(b"the next one")
+    until(lambda: publisher.in_place == 0, "the tensor")
+
+
+def test_what_looks_like_a_carrier_and_is_none_is_refused(link):
+    publisher, subscriber = link
+    publisher.send(b"", metadata=b"\xf5WPIP\x01\x00")
+    with pytest.raises(warpipe.ProtocolError, match="cut short"):
+        subscriber.receive()
+    publisher.send(b"", metadata=b"\xf5WPIP\x01\x00\x20\x01\x04" + bytes(160))
+    with pytest.raises(warpipe.LegacyHandleError):
+        subscriber.receive()
+    publisher.send(b"ok")
+    assert subscriber.receive().tobytes() == b"ok"
+
+
+def test_another_process_reads_it_where_it_lies(open_publisher, place, tensor):  # noqa: F811
+    publisher = open_publisher()
+    with process(receive_in_place, *place) as (_child, pipe):
+        assert said(pipe) == "ready"
+        publisher.send(tensor, metadata={"n": 7}, zero_copy="require")
+        assert said(pipe) == (True, (4,), "int32", {"n": 7}, [0, 1, 2, 3])
+        tensor.fill(np.full(4, 9, np.int32))
+        tensor.view.wait()
+        pipe.send("look again")
+        assert said(pipe) in ([9, 9, 9, 9], [0, 1, 2, 3] if place[1] != "host" else None)
+        assert said(pipe) == "released"
+        until(lambda: publisher.in_place == 0, "the tensor")
+
+
+@kills
+def test_the_death_of_its_reader_gives_it_back(open_publisher, place, tensor):  # noqa: F811
+    publisher = open_publisher()
+    with process(receive_in_place, *place) as (child, pipe):
+        assert said(pipe) == "ready"
+        publisher.send(tensor, zero_copy="require")
+        assert said(pipe)[0] is True
+        assert publisher.in_place == 1
+        kill(child)
+        until(lambda: publisher.in_place == 0, "the tensor")
+
+
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
+def test_a_tensor_of_pytorchs_caching_allocator(place, tmp_path, allocator):  # noqa: F811
+    pytest.importorskip("torch")
+    if place[1] == "host":
+        pytest.skip("PyTorch's allocator is a GPU's")
+    import os
+    import subprocess
+    import sys
+
+    code = f"""
+import warnings, torch, warpipe
+publisher = warpipe.Publisher("t", domain={str(tmp_path / "d")!r}, device={place[1]!r})
+subscriber = warpipe.Subscriber("t", domain={str(tmp_path / "d")!r}, device={place[1]!r})
+torch.rand(1 << 20, device={place[1]!r})
+tensor = torch.arange(1000, device={place[1]!r}, dtype=torch.float32)[100:]
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    publisher.send(tensor, zero_copy=True)
+frame = subscriber.receive()
+got = frame.torch()
+assert (got == torch.arange(100, 1000, device={place[1]!r})).all().item()
+print(frame.in_place, frame.ptr == tensor.data_ptr(), [str(one.message) for one in said])
+del got
+frame.release()
+torch.cuda.synchronize()
+subscriber.close()
+publisher.close()
+"""
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": allocator}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    wanted = "True True []" if not allocator else "False False ['zero_copy: the tensor is copied"
+    assert done.stdout.startswith(wanted), done.stdout
+    assert LIMIT_SECONDS and "expandable_segments" in done.stdout or not allocator
