@@ -248,8 +248,9 @@ impl Core {
 
     /// Returns a slot that was loaned and not sent. What `stream` still does to it is waited for on the device.
     pub(super) fn return_slot(&self, slot: SlotId, stream: Option<&Stream>) -> Result<()> {
+        let foreign = stream.and_then(|stream| stream.check_of(&self.device).err());
         let mut state = self.lock();
-        let result = match stream {
+        let result = match stream.filter(|_| foreign.is_none()) {
             Some(stream) => {
                 self.note(stream);
                 let value = state.next_fence();
@@ -257,7 +258,7 @@ impl Core {
                 // SAFETY: the board outlives its signals (`close` retires the core until they are done).
                 unsafe { stream.batch(&[op]) }.inspect(|()| state.arena.fence(slot, value))
             }
-            None => Ok(()),
+            None => foreign.map_or(Ok(()), Err),
         };
         state.arena.let_go(slot);
         result
@@ -272,6 +273,7 @@ impl Core {
         stream: &Stream,
     ) -> Result<u64, Unsent> {
         let _range = nvtx::range(nvtx::SEND);
+        stream.check_of(&self.device).map_err(Unsent::Untold)?;
         let mut state = self.make_room(Recipients::All).map_err(Unsent::Untold)?;
         let sequence = self.deliver(&mut state, slot, layout, metadata, stream, Recipients::All)?;
         state.arena.let_go(slot);
@@ -334,6 +336,7 @@ impl Core {
     pub(super) fn complete(&self, slot: SlotId, pending: &Pending, stream: &Stream) -> Result<()> {
         let _range = nvtx::range(nvtx::COMPLETE);
         self.home.check()?;
+        stream.check_of(&self.device)?;
         self.note(stream);
         // SAFETY: as in `send`; `pending` holds the segments of links that have ended, until this stream is noted.
         unsafe { stream.batch(&pending.ops)? };

@@ -327,6 +327,7 @@ impl Publisher {
 
     /// Copies `bytes` to the slot at `address`, which is taken and at least as long.
     fn fill(&self, stream: &Stream, address: DevicePtr, bytes: &[u8]) -> Result<()> {
+        stream.check_of(&self.core.device)?;
         if bytes.is_empty() {
             return Ok(());
         }
@@ -343,6 +344,7 @@ impl Publisher {
     /// # Safety
     /// `source` is readable by the device for `layout.bytes()` bytes until the stream has done the copy.
     pub unsafe fn send_device(&self, stream: &Stream, layout: &Layout, source: DevicePtr) -> Result<u64> {
+        stream.check_of(&self.core.device)?;
         let sample = self.loan(layout)?;
         if layout.bytes() > 0 {
             // SAFETY: the slot is this loan's alone and as long as the layout; the source is the caller's promise.
@@ -449,10 +451,12 @@ impl SampleMut {
     /// Copies the slot's whole contents from host memory, in the stream's order. `bytes` may be reused at once.
     ///
     /// # Errors
-    /// [`Error::Argument`] unless there are exactly `layout().bytes()` bytes; [`Error::Driver`].
+    /// [`Error::Argument`] unless there are exactly `layout().bytes()` bytes and the stream is one of the publisher's
+    /// device; [`Error::Driver`].
     pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
         check_length(&self.layout, bytes)?;
         self.core.home.check()?;
+        stream.check_of(&self.core.device)?;
         if bytes.is_empty() {
             return Ok(());
         }
@@ -466,7 +470,8 @@ impl SampleMut {
     ///
     /// # Errors
     /// Gives the loan back inside the error, and nobody has got the sample: [`Error::Timeout`] or [`Error::Full`]
-    /// by the subscribers' [`Policy`], [`Error::Forked`]. When the driver itself fails ([`Error::Driver`]) there is
+    /// by the subscribers' [`Policy`], [`Error::Argument`] for a stream of another device than the publisher's,
+    /// [`Error::Forked`]. When the driver itself fails ([`Error::Driver`]) there is
     /// no loan to give back: whoever was told of the sample is told that it is lost.
     pub fn send(mut self, stream: &Stream) -> Result<u64, SendError> {
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");
@@ -509,7 +514,7 @@ impl SampleMut {
     /// Gives the slot back unsent, once the work enqueued on `stream` so far is done.
     ///
     /// # Errors
-    /// [`Error::Driver`]; the slot is back all the same.
+    /// [`Error::Driver`], [`Error::Argument`] for a stream of another device; the slot is back all the same.
     pub fn discard(mut self, stream: &Stream) -> Result<()> {
         self.core.home.check()?;
         self.slot.take().map_or(Ok(()), |slot| self.core.return_slot(slot, Some(stream)))
@@ -610,7 +615,8 @@ impl Announced {
     /// Completes the sample behind the work enqueued on `stream` so far. Returns its sequence number.
     ///
     /// # Errors
-    /// [`Error::Driver`], and the sample is lost to its readers; [`Error::Forked`].
+    /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the sample is lost to its readers;
+    /// [`Error::Forked`].
     pub fn send(mut self, stream: &Stream) -> Result<u64> {
         let Some(pending) = &self.pending else { unreachable!("consumed by this call only") };
         self.core.complete(self.slot, pending, stream)?;
