@@ -229,6 +229,11 @@ impl Backoff {
         }
     }
 
+    /// Whether the next look comes at once.
+    pub(crate) fn is_spinning(&self) -> bool {
+        self.rounds < self.spins
+    }
+
     /// How long to sleep at most before the next look; zero while spinning still pays.
     pub(crate) fn step(&mut self) -> Duration {
         self.rounds = self.rounds.saturating_add(1);
