@@ -1,4 +1,4 @@
-//! Streams of another device: addresses of one mean nothing to the other, so whatever takes a stream refuses them.
+//! What is asked of the streams that users bring: which are refused, and what must not wait for them.
 //! **This module is marked for unsafe**: it names a device address to a publisher that is to refuse it.
 
 use std::fmt::Debug;
@@ -16,6 +16,7 @@ use crate::context::Context;
 pub(super) const CASES: &[Case] = &[
     Case::new("a channel refuses a stream of another device, and loses nothing by it", channels),
     Case::new("a queue and a service refuse a stream of another device, and lose nothing by it", queues),
+    Case::new("bytes are written behind a stream that waits for what the same thread signals later", written_behind),
     Case::new("timelines, events, semaphores and memory refuse a stream of another device", words_and_memory),
 ];
 
@@ -118,6 +119,40 @@ fn words_and_memory(context: &Context) -> Result<()> {
     refused("a lent block's free", lent.free(&foreign))?;
     refused("a block's free", block.free(&foreign))?;
     ensure!(memory.to_vec(PATIENCE)? == [0; 4], "the memory was written");
+    stream.synchronize(PATIENCE)?;
+    Ok(())
+}
+
+/// The CPU must get through all of it before the stream goes on: there is nobody else to let it go.
+fn written_behind(context: &Context) -> Result<()> {
+    let (stream, device) = (context.stream()?, &context.device);
+    let steps = Timeline::create(&context.domain, "steps", device)?;
+    let waiting = Timeline::open(&context.domain, "steps", device)?;
+    let bytes: Vec<u8> = (0..3 << 20).map(|place: u32| (place % 251) as u8).collect();
+    let (mut written, mut memory) = (Vec::new(), Vec::new());
+    for length in [4, 4096, 65_536, 65_537, 1 << 20, bytes.len()] {
+        memory.push(Memory::allocate(device, length as u64)?);
+        written.push(&bytes[..length]);
+    }
+    let publisher = context.publisher("frames").build()?;
+    let mut subscriber = context.subscriber("frames").build()?;
+    // Whatever is made on a first use is made before the stream stands still.
+    publisher.send_bytes(&stream, &bytes[..8])?;
+    subscriber.receive(&stream)?.finish(PATIENCE)?;
+
+    waiting.wait(&stream, 1)?;
+    for (memory, bytes) in memory.iter().zip(&written) {
+        memory.write(&stream, 0, bytes)?;
+    }
+    publisher.send_bytes(&stream, &bytes[..100_000])?;
+    ensure!(!stream.is_idle()?, "nobody has let the stream go");
+    steps.signal_now(1)?;
+    for (memory, bytes) in memory.iter().zip(&written) {
+        ensure!(memory.to_vec(PATIENCE)? == *bytes, "other bytes came than the {} written", bytes.len());
+    }
+    let sample = subscriber.receive(&context.stream()?)?;
+    ensure!(sample.to_vec(PATIENCE)? == bytes[..100_000], "the sample has other bytes");
+    drop(sample);
     stream.synchronize(PATIENCE)?;
     Ok(())
 }
