@@ -1,33 +1,24 @@
-//! Copies between the device and memory that is not page-locked. **This module is marked for unsafe**: it maps the
-//! memory that they go through, and copies by address.
+//! Page-locked memory for copies between the device and memory that is not. **This module is marked for unsafe**: it maps
+//! that memory and hands out pointers to it.
 //!
-//! `cuMemcpyHtoDAsync` from pageable memory may wait in the driver until the stream has come to it, and
-//! `cuMemcpyDtoHAsync` always does. A stream may stand still until somebody signals, perhaps the very thread that calls;
-//! and no time limit reaches into the driver. So what is copied on a stream that has work goes through page-locked memory
-//! of ours, which the driver only enqueues.
-//!
-//! That memory is registered as it is needed, in pieces of three sizes, and is never given back: `cuMemHostUnregister`
+//! It is registered as it is needed, in pieces of three sizes, and is never given back: `cuMemHostUnregister`
 //! (and with it whatever frees page-locked memory) stands still behind any stream that waits, `cuMemHostRegister` does not
 //! (both measured, see ARCHITECTURE.md). Behind each copy the stream writes a word of the copy's own: no event is made, no
 //! function is called on the CPU, and to see what is free again is a load.
 
-use std::collections::VecDeque;
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::backend::CudaBackend;
-use super::sys::{CUdeviceptr, CUstream, Driver};
+use super::sys::{CUdeviceptr, Driver};
 use crate::backend::TimelineWord;
 use crate::error::{Error, Result};
-use crate::stream::Backoff;
 
 /// The sizes of pieces, in bytes. What is longer than the largest goes in several.
 const PIECES: [usize; 3] = [4 << 10, 64 << 10, LARGEST];
 
-const LARGEST: usize = 1 << 20;
+pub(super) const LARGEST: usize = 1 << 20;
 
 /// The most pieces of one region, each with a word at the region's head.
 const PIECES_MAX: usize = LARGEST / PIECES[0];
@@ -36,50 +27,47 @@ const PIECES_MAX: usize = LARGEST / PIECES[0];
 const HEAD: usize = (PIECES_MAX * size_of::<TimelineWord>()).next_multiple_of(4096);
 
 /// The most bytes, counted in whole pieces, that may be on their way to one device behind streams that have work.
-const UPLOADS_MAX: usize = 64 << 20;
+pub(super) const UPLOADS_MAX: usize = 64 << 20;
 
 /// The most regions of one device: what uploads may take, and some for downloads, which streams that stand still must not
 /// hold up.
 const REGIONS_MAX: usize = UPLOADS_MAX / LARGEST + 16;
 
-/// Pieces of one download that are under way at once.
-const WINDOW: usize = 4;
-
-/// How long a copy waits for room, or for the stream's earlier work.
-const PATIENCE: Duration = Duration::from_secs(10);
+const _: () = assert!(REGIONS_MAX * LARGEST > UPLOADS_MAX);
+const _: () = assert!(HEAD >= PIECES_MAX * size_of::<TimelineWord>());
 
 /// What memory is lent for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Purpose {
+pub(super) enum Purpose {
     Upload,
     Download,
 }
 
 /// One piece of a region.
 #[derive(Debug, Clone, Copy)]
-struct Piece {
+pub(super) struct Piece {
     region: usize,
     index: usize,
     /// Its first byte.
-    place: *mut u8,
+    pub(super) place: *mut u8,
 }
 
 /// Pieces on loan for one copy. Neither [returned](Staging::give_back) nor [left to the stream](Staging::leave), they
 /// are lost, which is what a failure in between should do: a device may yet use them.
 #[derive(Debug)]
-struct Lease {
-    pieces: Vec<Piece>,
-    piece_bytes: usize,
+pub(super) struct Lease {
+    pub(super) pieces: Vec<Piece>,
+    pub(super) piece_bytes: usize,
     purpose: Purpose,
     /// Lives as long as the process.
     word: &'static TimelineWord,
-    word_ptr: CUdeviceptr,
+    pub(super) word_ptr: CUdeviceptr,
     /// What the word is at once the stream is past the pieces.
-    value: u64,
+    pub(super) value: u64,
 }
 
 impl Lease {
-    fn is_past(&self) -> bool {
+    pub(super) fn is_past(&self) -> bool {
         self.word.reached(self.value)
     }
 }
@@ -251,202 +239,18 @@ impl Staging {
     }
 
     /// The context is current.
-    fn lend(&self, driver: &Driver, bytes: usize, purpose: Purpose) -> Result<Option<Lease>> {
+    pub(super) fn lend(&self, driver: &Driver, bytes: usize, purpose: Purpose) -> Result<Option<Lease>> {
         self.lock().lend(driver, bytes, purpose)
     }
 
     /// What no device uses.
-    fn give_back(&self, lease: Lease) {
+    pub(super) fn give_back(&self, lease: Lease) {
         self.lock().take_back(lease);
     }
 
     /// What is free once the lease's word is at its value.
-    fn leave(&self, lease: Lease) {
+    pub(super) fn leave(&self, lease: Lease) {
         self.lock().left.push(lease);
-    }
-}
-
-/// A limited wait.
-struct Wait {
-    start: Instant,
-    backoff: Backoff,
-}
-
-impl Wait {
-    fn new() -> Wait {
-        Wait { start: Instant::now(), backoff: Backoff::default() }
-    }
-
-    fn pause(&mut self, what: impl FnOnce() -> String) -> Result<()> {
-        if self.start.elapsed() >= PATIENCE {
-            return Err(Error::Timeout { what: what(), waited: PATIENCE });
-        }
-        self.backoff.pause();
-        Ok(())
-    }
-}
-
-fn earlier_work() -> String {
-    "the stream's earlier work, and a copy behind it".into()
-}
-
-impl CudaBackend {
-    /// # Safety
-    /// As for [`crate::backend::Backend::upload`].
-    pub(super) unsafe fn upload_bytes(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8]) -> Result<()> {
-        if src.is_empty() {
-            return Ok(());
-        }
-        let _current = self.enter()?;
-        let mut wait = Wait::new();
-        loop {
-            // SAFETY: the caller's promise.
-            if unsafe { self.driver.stream_query(stream) }? {
-                // SAFETY: the caller's promise.
-                return unsafe { self.upload_at_once(stream, dst, src) };
-            }
-            if let Some(lease) = self.staging.lend(self.driver, src.len(), Purpose::Upload)? {
-                // SAFETY: the caller's promise.
-                return unsafe { self.upload_staged(stream, dst, src, lease) };
-            }
-            wait.pause(|| {
-                let (bytes, most) = (src.len(), UPLOADS_MAX);
-                format!(
-                    "room for {bytes} more bytes behind streams that stand still (let them go on, or upload less: {most} bytes may be under way)"
-                )
-            })?;
-        }
-    }
-
-    /// On a stream that has nothing to wait for.
-    ///
-    /// # Safety
-    /// As for `upload_bytes`; the context is current.
-    unsafe fn upload_at_once(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8]) -> Result<()> {
-        // The driver stages pageable memory before it returns, but reads page-locked memory when the stream gets there.
-        let late = self.driver.is_registered_host(src.as_ptr())?;
-        // SAFETY: the caller's promise on `dst`; `src` is read before this function returns, see below.
-        unsafe { self.driver.upload_async(dst, src.as_ptr(), src.len(), stream) }?;
-        if late {
-            // SAFETY: the stream is the caller's.
-            unsafe { self.wait_for_copy(stream) }?;
-        }
-        Ok(())
-    }
-
-    /// # Safety
-    /// As for `upload_bytes`; the context is current.
-    unsafe fn upload_staged(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8], lease: Lease) -> Result<()> {
-        let (mut at, mut copied) = (dst, Ok(()));
-        for (bytes, piece) in src.chunks(lease.piece_bytes).zip(&lease.pieces) {
-            // SAFETY: the piece is this lease's alone and at least as long.
-            unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), piece.place, bytes.len()) };
-            // SAFETY: the caller's promise on `dst`; the piece stays as it is until the word is written behind the copy.
-            copied = unsafe { self.driver.upload_async(at, piece.place, bytes.len(), stream) };
-            if copied.is_err() {
-                break;
-            }
-            at += bytes.len() as u64;
-        }
-        // Also behind a failure: the pieces before it are under way.
-        // SAFETY: the word is never unmapped.
-        let signalled = unsafe { self.driver.stream_write_value(stream, lease.word_ptr, lease.value) };
-        self.staging.leave(lease);
-        Ok(copied.and(signalled)?)
-    }
-
-    /// # Safety
-    /// As for [`crate::backend::Backend::download`].
-    pub(super) unsafe fn download_bytes(&self, stream: CUstream, dst: &mut [u8], src: CUdeviceptr) -> Result<()> {
-        let _current = self.enter()?;
-        let mut window = VecDeque::with_capacity(WINDOW);
-        // SAFETY: the caller's promise.
-        let outcome = unsafe { self.download_through(stream, dst, src, &mut window) };
-        window.into_iter().for_each(|(lease, _)| self.staging.leave(lease));
-        outcome
-    }
-
-    /// What is in `window` in the end is under way still.
-    ///
-    /// # Safety
-    /// As for `download_bytes`; the context is current.
-    unsafe fn download_through<'a>(
-        &self,
-        stream: CUstream,
-        dst: &'a mut [u8],
-        mut src: CUdeviceptr,
-        window: &mut VecDeque<(Lease, &'a mut [u8])>,
-    ) -> Result<()> {
-        for bytes in dst.chunks_mut(LARGEST) {
-            if window.len() == WINDOW {
-                self.finish_first(stream, window)?;
-            }
-            let mut wait = Wait::new();
-            let lease = loop {
-                match self.staging.lend(self.driver, bytes.len(), Purpose::Download)? {
-                    Some(lease) => break lease,
-                    None if !window.is_empty() => self.finish_first(stream, window)?,
-                    None => wait.pause(|| "page-locked memory for a copy to the host".into())?,
-                }
-            };
-            // SAFETY: the caller's promise on `src`; the one piece is this lease's alone, as long, and stays.
-            let copied = unsafe { self.driver.download_async(lease.pieces[0].place, src, bytes.len(), stream) };
-            if let Err(fault) = copied {
-                self.staging.give_back(lease);
-                return Err(fault.into());
-            }
-            // SAFETY: the word is never unmapped.
-            let signalled = unsafe { self.driver.stream_write_value(stream, lease.word_ptr, lease.value) };
-            src += bytes.len() as u64;
-            window.push_back((lease, bytes));
-            signalled?;
-        }
-        while !window.is_empty() {
-            self.finish_first(stream, window)?;
-        }
-        Ok(())
-    }
-
-    /// Waits for the first of `window` and takes it out.
-    fn finish_first(&self, stream: CUstream, window: &mut VecDeque<(Lease, &mut [u8])>) -> Result<()> {
-        let Some((lease, _)) = window.front() else { return Ok(()) };
-        let mut wait = Wait::new();
-        while !lease.is_past() {
-            if !wait.backoff.is_spinning() {
-                // A stream whose work has failed writes no word.
-                // SAFETY: the stream is live as long as the copy that it was given.
-                unsafe { self.driver.stream_query(stream) }?;
-            }
-            wait.pause(earlier_work)?;
-        }
-        if let Some((lease, bytes)) = window.pop_front() {
-            // SAFETY: the device has written the piece, which is as long and this lease's alone.
-            unsafe { ptr::copy_nonoverlapping(lease.pieces[0].place, bytes.as_mut_ptr(), bytes.len()) };
-            self.staging.give_back(lease);
-        }
-        Ok(())
-    }
-
-    /// Waits until what the stream has now is done. By an event and not by the stream's own state: another
-    /// thread may keep the stream busy.
-    ///
-    /// # Safety
-    /// The stream is live, the context current.
-    unsafe fn wait_for_copy(&self, stream: CUstream) -> Result<()> {
-        let event = self.driver.event_create()?;
-        // SAFETY: both are live.
-        let recorded = unsafe { self.driver.event_record(event, stream) };
-        let waited = recorded.map_err(Error::from).and_then(|()| {
-            let mut wait = Wait::new();
-            // SAFETY: the event is live until the end of this function.
-            while !unsafe { self.driver.event_query(event) }? {
-                wait.pause(earlier_work)?;
-            }
-            Ok(())
-        });
-        // SAFETY: created above, destroyed here only.
-        let destroyed = unsafe { self.driver.event_destroy(event) };
-        waited.and(destroyed.map_err(Error::from))
     }
 }
 
@@ -458,11 +262,5 @@ mod tests {
     fn a_copy_takes_the_smallest_pieces_that_it_fits_in_and_else_the_largest() {
         let taken: Vec<_> = [1, 4096, 4097, 65_536, 65_537, LARGEST, LARGEST + 1].map(pieces_for).into();
         assert_eq!(taken, [(0, 1), (0, 1), (1, 1), (1, 1), (2, 1), (2, 1), (2, 2)]);
-    }
-
-    #[test]
-    fn downloads_have_regions_that_uploads_cannot_take() {
-        assert!(REGIONS_MAX * LARGEST > UPLOADS_MAX + WINDOW * LARGEST);
-        assert!(HEAD >= PIECES_MAX * size_of::<TimelineWord>());
     }
 }
