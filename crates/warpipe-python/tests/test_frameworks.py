@@ -4,17 +4,17 @@ import gc
 
 import numpy as np
 import pytest
+from conftest import until
 from test_sources import NUMPY_DTYPES, numpy_dtype, pattern
 
 import warpipe
 
 
 class Numpy:
-    """On the host only."""
+    """On the host; to and from a GPU its arrays are copied."""
 
     def __init__(self, device):
-        if device.kind == "cuda":
-            pytest.skip("NumPy arrays do not lie on a GPU")
+        pass
 
     def has(self, name):
         return True
@@ -130,8 +130,8 @@ def test_every_element_type_goes_from_each_framework_to_each(link, device, write
 def test_an_array_holds_the_slot_until_it_is_gone(link, device, framework):
     publisher, subscriber = link
     target = FRAMEWORKS[framework](device)
-    if framework == "jax" and device.kind == "cuda":
-        pytest.skip("JAX gets a copy on a GPU")
+    if framework in ("jax", "numpy") and device.kind == "cuda":
+        pytest.skip("JAX and NumPy get copies on a GPU")
     publisher.send(target.make(np.arange(64, dtype=np.float32)))
     frame = subscriber.receive()
     array = target.read(frame)
@@ -142,8 +142,6 @@ def test_an_array_holds_the_slot_until_it_is_gone(link, device, framework):
     assert np.frombuffer(target.fetch(array).tobytes(), np.float32).tolist() == list(range(64))
     del array
     gc.collect()
-    from conftest import until
-
     # JAX copies what is not aligned to its liking; whoever reads in place holds the slot.
     assert first == 1 or framework == "jax"
     until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
@@ -200,6 +198,53 @@ def test_numba_reads_and_writes_by_the_interface(link, device):
     publisher, subscriber = link
     publisher.send(cuda.to_device(np.arange(10, dtype=np.float32)))
     assert cuda.as_cuda_array(subscriber.receive()).copy_to_host().tolist() == list(range(10))
+
+
+def test_a_tensor_that_was_copied_is_let_go_without_another_send(link, device):
+    publisher, _subscriber = link
+    publisher.send(np.zeros(1 << 16, np.uint8))
+    before = device.bytes_held
+    with warpipe.Memory.allocate(1 << 16, device=device) as source:
+        assert device.bytes_held > before
+        publisher.send(source)
+    del source
+    until(lambda: device.bytes_held == before, "the end of the tensor that was sent")
+
+
+def test_a_stream_of_cupys_may_end_before_what_was_made_on_it(link, device):
+    cupy = Cupy(device).cupy
+    publisher, subscriber = link
+    for make in (cupy.from_dlpack, cupy.asarray):
+        with cupy.cuda.Stream(non_blocking=True):
+            with publisher.loan(1 << 16, "float32") as out:
+                array = make(out)
+                array[:] = 3
+                del array
+        frame = subscriber.receive()
+        with cupy.cuda.Stream(non_blocking=True):
+            array = make(frame)
+        gc.collect()
+        assert float(array.sum()) == 3 << 16
+        # Its stream has gone, unless we keep it; the slot is given back behind it all the same.
+        del array
+        frame.release()
+        until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
+
+
+def test_a_stream_that_is_a_number_may_end_when_its_array_has_gone(link, device):
+    cupy = Cupy(device).cupy
+    publisher, subscriber = link
+    publisher.send(np.zeros(1 << 16, np.uint8))
+    frame = subscriber.receive()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    # Not CuPy's current one, so that nothing but the number is known of it.
+    capsule = frame.__dlpack__(stream=stream.ptr, max_version=(1, 0))
+    del capsule
+    stream.synchronize()
+    del stream
+    gc.collect()
+    frame.release()
+    until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
 
 
 def test_jax_gets_a_frame_by_either_way(link, device):
