@@ -201,8 +201,10 @@ def test_numba_reads_and_writes_by_the_interface(link, device):
 
 
 def test_a_tensor_that_was_copied_is_let_go_without_another_send(link, device):
-    publisher, _subscriber = link
+    publisher, subscriber = link
     publisher.send(np.zeros(1 << 16, np.uint8))
+    subscriber.receive().release()
+    until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
     before = device.bytes_held
     with warpipe.Memory.allocate(1 << 16, device=device) as source:
         assert device.bytes_held > before
@@ -253,3 +255,38 @@ def test_jax_gets_a_frame_by_either_way(link, device):
     publisher.send(np.arange(6, dtype=np.int32))
     frame = subscriber.receive()
     assert frame.jax().tolist() == frame.jax(copy=True).tolist() == list(range(6))
+
+
+@pytest.fixture
+def second(device):
+    if device.kind == "host":
+        pytest.skip("there is one host")
+    try:
+        return warpipe.Device("cuda:1")
+    except warpipe.DeviceError as error:
+        pytest.skip(f"no second GPU: {error}")
+
+
+def test_a_tensor_crosses_to_another_gpu(open_publisher, open_subscriber, second):
+    publisher, subscriber = open_publisher(), open_subscriber(device=second)
+    wanted = np.arange(1 << 20, dtype=np.int32)
+    for _ in range(3):
+        publisher.send(wanted)
+        with subscriber.receive() as frame:
+            assert frame.numpy().tolist() == wanted.tolist()
+    gc.collect()
+    until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
+
+
+def test_pytorch_reads_a_tensor_of_another_gpu(open_publisher, open_subscriber, device, second):
+    torch = Torch(device).torch
+    publisher, subscriber = open_publisher(), open_subscriber(device=second)
+    sent = torch.arange(1 << 20, dtype=torch.float32, device="cuda:0")
+    publisher.send(sent)
+    frame = subscriber.receive()
+    received = frame.torch()
+    assert torch.equal((received + 1).cpu(), (sent + 1).cpu())
+    assert frame.device == second and received.device.index == frame.__dlpack_device__()[1]
+    del received, frame
+    gc.collect()
+    until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
