@@ -55,7 +55,7 @@ def main(given: list[str] | None = None) -> int:
     bare = rust.measure(asked.rust or shutil.which("warpipe"), kind, asked.devices, asked.quick)
     print(f"Rust: {bare.status} {bare.reason}".rstrip())
     made = figures.figures(records, mode, bare)
-    print(f"\n{figures.table(records)}\n\n{figures.verdicts(made)}\n\n{calls.line(each)}")
+    print(f"\n{figures.table(records)}\n{figures.legend(records)}\n\n{figures.verdicts(made)}\n\n{calls.line(each)}")
     if asked.out:
         report = heading(device, mode, asked)
         report |= {"contestants": records, "rust": dataclasses.asdict(bare), "calls": each, "figures": made}
