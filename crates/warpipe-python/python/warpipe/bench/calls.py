@@ -22,19 +22,18 @@ BEHIND = ("send", "receive", "dlpack", "array of the sample", "release")
 
 def measure(device: str, domain: str, times: int) -> dict[str, Any]:
     """The median of each call in microseconds, the clock's own share among them; or why there is none."""
+    kind = warpipe.Device(device).kind
     try:
         arrays = arrays_of(device)
-    except Missing as missing:
-        return {"status": "skipped", "reason": str(missing), "us": {}}
-    kind = warpipe.Device(device).kind
-    kernels = [arrays.adder(HEAD, kernel) for kernel in arrays.kernels]
-    try:
+        kernels = [arrays.adder(HEAD, kernel) for kernel in arrays.kernels]
         with warpipe.Publisher("bench/calls", domain=domain, device=device, timeout=LIMIT_SECONDS) as publisher:
             with warpipe.Subscriber(
                 "bench/calls", domain=domain, device=device, spin=SPIN_SECONDS[kind], timeout=LIMIT_SECONDS
             ) as subscriber:
                 publisher.wait_for_subscribers(1, LIMIT_SECONDS)
                 taken = [_once(publisher, subscriber, arrays, kernels, kind) for _ in range(WARM_UP + times)]
+    except Missing as missing:
+        return {"status": "skipped", "reason": str(missing), "us": {}}
     except warpipe.Error as error:
         return {"status": "failed", "reason": f"{type(error).__name__}: {error}", "us": {}}
     columns = zip(*taken[WARM_UP:])
