@@ -53,14 +53,14 @@ fn _preload(stream: &Bound<'_, Stream>) -> PyResult<()> {
 /// The kernel of the benchmark and of tests, on one stream: float32 ``i`` of a target becomes that of a source plus
 /// ``addend``. Made once, so that a launch from Python costs little more than the driver's own.
 ///
-/// The stream is a ``Stream`` of the device, or any that ``Stream`` says may be given for one; it has to outlive this.
-/// The kernels are loaded here.
+/// The stream is a ``Stream`` of the device, or any that ``Stream`` says may be given for one; one that is given by its
+/// number has to outlive this. The kernels are loaded here.
 ///
 /// Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
 #[pyclass(frozen, module = "warpipe", name = "_Adder")]
 #[derive(Debug)]
 struct Adder {
-    stream: warpipe::Stream,
+    consumer: Consumer,
     count: u64,
     addend: f32,
 }
@@ -76,9 +76,9 @@ impl Adder {
         addend: f32,
     ) -> PyResult<Adder> {
         let device = Device::from_argument(Some(device))?.inner;
-        let stream = Consumer::from_argument(py, &device, stream)?.stream;
+        let consumer = Consumer::from_argument(py, &device, stream)?;
         py.detach(|| warpipe_kernels::preload(&device)).map_err(Fault::from)?;
-        Ok(Adder { stream, count, addend })
+        Ok(Adder { consumer, count, addend })
     }
 
     /// Enqueues it (``cuLaunchKernel``). Both addresses are of ``count`` float32 that the device reaches and that stay
@@ -88,7 +88,7 @@ impl Adder {
     #[pyo3(signature = (source, target, /))]
     fn launch(&self, source: u64, target: u64) -> PyResult<()> {
         // SAFETY: that the addresses are good is the caller's promise, as the documentation asks.
-        let launched = unsafe { warpipe_kernels::add(&self.stream, target, source, self.count, self.addend) };
+        let launched = unsafe { warpipe_kernels::add(&self.consumer.stream, target, source, self.count, self.addend) };
         Ok(launched.map_err(Fault::from)?)
     }
 }
