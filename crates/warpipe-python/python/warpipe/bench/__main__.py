@@ -55,13 +55,13 @@ def main(given: list[str] | None = None) -> int:
     bare = rust.measure(asked.rust or shutil.which("warpipe"), kind, asked.devices, asked.quick)
     print(f"Rust: {bare.status} {bare.reason}".rstrip())
     made = figures.figures(records, mode, bare)
-    print(f"\n{figures.table(records)}\n\n{figures.verdicts(made)}\n\n{calls.line(each)}")
+    print(f"\n{figures.table(records)}\n{figures.legend(records)}\n\n{figures.verdicts(made)}\n\n{calls.line(each)}")
     if asked.out:
         report = heading(device, mode, asked)
         report |= {"contestants": records, "rust": dataclasses.asdict(bare), "calls": each, "figures": made}
         asked.out.write_text(json.dumps(report, indent=1) + "\n")
     if asked.svg:
-        asked.svg.write_text(plot.svg(records, f"{device.name}, {mode}"))
+        asked.svg.write_text(plot.svg(records, device.name if kind == "host" else f"{device.name}, {mode}"))
     failed = sum(found["status"] == "failed" for found in [*records, each, {"status": bare.status}])
     is_measured = any(record["role"] == "ours" and record["status"] == "measured" for record in records)
     print(f"\n{len(records)} of contestants, {failed} failed" + ("" if is_measured else ", and none of warpipe"))
