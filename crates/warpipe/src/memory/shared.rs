@@ -83,7 +83,8 @@ impl SharedMemory {
     ///
     /// # Errors
     /// [`Error::Range`]; [`Error::Argument`] for memory that was given for reading, or a stream of another device;
-    /// [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Timeout`] when too much is on its way behind streams that stand still; [`Error::Driver`];
+    /// [`Error::Forked`].
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(&self.name, offset, bytes.len() as u64, self.bytes)?;
         if self.access() == Access::Read {

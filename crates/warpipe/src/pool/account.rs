@@ -372,7 +372,8 @@ impl LentBuffer {
     ///
     /// # Errors
     /// [`Error::Range`]; [`Error::Argument`] for a block that was lent for reading, or a stream of another device;
-    /// [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Timeout`] when too much is on its way behind streams that stand still; [`Error::Driver`];
+    /// [`Error::Forked`].
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(self.name(), offset, bytes.len() as u64, self.bytes)?;
         if self.access == Access::Read {

@@ -293,7 +293,8 @@ impl Buffer {
     /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be reused at once.
     ///
     /// # Errors
-    /// [`Error::Range`]; [`Error::Argument`] for a stream of another device; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Range`]; [`Error::Argument`] for a stream of another device; [`Error::Driver`]; [`Error::Forked`];
+    /// [`Error::Timeout`] when too much is on its way behind streams that stand still.
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(self.core.name.as_str(), offset, bytes.len() as u64, self.bytes)?;
         self.core.home.check()?;
