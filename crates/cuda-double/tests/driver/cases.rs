@@ -40,6 +40,7 @@ cases! {
     UPLOAD_BEHIND_A_WAIT = upload_behind_a_wait;
     PAGEABLE_CONTROL = pageable_control;
     UPLOAD_LIMIT = upload_limit;
+    DOWNLOAD_IN_PLACE = download_in_place;
     DOWNLOAD_LIMIT = download_limit;
     CALL = call;
     EVENT = event;
@@ -368,6 +369,33 @@ fn download_limit() {
     stream.synchronize(PATIENCE).unwrap();
     assert!(out.iter().all(|&byte| byte == 0), "written after it was given up");
     assert!(download(&device, &stream, region.ptr, 6 << 20) == vec![5; 6 << 20]);
+}
+
+fn download_in_place() {
+    const BYTES: usize = 4 << 20;
+    let device = gpu();
+    let backend = device.backend();
+    let region = backend.allocate(BYTES as u64).unwrap();
+    let (stream, words) = held_stream(&device);
+    write(&device, &stream, region.ptr, &vec![5; BYTES]).unwrap();
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping, placed by the kernel and never unmapped.
+    let page =
+        unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), BYTES, protection, MapFlags::SHARED) }.unwrap();
+    // SAFETY: whole pages that stay; the slice is the only way to them.
+    let out = unsafe {
+        backend.register(page.cast(), BYTES).unwrap();
+        std::slice::from_raw_parts_mut(page.cast::<u8>(), BYTES)
+    };
+    // SAFETY: the region is as long.
+    let refused = unsafe { backend.download(stream.raw(), out, region.ptr) };
+    assert!(matches!(refused, Err(Error::Timeout { .. })), "{refused:?}");
+    words[0].store(1);
+    stream.synchronize(PATIENCE).unwrap();
+    assert!(out.iter().all(|&byte| byte == 0), "written after it was given up");
+    // SAFETY: as above.
+    unsafe { backend.download(stream.raw(), out, region.ptr) }.unwrap();
+    assert!(out.iter().all(|&byte| byte == 5));
 }
 
 fn call() {

@@ -60,6 +60,11 @@ fn a_download_behind_a_stream_that_waits_ends_in_a_typed_timeout_and_touches_not
 }
 
 #[test]
+fn a_download_into_page_locked_memory_is_limited_before_it_begins_and_touches_nothing_afterwards() {
+    Double::new().run(cases::DOWNLOAD_IN_PLACE);
+}
+
+#[test]
 fn a_panic_on_the_cpu_does_not_reach_the_driver() {
     Double::new().run(cases::CALL);
 }

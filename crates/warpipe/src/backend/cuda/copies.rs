@@ -114,11 +114,36 @@ impl CudaBackend {
     /// As for [`crate::backend::Backend::download`].
     pub(super) unsafe fn download_bytes(&self, stream: CUstream, dst: &mut [u8], src: CUdeviceptr) -> Result<()> {
         let _current = self.enter()?;
+        if dst.len() > LARGEST && self.driver.is_registered_host(dst.as_ptr())? {
+            // SAFETY: the caller's promise.
+            return unsafe { self.download_in_place(stream, dst, src) };
+        }
         let mut window = VecDeque::with_capacity(WINDOW);
         // SAFETY: the caller's promise.
         let outcome = unsafe { self.download_through(stream, dst, src, &mut window) };
         window.into_iter().for_each(|(lease, _)| self.staging.leave(lease));
         outcome
+    }
+
+    /// Into page-locked memory, which the device itself writes: a second copy would take longer than the first.
+    ///
+    /// # Safety
+    /// As for `download_bytes`; the context is current.
+    unsafe fn download_in_place(&self, stream: CUstream, dst: &mut [u8], src: CUdeviceptr) -> Result<()> {
+        // The limit is on the work before the copy. Once that is enqueued nobody may have `dst` back before it is done:
+        // it is waited for as long as it takes, which is the bus's time, unless another thread of the caller's makes the
+        // stream wait in this very moment.
+        // SAFETY: the stream is the caller's.
+        unsafe { self.wait_for_copy(stream) }?;
+        // SAFETY: the caller's promise on `src`; `dst` is borrowed until the copy is done, see below.
+        unsafe { self.driver.download_async(dst.as_mut_ptr(), src, dst.len(), stream) }?;
+        loop {
+            // SAFETY: the stream is the caller's.
+            match unsafe { self.wait_for_copy(stream) } {
+                Err(Error::Timeout { .. }) => {}
+                done => return done,
+            }
+        }
     }
 
     /// What is in `window` in the end is under way still.
