@@ -3,7 +3,7 @@
 //! Three layers: `sys` is the driver's header as Rust types and a table of function pointers; `result` has one
 //! function for each call, with `fault` to turn a status into a typed error; [`CudaBackend`] is the seam, in
 //! parts: `memory` (regions), `stream` (order and copies), `kernels` (modules), `broadcast` (many signals at once), `legacy`
-//! (plain memory, legacy handles, interprocess events).
+//! (plain memory, legacy handles, interprocess events). No call is made but inside the gate of `ending`.
 //!
 //! One primary context for each device is retained for the life of the process, the same that the CUDA runtime and
 //! PyTorch use, so their streams and pointers may be used here. Every method makes it current and puts the
@@ -11,6 +11,7 @@
 
 mod backend;
 mod broadcast;
+pub(crate) mod ending;
 mod fault;
 mod kernels;
 mod legacy;

@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::backend::CudaBackend;
 use super::broadcast::WORDS_MAX;
+use super::ending;
 use super::sys::*;
 use crate::backend::{RawStream, StreamOp};
 use crate::error::{Error, Result};
@@ -140,7 +141,10 @@ impl CudaBackend {
             loop {
                 // SAFETY: the event is live until the end of this function.
                 match unsafe { self.driver.event_query(event) } {
-                    Ok(false) => backoff.pause(),
+                    Ok(false) => {
+                        ending::leave_if_ending();
+                        backoff.pause();
+                    }
                     Ok(true) => return Ok(()),
                     Err(fault) => return Err(fault),
                 }
