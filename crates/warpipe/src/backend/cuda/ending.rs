@@ -9,7 +9,8 @@
 //! What it cannot do: a call that the driver itself holds up for longer than [`PATIENCE`] is still there when the
 //! teardown begins, and a handler that runs after ours and waits for a thread that stays out waits for ever. The
 //! function on the CPU behind a stream's work (`cuLaunchHostFunc`) runs on a thread of the driver and calls nothing of
-//! it, so it never enters; should it call `exit`, whoever is held up behind its stream is waited for no longer than that.
+//! it, so it never enters; should it call `exit`, whoever is held up behind its stream is waited for no longer than
+//! that.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
