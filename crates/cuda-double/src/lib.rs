@@ -6,6 +6,8 @@
 //! * A kernel is its CPU twin, found by its name in the module's PTX.
 //! * What the driver refuses is refused with the same code: a call without a current context, an address nobody
 //!   mapped, a handle that is not one, a size that is not the allocation's.
+//! * When the process ends, the driver ends first, and takes a moment. Whoever calls it then from another thread than the
+//!   one that ends the process ends it by `abort`, and the message names the call; the driver's answer is a SIGSEGV.
 //!
 //! It is not the driver: a process has one fault state, not one for each context; the default stream does not
 //! wait for others; copies take no time. The environment sets it up, read once:
@@ -21,6 +23,7 @@
 
 mod config;
 mod device;
+mod ending;
 mod event;
 mod host;
 mod ipc;

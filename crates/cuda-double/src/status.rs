@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::{config, device};
+use crate::{config, device, ending};
 
 /// A `CUresult` other than success.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,6 +33,7 @@ codes! {
     INVALID_VALUE = 1, "invalid argument";
     OUT_OF_MEMORY = 2, "out of memory";
     NOT_INITIALIZED = 3, "initialization error";
+    DEINITIALIZED = 4, "driver shutting down";
     NO_DEVICE = 100, "no CUDA-capable device is detected";
     INVALID_DEVICE = 101, "invalid device ordinal";
     INVALID_CONTEXT = 201, "invalid device context";
@@ -67,6 +68,7 @@ static INITIALISED: AtomicBool = AtomicBool::new(false);
 /// Runs one function of the driver: its asked-for failure, its needs, its body, and no panic into C.
 pub fn answer(name: &'static str, needs: Needs, body: impl FnOnce() -> Outcome) -> c_int {
     let outcome = catch_unwind(AssertUnwindSafe(|| {
+        ending::check(name)?;
         config::asked_failure(name)?;
         if needs != Needs::Nothing && !INITIALISED.load(Ordering::Acquire) {
             return Err(NOT_INITIALIZED);
@@ -76,6 +78,10 @@ pub fn answer(name: &'static str, needs: Needs, body: impl FnOnce() -> Outcome) 
         }
         body()
     }));
+    // A call that was under way when the end came has lost the ground under it, too.
+    if let Err(status) = ending::check(name) {
+        return status.0;
+    }
     match outcome {
         Ok(Ok(())) => 0,
         Ok(Err(status)) => status.0,
@@ -105,6 +111,7 @@ extern "C" fn cuInit(flags: u32) -> c_int {
         if config::get().visible.is_empty() {
             return Err(NO_DEVICE);
         }
+        ending::expect()?;
         INITIALISED.store(true, Ordering::Release);
         Ok(())
     })
@@ -113,13 +120,13 @@ extern "C" fn cuInit(flags: u32) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorName(code: c_int, out: *mut *const c_char) -> c_int {
     // SAFETY: the caller's out pointer.
-    unsafe { describe(code, out, |(name, _)| name) }
+    unsafe { describe("cuGetErrorName", code, out, |(name, _)| name) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorString(code: c_int, out: *mut *const c_char) -> c_int {
     // SAFETY: the caller's out pointer.
-    unsafe { describe(code, out, |(_, text)| text) }
+    unsafe { describe("cuGetErrorString", code, out, |(_, text)| text) }
 }
 
 /// Usable before `cuInit`, like the driver's.
@@ -127,10 +134,14 @@ unsafe extern "C" fn cuGetErrorString(code: c_int, out: *mut *const c_char) -> c
 /// # Safety
 /// As for [`give`].
 unsafe fn describe(
+    name: &'static str,
     code: c_int,
     out: *mut *const c_char,
     choose: fn((&'static str, &'static str)) -> &'static str,
 ) -> c_int {
+    if let Err(status) = ending::check(name) {
+        return status.0;
+    }
     let found = words(code).map(choose);
     let text = found.map_or(ptr::null(), |text| text.as_ptr().cast());
     // SAFETY: the caller's promise.

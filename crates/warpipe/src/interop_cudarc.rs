@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, SyncOnDrop};
 
+use crate::backend::cuda::ending;
 use crate::backend::{DeviceId, DeviceKind, DevicePtr, RawStream};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -23,7 +24,18 @@ impl Stream {
         if id != wanted {
             return Err(Error::argument("cudarc stream", format!("a stream of {id}"), format!("a stream of {wanted}")));
         }
-        Ok(Stream::borrow_kept(device, RawStream(stream.cu_stream().cast()), stream.clone()))
+        let kept = Arc::new(Kept(Some(stream.clone())));
+        Ok(Stream::borrow_kept(device, RawStream(stream.cu_stream().cast()), kept))
+    }
+}
+
+/// The last hold of a stream of cudarc may be dropped by a thread of ours, and then calls the driver.
+struct Kept(Option<Arc<CudaStream>>);
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        let _inside = ending::enter();
+        drop(self.0.take());
     }
 }
 

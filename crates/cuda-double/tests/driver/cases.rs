@@ -9,6 +9,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use warpipe::backend::{Access, Backend, DeviceId, RawRegion, RawStream, StreamOp, TimelineWord};
 use warpipe::{Device, Error, Stream};
 
+use super::exit::*;
 use super::legacy::*;
 
 pub const MIB: u64 = 1 << 20;
@@ -69,6 +70,11 @@ cases! {
     LEGACY_OTHER_DEVICE = legacy_other_device;
     IPC_EVENTS = ipc_events;
     IPC_EVENTS_OF_OTHERS = ipc_events_of_others;
+    EXIT_RETIRED = exit_retired;
+    EXIT_POLLING = exit_polling;
+    EXIT_IN_CALLBACK = exit_in_callback;
+    EXIT_WITHOUT_GATE = exit_without_gate;
+    EXIT_DESTRUCTOR = exit_destructor;
 }
 
 pub fn gpu() -> Device {

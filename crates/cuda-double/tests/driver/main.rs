@@ -2,6 +2,7 @@
 //! and the contexts belong to a process.
 
 mod cases;
+mod exit;
 mod legacy;
 mod process;
 
@@ -212,6 +213,35 @@ fn the_interprocess_events_of_a_process_are_limited_by_a_typed_error() {
 fn a_driver_without_an_interprocess_event_left_says_so_whoever_has_them() {
     let fail = "cuEventCreate:1:2,cuEventCreate:2:205";
     Double::new().env("CUDA_DOUBLE_FAIL", fail).run(cases::IPC_EVENTS_OF_OTHERS);
+}
+
+#[test]
+fn a_process_that_exits_while_memory_waits_for_a_stream_ends_well() {
+    let said = Double::new().ends_with(0, cases::EXIT_RETIRED);
+    assert!(said.contains(exit::LAST_WORDS), "{said}");
+}
+
+#[test]
+fn a_process_that_exits_while_its_threads_ask_the_driver_ends_well() {
+    let said = Double::new().ends_with(0, cases::EXIT_POLLING);
+    assert!(said.contains(exit::LAST_WORDS), "{said}");
+}
+
+#[test]
+fn a_function_behind_a_streams_work_may_end_the_process() {
+    let said = Double::new().ends_with(0, cases::EXIT_IN_CALLBACK);
+    assert!(said.contains(exit::LAST_WORDS), "{said}");
+}
+
+#[test]
+fn a_thread_that_asks_the_driver_past_the_gate_ends_an_exiting_process_badly() {
+    let said = Double::new().dies_by(6, cases::EXIT_WITHOUT_GATE);
+    assert!(said.contains("cuDeviceGetCount while the driver is torn down"), "{said}");
+}
+
+#[test]
+fn a_destructor_that_runs_after_the_driver_is_answered_that_it_is_gone() {
+    Double::new().ends_with(exit::ANSWERED, cases::EXIT_DESTRUCTOR);
 }
 
 /// Runs one case; started by the tests above in a process with the double in place.

@@ -66,9 +66,18 @@ impl Double {
         assert!(passed, "{case} with {:?}: {}\n{text}{}", self.environment, output.status, errors(&output));
     }
 
-    pub fn dies_by(self, signal: i32, case: &str) {
+    /// Returns what it said.
+    pub fn dies_by(self, signal: i32, case: &str) -> String {
         let output = self.start(case);
         assert_eq!(output.status.signal(), Some(signal), "{case}: {}\n{}", output.status, errors(&output));
+        errors(&output)
+    }
+
+    /// For a case that ends the process itself. Returns what it said.
+    pub fn ends_with(self, code: i32, case: &str) -> String {
+        let output = self.start(case);
+        assert_eq!(output.status.code(), Some(code), "{case}: {}\n{}", output.status, errors(&output));
+        errors(&output)
     }
 
     fn start(&self, case: &str) -> Output {

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::broadcast::Broadcast;
+use super::ending::{self, Inside};
 use super::fault;
 use super::kernels::Kernels;
 use super::legacy::{EVENTS, Ledger};
@@ -43,7 +44,8 @@ static OPENED: Mutex<BTreeMap<u32, Arc<CudaBackend>>> = Mutex::new(BTreeMap::new
 /// How long an MPS server may be not ready.
 const MPS_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Loads and initialises the driver: `cuInit`, which returns at once when it has been called before.
+/// Loads and initialises the driver: `cuInit`, which returns at once when it has been called before. The caller is
+/// inside.
 fn driver() -> Result<&'static Driver> {
     let driver = sys::driver()
         .map_err(|reason| Error::NoDriver { searched: sys::LIBRARY_NAMES.join(", "), reason: reason.to_owned() })?;
@@ -52,7 +54,18 @@ fn driver() -> Result<&'static Driver> {
     }
     init(driver).map_err(fault::init_error)?;
     fault::remember_process();
+    close_at_exit()?;
     Ok(driver)
+}
+
+/// Once for a process; two threads that come at once both do, before either goes on.
+fn close_at_exit() -> Result<()> {
+    static IS_DONE: AtomicBool = AtomicBool::new(false);
+    if !IS_DONE.load(Ordering::Acquire) {
+        ending::close_before_the_driver()?;
+        IS_DONE.store(true, Ordering::Release);
+    }
+    Ok(())
 }
 
 /// `cuInit`. An MPS server that has lost a client takes a moment before it takes the next one: it is asked again.
@@ -62,6 +75,7 @@ fn init(driver: &Driver) -> Result<(), fault::Fault> {
     loop {
         match driver.init() {
             Err(fault) if fault.is(&[CUresult::MPS_SERVER_NOT_READY]) && start.elapsed() < MPS_PATIENCE => {
+                ending::leave_if_ending();
                 backoff.pause();
             }
             other => return other,
@@ -74,6 +88,7 @@ fn init(driver: &Driver) -> Result<(), fault::Fault> {
 /// # Errors
 /// [`Error::NoDriver`], [`Error::DevicePermission`], [`Error::NoDevice`], [`Error::Driver`].
 pub fn device_count() -> Result<u32> {
+    let _inside = ending::enter();
     Ok(driver()?.device_count()?)
 }
 
@@ -82,6 +97,7 @@ pub fn device_count() -> Result<u32> {
 /// # Errors
 /// As for [`device_count`], and [`Error::NoSuchDevice`].
 pub fn device_uuid(ordinal: u32) -> Result<[u8; 16]> {
+    let _inside = ending::enter();
     let driver = driver()?;
     Ok(driver.device_uuid(find(driver, ordinal)?)?)
 }
@@ -113,6 +129,8 @@ impl CudaBackend {
 
     /// [`open`](Self::open), as what it is.
     pub(super) fn opened(ordinal: u32) -> Result<Arc<CudaBackend>> {
+        // Before the lock is taken, so that nobody stays out with it.
+        let _inside = ending::enter();
         let driver = driver()?;
         let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(backend) = opened.get(&ordinal) {
@@ -139,6 +157,8 @@ impl CudaBackend {
         let _current = enter(driver, context)?;
         let granularity = driver.allocation_granularity(&allocation(device))?.max(1);
         let broadcast = Broadcast::load(driver)?;
+        // Once more: the first context may have made the driver register a handler of its own.
+        ending::close_before_the_driver()?;
         let (kernels, staging, ledger) = (Kernels::default(), Staging::default(), Ledger::default());
         let held = AtomicU64::new(0);
         Ok(CudaBackend { driver, device, context, info, granularity, kernels, broadcast, staging, held, ledger })
@@ -156,17 +176,20 @@ impl CudaBackend {
 pub(super) struct Current {
     driver: &'static Driver,
     pushed: bool,
+    /// Dropped after the context has been put back.
+    _inside: Inside,
 }
 
 #[inline]
 fn enter(driver: &'static Driver, context: CUcontext) -> Result<Current> {
+    let inside = ending::enter();
     // Mostly it is the current one already, and asking is far cheaper than a push and a pop.
     let pushed = driver.context_current()? != context;
     if pushed {
         // SAFETY: the context is retained for the life of the process.
         unsafe { driver.context_push(context) }?;
     }
-    Ok(Current { driver, pushed })
+    Ok(Current { driver, pushed, _inside: inside })
 }
 
 impl Drop for Current {

@@ -10,6 +10,7 @@ use std::ptr;
 use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
+use super::ending;
 use super::staging::{LARGEST, Lease, Purpose, UPLOADS_MAX};
 use super::sys::{CUdeviceptr, CUstream};
 use crate::error::{Error, Result};
@@ -36,6 +37,7 @@ impl Wait {
         if self.start.elapsed() >= PATIENCE {
             return Err(Error::Timeout { what: what(), waited: PATIENCE });
         }
+        ending::leave_if_ending();
         self.backoff.pause();
         Ok(())
     }

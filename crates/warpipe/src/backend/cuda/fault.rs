@@ -5,6 +5,7 @@ use std::io;
 use std::path::Path;
 use std::sync::OnceLock;
 
+use super::ending;
 use super::sys::{self, CUresult};
 use crate::error::Error;
 
@@ -109,9 +110,11 @@ fn text(code: CUresult) -> String {
 }
 
 fn look_up(lookup: Option<sys::signature::cuGetErrorName>, code: CUresult) -> Option<String> {
+    let lookup = lookup?;
+    let _inside = ending::enter();
     let mut text: *const c_char = std::ptr::null();
     // SAFETY: both lookups only store a pointer to a string that is part of the driver's library.
-    let found = unsafe { lookup?(code, &mut text) };
+    let found = unsafe { lookup(code, &mut text) };
     if found != CUresult::SUCCESS || text.is_null() {
         return None;
     }
@@ -131,6 +134,7 @@ fn next(code: CUresult) -> &'static str {
         CUresult::INVALID_CONTEXT | CUresult::CONTEXT_IS_DESTROYED => {
             "; somebody reset the device's primary context: restart this process"
         }
+        CUresult::DEINITIALIZED => "; the process is ending: close what is open before its end",
         CUresult::NO_BINARY_FOR_GPU => "; the GPU is older than compute capability 7.0: use a newer one",
         CUresult::INVALID_PTX | CUresult::UNSUPPORTED_PTX_VERSION => {
             "; update the driver (R525 or newer), or check the kernel's PTX"

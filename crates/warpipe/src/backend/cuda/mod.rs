@@ -2,8 +2,9 @@
 //!
 //! Three layers: `sys` is the driver's header as Rust types and a table of function pointers; `result` has one
 //! function for each call, with `fault` to turn a status into a typed error; [`CudaBackend`] is the seam, in
-//! parts: `memory` (regions), `stream` (order), `copies` (to and from the host, through `staging`), `kernels` (modules), `broadcast` (many signals at once), `legacy`
-//! (plain memory, legacy handles, interprocess events).
+//! parts: `memory` (regions), `stream` (order), `copies` (to and from the host, through `staging`), `kernels` (modules),
+//! `broadcast` (many signals at once), `legacy` (plain memory, legacy handles, interprocess events). No call is made but
+//! inside the gate of `ending`.
 //!
 //! One primary context for each device is retained for the life of the process, the same that the CUDA runtime and
 //! PyTorch use, so their streams and pointers may be used here. Every method makes it current and puts the
@@ -12,6 +13,7 @@
 mod backend;
 mod broadcast;
 mod copies;
+pub(crate) mod ending;
 mod fault;
 mod kernels;
 mod legacy;

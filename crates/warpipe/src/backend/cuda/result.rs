@@ -5,6 +5,7 @@
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::ptr;
 
+use super::ending;
 use super::fault::Fault;
 use super::sys::*;
 
@@ -13,7 +14,8 @@ type Answer<T = ()> = Result<T, Fault>;
 /// Calls a function of the table if the driver has it, and makes a `Fault` of a failure. The call is
 /// unsafe: every use stands in an unsafe block that says why it is sound.
 macro_rules! call {
-    ($driver:expr, $name:ident($($argument:expr),* $(,)?)) => {
+    ($driver:expr, $name:ident($($argument:expr),* $(,)?)) => {{
+        debug_assert!(ending::is_inside(), "{} outside the gate", stringify!($name));
         match $driver.$name {
             None => Err(Fault::Symbol(stringify!($name))),
             Some(function) => match function($($argument),*) {
@@ -21,7 +23,7 @@ macro_rules! call {
                 code => Err(Fault::Call { call: stringify!($name), code }),
             },
         }
-    };
+    }};
 }
 
 /// A status in which "not ready" is an answer, not a failure.

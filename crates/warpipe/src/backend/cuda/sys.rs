@@ -20,6 +20,7 @@ impl CUresult {
     pub const INVALID_VALUE: CUresult = CUresult(1);
     pub const OUT_OF_MEMORY: CUresult = CUresult(2);
     pub const NOT_INITIALIZED: CUresult = CUresult(3);
+    pub const DEINITIALIZED: CUresult = CUresult(4);
     pub const STUB_LIBRARY: CUresult = CUresult(34);
     pub const DEVICE_UNAVAILABLE: CUresult = CUresult(46);
     pub const NO_DEVICE: CUresult = CUresult(100);
