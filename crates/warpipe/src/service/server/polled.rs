@@ -80,12 +80,13 @@ impl Server {
     /// use tokio::io::unix::AsyncFd;
     ///
     /// let server = Server::builder("embed").domain(&domain).device(&device).build()?;
-    /// let mut server = AsyncFd::new(server).map_err(|e| warpipe::Error::os("epoll_ctl", "tokio", e))?;
+    /// let mut readable = AsyncFd::new(server).unwrap();
     /// let request = loop {
-    ///     if let Some(request) = server.get_mut().try_accept(&stream)? {
-    ///         break request;
+    ///     let mut guard = readable.readable_mut().await.unwrap();
+    ///     match guard.get_inner_mut().try_accept(&stream)? {
+    ///         Some(request) => break request,
+    ///         None => guard.clear_ready(),
     ///     }
-    ///     server.readable_mut().await.unwrap().clear_ready();
     /// };
     /// request.reply(&stream)?;
     /// # Ok::<(), warpipe::Error>(())
