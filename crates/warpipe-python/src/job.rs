@@ -243,7 +243,7 @@ impl Results {
 
     /// The next result, in the running event loop.
     fn __anext__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("warpipe._queue")?.call_method1("next_of", (slf,))
+        slf.py().import("warpipe._queue")?.call_method1("next_result", (slf,))
     }
 
     /// The result if it is there, None if it is not, and False at the end.

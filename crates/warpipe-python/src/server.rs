@@ -1,5 +1,6 @@
 //! Who answers for a service, as Python holds it.
 
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,7 +18,7 @@ use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, secon
 use crate::worker::stream_of;
 
 /// Answers the requests of all clients of a service, together with the others that do: ``for request in
-/// Server("embed"):``, or ``accept()``. Clients are found as they come.
+/// Server("embed"):``, ``accept()``, or ``async for``. Clients are found as they come.
 ///
 /// ``device``: what it works with, in whose memory the replies lie (default: the first GPU, else the host). ``timeout``:
 /// seconds to wait for a request (default: None, as long as it takes). ``answer_timeout``: seconds that a reply may wait for
@@ -30,7 +31,7 @@ use crate::worker::stream_of;
 /// ``with`` block: what it was sent and has not accepted goes to other servers.
 ///
 /// Raises ``InvalidNameError``, ``DomainError``, ``DeviceError``.
-#[pyclass(frozen, module = "warpipe", weakref)]
+#[pyclass(frozen, subclass, module = "warpipe", name = "_Server", weakref)]
 #[derive(Debug)]
 pub struct Server {
     home: Home,
@@ -46,6 +47,12 @@ impl Server {
         self.turn.with(limit, work).map_err(|Closed| Fault::closed("server", &self.service))
     }
 
+    /// Asks for something that is there at once, as soon as it is our turn.
+    fn ask<R: Send>(&self, py: Python<'_>, work: impl Fn(&mut warpipe::Server) -> R + Send + Sync) -> PyResult<R> {
+        let said = in_slices(py, None, |slice| self.within(slice, &work))?;
+        Ok(said.ok_or_else(|| late("its turn".into(), None))?)
+    }
+
     fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Request>> {
         let request = in_slices(py, timeout, |slice| {
             let start = Instant::now();
@@ -55,6 +62,10 @@ impl Server {
             Ok(self.within(slice, look)?.transpose()?.flatten())
         })?;
         let request = request.ok_or_else(|| late(format!("a request to {:?}", self.service), timeout))?;
+        self.request(py, request)
+    }
+
+    fn request(&self, py: Python<'_>, request: warpipe::Request) -> PyResult<Py<Request>> {
         let ours = Request { client_pid: request.client_pid() };
         Py::new(py, Lease::parts(request.into_lease(), &self.bench).add_subclass(ours))
     }
@@ -116,13 +127,18 @@ impl Server {
         Ok(self.turn.is_closed())
     }
 
+    /// How many seconds a wait lasts that is asked for with this timeout; None for as long as it takes.
+    #[pyo3(text_signature = "($self, timeout)")]
+    fn _limit(&self, timeout: Timeout) -> Option<f64> {
+        timeout.or(self.timeout).map(|timeout| timeout.as_secs_f64())
+    }
+
     /// How many clients it is attached to. It attaches to new ones while it waits for requests.
     ///
     /// Raises ``ClosedError``.
     #[getter]
     fn clients(&self, py: Python<'_>) -> PyResult<usize> {
-        let said = in_slices(py, None, |slice| self.within(slice, |server| server.clients()))?;
-        Ok(said.ok_or_else(|| late("its turn".into(), None))?)
+        self.ask(py, |server| server.clients())
     }
 
     /// Waits for the next request of any client, at most ``timeout`` seconds (default: the server's; None: as long as it
@@ -132,6 +148,22 @@ impl Server {
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn accept(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Request>> {
         self.next_within(py, timeout.or(self.timeout))
+    }
+
+    /// The next request if there is one, else None. It attaches to new clients as ``accept`` does.
+    ///
+    /// Raises as ``accept``, without the timeout.
+    fn try_accept(&self, py: Python<'_>) -> PyResult<Option<Py<Request>>> {
+        let request = self.ask(py, |server| server.try_accept(&self.bench.stream))?.map_err(Fault::from)?;
+        request.map(|request| self.request(py, request)).transpose()
+    }
+
+    /// A descriptor that is readable when ``try_accept`` is worth a call (an epoll descriptor, which nests), and once a
+    /// second. Accept until it gives None before waiting on it.
+    ///
+    /// Raises ``ClosedError``.
+    fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
+        self.ask(py, |server| server.as_raw_fd())
     }
 
     /// Takes no more requests. Those that were accepted can still be answered. Closing twice is no error.

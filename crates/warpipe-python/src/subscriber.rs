@@ -148,10 +148,10 @@ impl Subscriber {
         Ok(self.turn.is_closed())
     }
 
-    /// How long it waits, in seconds; None for as long as it takes.
-    #[getter]
-    fn _timeout(&self) -> Option<f64> {
-        self.timeout.map(|timeout| timeout.as_secs_f64())
+    /// How many seconds a wait lasts that is asked for with this timeout; None for as long as it takes.
+    #[pyo3(text_signature = "($self, timeout)")]
+    fn _limit(&self, timeout: Timeout) -> Option<f64> {
+        timeout.or(self.timeout).map(|timeout| timeout.as_secs_f64())
     }
 
     /// How its publisher fares: ``"alive"``, ``"stalled"``, ``"leaving"``, ``"suspect"``, ``"dead"``; None while there is
