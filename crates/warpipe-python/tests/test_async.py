@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import random
+import select
 import threading
 
 import numpy as np
@@ -116,6 +117,26 @@ def test_a_server_that_is_waited_for_in_vain_says_so_and_takes_the_next(server, 
             return reply.numpy().tolist()
 
     assert run(go()) == [0, 1, 2, 3]
+
+
+def test_without_the_ring_a_wait_does_not_end(server, client, nothing_but_rings, monkeypatch):
+    """That the others end shows that they were woken."""
+
+    async def go():
+        # Attached to the client, and behind its first ring.
+        pending = client.request(b"1")
+        (await server.accept_async()).reply()
+        (await pending).release()
+        waiting = await asleep(asyncio.create_task(server.accept_async()))
+        monkeypatch.setattr(_loop._Hub, "_wake", lambda _hub: None)
+        pending = client.request(b"2")
+        assert select.select([server], [], [], LIMIT_SECONDS)[0] == [server]
+        await asleep(waiting)
+        waiting.cancel()
+        server.accept().reply()
+        pending.result()
+
+    run(go())
 
 
 def test_async_with_closes_a_server(domain, device):
@@ -304,13 +325,13 @@ def test_a_descriptor_of_somebody_who_closed_rings_for_nobody_else(open_publishe
 def test_awaiting_a_job_that_is_called_off_or_fails_or_whose_queue_closes_ends(queue, worker, nothing_but_rings):
     async def go():
         called_off = await asleep(asyncio.create_task(of(handle := queue.submit(b"1"))))
+        first = await worker.lease_async()
         assert handle.cancel()
+        first.complete()
         with pytest.raises(warpipe.NoSuchJobError):
             await called_off
         rejected = await asleep(asyncio.create_task(of(queue.submit(b"2"))))
-        # The worker had been given the first, too.
-        for lease in (await worker.lease_async(), await worker.lease_async()):
-            lease.reject("not this one")
+        (await worker.lease_async()).reject("not this one")
         with pytest.raises(warpipe.RejectedError):
             await rejected
         left = await asleep(asyncio.create_task(of(queue.submit(b"3"))))

@@ -27,7 +27,9 @@ async def outcome_of(handle: _warpipe.JobHandle | _warpipe.Pending) -> _warpipe.
 async def next_result(results: _warpipe.Results) -> _warpipe.JobResult:
     """The next of a queue's results, in the running event loop."""
     timeout = results._timeout
-    result = await found(results._queue, results._watch, results._poll, end_of(timeout), _PATIENCE_SECONDS)
+    end = end_of(timeout)
+    result: _warpipe.JobResult | bool | None
+    result = await found(results._queue, results._watch, results._poll, end, _PATIENCE_SECONDS)
     if result is None:
         raise late("a result", timeout)
     if isinstance(result, bool):
