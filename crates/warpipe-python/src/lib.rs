@@ -78,6 +78,7 @@ fn _warpipe(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("DTYPES", warpipe::DType::ALL.iter().map(|dtype| dtype.name()).collect::<Vec<_>>())?;
     register(module)?;
+    copies::register(module)?;
     testing::register(module)
 }
 
