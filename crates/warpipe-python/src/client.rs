@@ -149,7 +149,7 @@ impl Client {
         shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
         metadata: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Loan> {
+    ) -> PyResult<Py<Loan>> {
         self.office.loan(py, &dtype::layout(shape, dtype)?, metadata)
     }
 

@@ -149,7 +149,7 @@ impl Result {
         let ours = Result { job: result.job(), attempt: result.attempt(), worker_pid: result.worker_pid() };
         let metadata = result.metadata().to_vec();
         let frame = Frame::with_metadata(result.into_sample(), metadata, device, None);
-        Py::new(py, PyClassInitializer::from(frame).add_subclass(ours))
+        Py::new(py, frame.whole().add_subclass(ours))
     }
 }
 

@@ -161,10 +161,10 @@ impl Office {
     }
 
     /// A loan to be filled by the caller.
-    pub fn loan(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Loan> {
+    pub fn loan(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Py<Loan>> {
         metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
         let slot = self.borrow(py, layout, metadata)?;
-        Ok(Loan::new(slot, &self.device, &self.stream, &self.copies, self.patience))
+        Py::new(py, Loan::new(slot, &self.device, &self.stream, &self.copies, self.patience))
     }
 
     /// An input, and the stream behind which it is filled: a tensor is copied, a loan of this queue's is taken.

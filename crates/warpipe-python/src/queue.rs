@@ -179,7 +179,7 @@ impl Queue {
         shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
         metadata: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Loan> {
+    ) -> PyResult<Py<Loan>> {
         self.office.loan(py, &dtype::layout(shape, dtype)?, metadata)
     }
 

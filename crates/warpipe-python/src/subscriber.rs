@@ -55,7 +55,7 @@ impl Subscriber {
         Ok(said.ok_or_else(|| late("its turn".into(), None))?)
     }
 
-    fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Option<Frame>> {
+    fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Option<Py<Frame>>> {
         let sample = in_slices(py, timeout, |slice| {
             let start = Instant::now();
             let look = |subscriber: &mut warpipe::Subscriber| {
@@ -66,9 +66,10 @@ impl Subscriber {
         self.frame(py, sample)
     }
 
-    fn frame(&self, py: Python<'_>, sample: Option<warpipe::Sample>) -> PyResult<Option<Frame>> {
+    fn frame(&self, py: Python<'_>, sample: Option<warpipe::Sample>) -> PyResult<Option<Py<Frame>>> {
         let Some(sample) = sample else { return Ok(None) };
-        Ok(Some(py.detach(|| Frame::new(sample, &self.device, self.timeout, &self.openings))?))
+        let frame = py.detach(|| Frame::new(sample, &self.device, self.timeout, &self.openings))?;
+        Py::new(py, frame.whole()).map(Some)
     }
 }
 
@@ -184,7 +185,7 @@ impl Subscriber {
     /// Raises ``TimeoutError``; ``PublisherGoneError`` once everything that it completed has been received (not with
     /// ``reconnect``); for a tensor that was sent where it lies ``ExporterGoneError``, ``LegacyHandleError``; ``EvictedError``, ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
-    fn receive(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Frame> {
+    fn receive(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Frame>> {
         let timeout = timeout.or(self.timeout);
         let frame = self.next_within(py, timeout)?;
         Ok(frame.ok_or_else(|| late(format!("a sample of {:?}", self.name), timeout))?)
@@ -193,7 +194,7 @@ impl Subscriber {
     /// The next frame if there is one, else None.
     ///
     /// Raises as ``receive``, without the timeout.
-    fn try_receive(&self, py: Python<'_>) -> PyResult<Option<Frame>> {
+    fn try_receive(&self, py: Python<'_>) -> PyResult<Option<Py<Frame>>> {
         let sample = self.ask(py, |subscriber| subscriber.try_receive(&self.stream))?;
         let sample = sample.map_err(Fault::from)?;
         self.frame(py, sample)
@@ -222,7 +223,7 @@ impl Subscriber {
     }
 
     /// The next frame; the iteration ends when the publisher says goodbye.
-    fn __next__(&self, py: Python<'_>) -> PyResult<Frame> {
+    fn __next__(&self, py: Python<'_>) -> PyResult<Py<Frame>> {
         let frame = self.next_within(py, self.timeout).map_err(end_if_graceful)?;
         Ok(frame.ok_or_else(|| late(format!("a sample of {:?}", self.name), self.timeout))?)
     }
