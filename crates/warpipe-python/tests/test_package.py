@@ -3,6 +3,7 @@
 import inspect
 import pathlib
 import pkgutil
+import re
 import subprocess
 import sys
 
@@ -143,3 +144,27 @@ def test_the_stubs_say_what_the_native_half_is():
         capture_output=True, text=True, timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+REPOSITORY = pathlib.Path(__file__).parents[3]
+
+
+def rust_names():
+    """What the Rust library exports, by its `lib.rs`."""
+    text = (REPOSITORY / "crates/warpipe/src/lib.rs").read_text()
+    modules = re.findall(r"^pub mod (\w+);", text, re.MULTILINE)
+    uses = re.findall(r"^pub use [\w:]*?(?:::\{([^}]*)\}|::(\w+));", text, re.MULTILINE)
+    return set(modules) | {name.strip() for many, one in uses for name in (many or one).split(",") if name.strip()}
+
+
+@pytest.mark.skipif(not (REPOSITORY / "crates/warpipe/src/lib.rs").exists(), reason="the repository is not here")
+def test_every_name_of_the_rust_library_has_its_counterpart_or_a_reason():
+    names = rust_names()
+    assert len(names) > 70 and {"Publisher", "NAME_BYTES_MAX", "clock"} <= names
+    guide = (REPOSITORY / "docs/guide/python.md").read_text()
+    told = guide[guide.index("**Names beside the Rust library's.**"):]
+    same, others = told.split("The others:", 1)
+    same = set(re.findall(r"`(\w+)`", same))
+    assert same <= set(warpipe.__all__), "what is called the same is there"
+    told = same | set(re.findall(r"`(\w+)`", others))
+    assert names - told == set()
