@@ -12,6 +12,7 @@
 //! | `door` | handles that Python may close, and the wait for their owners |
 //! | `outgoing`, `slot` | a publisher's loan, and what is behind every loan |
 //! | `queue`, `job`, `worker`, `lease` | jobs: who submits, what becomes of them, who does them |
+//! | `inbox` | what subscribers, workers and servers have in common |
 //! | `client`, `server`, `office` | services; `office` is what a queue and a client have in common |
 //! | `memory` | what arrays are made of, and when it goes back |
 //! | `array`, `dlpack`, `torch` | memory of ours as arrays of others |
@@ -43,6 +44,7 @@ mod faces;
 mod frame;
 mod held;
 mod in_place;
+mod inbox;
 mod job;
 mod lease;
 mod legacy;
