@@ -109,7 +109,7 @@ fn build(workspace: &Workspace, tools: &Path, folder: &Path, options: &[&str]) -
     let _ = fs::remove_dir_all(folder);
     let path = std::env::var("PATH").unwrap_or_default();
     let maturin = Task::new(tools.join("bin/maturin"))
-        .args(["build", "--quiet"])
+        .args(["build", "--quiet", "--locked"])
         .args(options.iter().copied())
         .args(["--out"])
         .args([folder])

@@ -15,7 +15,7 @@ use crate::job::{self, Watch};
 use crate::loan::Loan;
 use crate::office::{End, Office};
 use crate::queue::QueueState;
-use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
+use crate::wait::{SLICE, Timeout, in_slices, late, optional, seconds};
 
 /// Asks the servers of a service: ``call``, or ``request`` for a reply to be had later, or awaited.
 ///
@@ -130,9 +130,8 @@ impl Client {
         let nanoseconds = timeout.and_then(|timeout| u64::try_from(timeout.as_nanos()).ok());
         let deadline_ns = nanoseconds.map_or(u64::MAX, |nanoseconds| now_ns().saturating_add(nanoseconds));
         let input = self.office.input(py, tensor, metadata, stream)?;
-        let pending = self.office.submit(py, input, timeout, |end, loan, stream, slice| match end {
-            End::Client(client) => client.request_before(loan, stream, deadline_ns, slice),
-            End::Queue(_) => unreachable!("a client's end is a client"),
+        let pending = self.office.submit(py, input, timeout, |end, loan, stream, slice| {
+            end.client().request_before(loan, stream, deadline_ns, slice)
         })?;
         let (office, job) = (self.office.clone(), pending.id());
         Ok(Pending { office, job, inner: Mutex::new(Some(Arc::new(pending))) })
@@ -149,7 +148,7 @@ impl Client {
         shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
         metadata: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Loan> {
+    ) -> PyResult<Py<Loan>> {
         self.office.loan(py, &dtype::layout(shape, dtype)?, metadata)
     }
 
@@ -158,9 +157,7 @@ impl Client {
     /// Raises ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (count = 1, timeout = Some(10.0)), text_signature = "($self, count=1, timeout=10.0)")]
     fn wait_for_servers(&self, py: Python<'_>, count: usize, timeout: Option<f64>) -> PyResult<()> {
-        let timeout = optional(timeout, "timeout")?;
-        let come = in_slices(py, timeout, |slice| none_if_late(self.office.end()?.wait_for_workers(count, slice)))?;
-        Ok(come.ok_or_else(|| late(format!("server {count} of {:?}", self.office.name), timeout))?)
+        self.office.wait_for(py, "server", count, timeout)
     }
 
     /// How its requests fare just now; the workers are the servers.

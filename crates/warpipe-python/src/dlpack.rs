@@ -8,6 +8,7 @@ use std::ptr::NonNull;
 
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::sync::critical_section::with_critical_section;
 use warpipe::DType;
 use warpipe::tensor::RANK_MAX;
 
@@ -280,8 +281,13 @@ pub fn import(found: &Bound<'_, PyAny>) -> PyResult<Imported> {
     Ok(Imported { device, dtype, shape, strides, address, _right: right })
 }
 
-/// A copy of the tensor, and the right to it: the capsule is marked as used.
+/// A copy of the tensor, and the right to it: the capsule is marked as used. Of several threads that have one capsule, in
+/// an interpreter without a lock of its own, one gets it.
 fn take(found: &Bound<'_, PyAny>) -> PyResult<(DLTensor, Right)> {
+    with_critical_section(found, || take_alone(found))
+}
+
+fn take_alone(found: &Bound<'_, PyAny>) -> PyResult<(DLTensor, Right)> {
     let (py, object) = (found.py(), found.as_ptr());
     // SAFETY: `object` is a live object; a capsule of this name holds what the protocol says, until it is renamed, after
     // which its destructor leaves it alone and it is ours to delete.

@@ -66,7 +66,7 @@ pub fn attach<T: Send>(
     let mut absent = None;
     let found = in_slices(py, wait, |slice| match open(slice) {
         Ok(found) => Ok(Some(found)),
-        Err(error @ Error::NoOwner { .. }) => {
+        Err(error @ (Error::NoOwner { .. } | Error::NoPublisher { .. })) => {
             absent = Some(error);
             Ok(None)
         }

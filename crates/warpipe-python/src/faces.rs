@@ -39,7 +39,7 @@ impl Memory {
     }
 
     fn make(py: Python<'_>, memory: warpipe::Memory) -> PyResult<Bound<'_, Memory>> {
-        Bound::new(py, (Memory, View::of("the memory", Place::Own(memory))?))
+        Bound::new(py, View::of("the memory", Place::Own(memory))?.add_subclass(Memory))
     }
 }
 
@@ -175,7 +175,7 @@ impl SharedMemory {
 
     /// Over what was opened.
     pub fn make(py: Python<'_>, memory: warpipe::SharedMemory) -> PyResult<Bound<'_, SharedMemory>> {
-        Bound::new(py, (SharedMemory, View::of("the memory", Place::Shared(memory))?))
+        Bound::new(py, View::of("the memory", Place::Shared(memory))?.add_subclass(SharedMemory))
     }
 }
 

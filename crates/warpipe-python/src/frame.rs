@@ -1,20 +1,17 @@
 //! A received sample as Python holds it.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
-use warpipe::Layout;
 
-use crate::array::{self, Request};
-use crate::device::Device;
-use crate::dlpack;
-use crate::errors::{Fault, Outcome};
+use crate::array;
+use crate::errors::Outcome;
 use crate::in_place::{self, Named, Openings};
-use crate::memory::{Elsewhere, Lent, Memory};
-use crate::process::Home;
+use crate::memory::{Elsewhere, Hold, Lent, Memory};
 use crate::stream::Consumer;
+use crate::tensor::{Holding, Tensor};
 use crate::wait::{Timeout, in_slices, late, none_if_late};
 
 /// A received tensor in its publisher's memory, lent until it is released. It is read where it lies.
@@ -26,13 +23,10 @@ use crate::wait::{Timeout, in_slices, late, none_if_late};
 /// The memory stays lent while this object, or any array made of it, lives, and goes back behind the work that the
 /// streams of those arrays had been given by then. ``release()``, ``finish()`` and the end of a ``with`` block give up
 /// this object's part. It is read only: NumPy knows that, PyTorch does not and faults on a write.
-#[pyclass(frozen, subclass, module = "warpipe", name = "Sample", weakref)]
+#[pyclass(frozen, subclass, extends = Tensor, module = "warpipe", name = "Sample")]
 #[derive(Debug)]
 pub struct Frame {
-    home: Home,
-    state: Mutex<State>,
-    device: warpipe::Device,
-    layout: Layout,
+    held: Arc<Holding>,
     in_place: bool,
     sequence: u64,
     sent_at_ns: u64,
@@ -40,14 +34,6 @@ pub struct Frame {
     metadata: Vec<u8>,
     discontinuity: Option<Discontinuity>,
     patience: Option<Duration>,
-}
-
-#[derive(Debug)]
-struct State {
-    /// `None` once it is released.
-    lent: Option<Arc<Lent>>,
-    /// Some array interface was asked for: whoever uses it holds this object, so the memory stays as long as that.
-    pinned: Option<Arc<Lent>>,
 }
 
 /// What lies between a frame and the one before, when that is not simply the next: another publisher.
@@ -105,105 +91,43 @@ impl Frame {
             previous_pid: found.previous_pid,
             graceful: found.graceful,
         };
-        Frame {
-            home: Home::here(),
-            device: device.clone(),
-            layout: elsewhere.as_ref().map_or(*sample.layout(), |elsewhere| elsewhere.layout),
-            in_place: elsewhere.is_some(),
-            sequence: sample.sequence(),
-            sent_at_ns: sample.sent_at_ns(),
-            received_at_ns: sample.received_at_ns(),
-            metadata,
-            discontinuity: sample.discontinuity().map(change),
-            patience,
-            state: Mutex::new(State { lent: Some(Arc::new(Lent::new(sample, elsewhere, patience))), pinned: None }),
-        }
+        let (in_place, sequence) = (elsewhere.is_some(), sample.sequence());
+        let (sent_at_ns, received_at_ns) = (sample.sent_at_ns(), sample.received_at_ns());
+        let discontinuity = sample.discontinuity().map(change);
+        let memory = Memory::of_sample(&Arc::new(Lent::new(sample, elsewhere, patience)), device);
+        let held = Holding::new("sample", Some(sequence), memory);
+        Frame { held, in_place, sequence, sent_at_ns, received_at_ns, metadata, discontinuity, patience }
     }
 
-    fn state(&self) -> Outcome<MutexGuard<'_, State>> {
-        self.home.check()?;
-        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    /// It, with what it has in common with others.
+    pub fn whole(self) -> PyClassInitializer<Frame> {
+        Tensor::of(&self.held).add_subclass(self)
     }
 
     /// What it holds.
     pub fn lent(&self) -> Outcome<Arc<Lent>> {
-        let lent = self.state()?.lent.clone();
-        lent.ok_or_else(|| Fault::released(&format!("sample {}", self.sequence)))
-    }
-
-    fn memory(&self) -> Outcome<Memory> {
-        Ok(Memory::of_sample(&self.lent()?, &self.device))
-    }
-
-    /// The memory for one who will hold this object in its place.
-    fn pinned(&self) -> Outcome<Memory> {
-        let lent = self.lent()?;
-        self.state()?.pinned = Some(lent.clone());
-        Ok(Memory::of_sample(&lent, &self.device))
+        Ok(lent_of(self.held.memory()?))
     }
 
     /// For `__repr__`.
     pub fn described(&self) -> String {
-        format!("{:?}, {}", self.layout, self.device)
+        self.held.described()
     }
 
     fn give_up(&self) -> Outcome<Option<Arc<Lent>>> {
-        Ok(self.state()?.lent.take())
+        Ok(self.held.let_go()?.map(lent_of))
+    }
+}
+
+fn lent_of(memory: Memory) -> Arc<Lent> {
+    match memory.hold {
+        Hold::Sample(lent) => lent,
+        _ => unreachable!("a frame is of a sample"),
     }
 }
 
 #[pymethods]
 impl Frame {
-    /// The dimensions, outermost first, in elements.
-    #[getter]
-    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.layout.shape())
-    }
-
-    /// The strides, in elements.
-    #[getter]
-    fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.layout.strides())
-    }
-
-    /// The element type's name, as NumPy and ml_dtypes write it: ``"float32"``, ``"bfloat16"``.
-    #[getter]
-    fn dtype(&self) -> &'static str {
-        self.layout.dtype().name()
-    }
-
-    /// The number of dimensions.
-    #[getter]
-    fn ndim(&self) -> usize {
-        self.layout.shape().len()
-    }
-
-    /// The number of elements.
-    #[getter]
-    fn size(&self) -> u64 {
-        self.layout.elements()
-    }
-
-    /// What the elements take, in bytes.
-    #[getter]
-    fn nbytes(&self) -> u64 {
-        self.layout.elements().saturating_mul(self.layout.dtype().bytes())
-    }
-
-    /// The device that it is read with.
-    #[getter]
-    fn device(&self) -> Device {
-        Device::of(&self.device)
-    }
-
-    /// The device address of the element with all indices 0. Memory that may only be read, and only while it is held.
-    ///
-    /// Raises ``ReleasedError``.
-    #[getter]
-    fn ptr(&self) -> PyResult<u64> {
-        Ok(self.memory()?.address)
-    }
-
     /// Whether it lies in its sender's own tensor, which was sent with ``zero_copy``.
     #[getter]
     fn in_place(&self) -> bool {
@@ -248,12 +172,6 @@ impl Frame {
         self.discontinuity.clone()
     }
 
-    /// Whether ``release()`` or ``finish()`` has been called, or its ``with`` block has ended.
-    #[getter]
-    fn released(&self) -> PyResult<bool> {
-        Ok(self.state()?.lent.is_none())
-    }
-
     /// Waits on the CPU until the data is complete, at most ``timeout`` seconds (default: the subscriber's; None: as long
     /// as it takes). Work on a GPU needs no such wait: its stream does it.
     ///
@@ -270,7 +188,7 @@ impl Frame {
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn finish(&self, py: Python<'_>, timeout: Timeout) -> PyResult<()> {
         let timeout = timeout.or(self.patience);
-        let lent = self.give_up()?.ok_or_else(|| Fault::released(&format!("sample {}", self.sequence)))?;
+        let lent = self.give_up()?.ok_or_else(|| self.held.released())?;
         match Arc::try_unwrap(lent) {
             Ok(sole) => {
                 let receipt = sole.release()?;
@@ -288,35 +206,13 @@ impl Frame {
     /// Raises ``ArgumentError`` for a stream of another device.
     #[pyo3(signature = (stream = None))]
     pub fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let consumer = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
+        let consumer = stream.map(|stream| Consumer::from_argument(py, &self.held.device, stream)).transpose()?;
         let lent = self.give_up()?;
         if let (Some(lent), Some(consumer)) = (&lent, &consumer) {
             lent.note(consumer);
         }
         py.detach(|| drop(lent));
         Ok(())
-    }
-
-    /// A NumPy array: in place and read only for memory of the host; of a GPU's memory a copy. Waits for the data.
-    /// Element types that NumPy lacks are those of ml_dtypes.
-    ///
-    /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DTypeError``.
-    fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        array::numpy(py, &self.memory()?)
-    }
-
-    /// A PyTorch tensor in place; PyTorch's current stream waits for the data.
-    ///
-    /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
-    fn torch<'py>(slf: &Bound<'py, Frame>) -> PyResult<Bound<'py, PyAny>> {
-        crate::torch::tensor(slf.py(), &slf.get().memory()?)
-    }
-
-    /// A CuPy array in place; CuPy's current stream waits for the data.
-    ///
-    /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
-    fn cupy<'py>(slf: &Bound<'py, Frame>) -> PyResult<Bound<'py, PyAny>> {
-        array::cupy(slf.as_any())
     }
 
     /// A JAX array: in place on the host, a copy on a GPU, because JAX gives memory of others back before it is done
@@ -326,51 +222,14 @@ impl Frame {
     /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
     #[pyo3(signature = (*, copy = None))]
     fn jax<'py>(slf: &Bound<'py, Frame>, copy: Option<bool>) -> PyResult<Bound<'py, PyAny>> {
-        array::jax(slf.as_any(), &slf.get().memory()?, copy)
+        array::jax(slf.as_any(), &slf.get().held.memory()?, copy)
     }
 
     /// The elements' slot as bytes, copied, once the data is complete: ``nbytes`` of them for a contiguous tensor.
     ///
     /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let copied = self.memory()?.copied(py)?;
-        match &copied.hold {
-            crate::memory::Hold::Copy(bytes) => Ok(PyBytes::new(py, bytes)),
-            _ => unreachable!("a copy is a copy"),
-        }
-    }
-
-    /// DLPack: a capsule of this memory; see the array API standard. ``stream`` (1, 2, a CUstream; None is 1; -1: none)
-    /// waits for the data. ``dl_device=(1, 0)`` or ``copy=True`` gives a copy on the host.
-    ///
-    /// Raises ``ExportError`` (a BufferError) for what cannot be, ``SampleLostError``, ``ReleasedError``.
-    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
-    fn __dlpack__<'py>(
-        &self,
-        py: Python<'py>,
-        stream: Option<Bound<'py, PyAny>>,
-        max_version: Option<(u32, u32)>,
-        dl_device: Option<(i32, i32)>,
-        copy: Option<bool>,
-    ) -> PyResult<Py<PyAny>> {
-        array::dlpack(py, &self.memory()?, Request { stream, max_version, dl_device, copy })
-    }
-
-    /// DLPack: ``(1, 0)`` for the host, ``(2, ordinal)`` for a GPU.
-    fn __dlpack_device__(&self) -> (i32, i32) {
-        dlpack::device_of(&self.device)
-    }
-
-    /// NumPy's array interface, on the host only; waits for the data. Who uses it keeps this object.
-    #[getter]
-    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        array::array_interface(py, &self.pinned()?)
-    }
-
-    /// The CUDA array interface, version 3, on a GPU only. Who uses it keeps this object.
-    #[getter]
-    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        array::cuda_array_interface(py, &self.pinned()?)
+        self.held.bytes(py)
     }
 
     /// As ``numpy()``, for ``np.asarray``.
@@ -381,16 +240,12 @@ impl Frame {
         dtype: Option<Bound<'py, PyAny>>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let array = self.numpy(py)?;
+        let array = array::numpy(py, &self.held.memory()?)?;
         let array = match dtype {
             Some(dtype) => array.call_method1("astype", (dtype,))?,
             None => array,
         };
         if copy == Some(true) { array.call_method0("copy") } else { Ok(array) }
-    }
-
-    fn __enter__(slf: Py<Frame>) -> Py<Frame> {
-        slf
     }
 
     #[pyo3(signature = (*_exception))]
@@ -399,6 +254,6 @@ impl Frame {
     }
 
     fn __repr__(&self) -> String {
-        format!("Sample({:?}, sequence={}, {})", self.layout, self.sequence, self.device)
+        format!("Sample({:?}, sequence={}, {})", self.held.layout, self.sequence, self.held.device)
     }
 }

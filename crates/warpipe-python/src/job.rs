@@ -10,7 +10,7 @@ use warpipe::Error;
 
 use crate::errors::{Fault, Outcome};
 use crate::frame::Frame;
-use crate::office::{End, Office};
+use crate::office::Office;
 use crate::wait::{in_slices, late, none_if_late, seconds};
 
 /// A job that was submitted: its result comes with ``handle.result()``, or with ``await handle`` in asyncio.
@@ -149,7 +149,7 @@ impl Result {
         let ours = Result { job: result.job(), attempt: result.attempt(), worker_pid: result.worker_pid() };
         let metadata = result.metadata().to_vec();
         let frame = Frame::with_metadata(result.into_sample(), metadata, device, None);
-        Py::new(py, PyClassInitializer::from(frame).add_subclass(ours))
+        Py::new(py, frame.whole().add_subclass(ours))
     }
 }
 
@@ -208,7 +208,7 @@ impl Results {
         // Asked first: what is submitted before it is shut is seen below.
         let may_end = !self.follow || self.office.is_shut();
         let end = self.office.end()?;
-        let End::Queue(queue) = &*end else { return Ok(Some(Found::End)) };
+        let queue = end.queue();
         match queue.next_result(&self.office.stream, if may_end { Duration::ZERO } else { slice }) {
             Ok(result) => return Ok(Some(Found::Result(result))),
             Err(Error::Timeout { .. }) if !may_end => return Ok(None),
@@ -243,7 +243,7 @@ impl Results {
 
     /// The next result, in the running event loop.
     fn __anext__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("warpipe._queue")?.call_method1("next_of", (slf,))
+        slf.py().import("warpipe._queue")?.call_method1("next_result", (slf,))
     }
 
     /// The result if it is there, None if it is not, and False at the end.

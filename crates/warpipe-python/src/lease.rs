@@ -90,7 +90,7 @@ impl Lease {
         let frame = Frame::with_metadata(input, metadata, &bench.device, bench.patience);
         let duty = Mutex::new(Some(duty));
         let lease = Lease { home: Home::here(), bench: bench.clone(), duty, job, attempt, deadline_ns };
-        PyClassInitializer::from(frame).add_subclass(lease)
+        frame.whole().add_subclass(lease)
     }
 
     fn duty(&self) -> Outcome<MutexGuard<'_, Option<Duty>>> {
@@ -230,7 +230,7 @@ impl Lease {
         metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
         let Bench { device, stream, copies, patience } = &lease.bench;
         let loan = Loan::new(lease.borrow(py, &layout, metadata)?, device, stream, copies, *patience);
-        Py::new(py, PyClassInitializer::from(loan).add_subclass(Output { lease: slf.clone().unbind() }))
+        Py::new(py, loan.add_subclass(Output { lease: slf.clone().unbind() }))
     }
 
     /// The job is done: with a tensor, which is copied as ``Publisher.send`` does; with an ``output`` of this lease, as it is; or

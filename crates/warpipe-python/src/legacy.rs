@@ -66,7 +66,7 @@ impl LegacyHandle {
     fn open<'py>(&self, py: Python<'py>, device: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, LegacyMemory>> {
         let device = Device::from_argument(device)?.inner;
         let memory = py.detach(|| self.inner.open(&device)).map_err(Fault::from)?;
-        Bound::new(py, (LegacyMemory, View::of("the memory", Place::Legacy(memory))?))
+        Bound::new(py, View::of("the memory", Place::Legacy(memory))?.add_subclass(LegacyMemory))
     }
 
     /// The range's length in bytes.

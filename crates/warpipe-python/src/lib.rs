@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `device`, `domain`, `stream` | where memory lies, where names live, the order of work and who uses what |
 //! | `publisher`, `loan`, `subscriber`, `frame` | the channel; `loan` is its `SampleMut`, `frame` its `Sample` with what Python adds |
+//! | `tensor` | what frames, loans and views have in common: a tensor in memory that is held, as an array of any framework |
 //! | `view`, `held` | memory of any other kind as a tensor, and when that goes back |
 //! | `faces`, `ticket`, `pool`, `legacy` | whose memory it is, and the names under which others open it |
 //! | `timeline`, `event`, `semaphore` | what streams of one process tell streams of others |
@@ -11,6 +12,7 @@
 //! | `door` | handles that Python may close, and the wait for their owners |
 //! | `outgoing`, `slot` | a publisher's loan, and what is behind every loan |
 //! | `queue`, `job`, `worker`, `lease` | jobs: who submits, what becomes of them, who does them |
+//! | `inbox` | what subscribers, workers and servers have in common |
 //! | `client`, `server`, `office` | services; `office` is what a queue and a client have in common |
 //! | `memory` | what arrays are made of, and when it goes back |
 //! | `array`, `dlpack`, `torch` | memory of ours as arrays of others |
@@ -42,6 +44,7 @@ mod faces;
 mod frame;
 mod held;
 mod in_place;
+mod inbox;
 mod job;
 mod lease;
 mod legacy;
@@ -61,6 +64,7 @@ mod slot;
 mod source;
 mod stream;
 mod subscriber;
+mod tensor;
 mod testing;
 mod ticket;
 mod timeline;
@@ -86,6 +90,7 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<device::Device>()?;
     module.add_class::<domain::Domain>()?;
     module.add_class::<stream::Stream>()?;
+    module.add_class::<tensor::Tensor>()?;
     module.add_class::<publisher::Publisher>()?;
     module.add_class::<publisher::SubscriberInfo>()?;
     module.add_class::<loan::Loan>()?;

@@ -4,19 +4,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PySlice, PyTuple};
-use warpipe::Layout;
+use pyo3::types::{PySlice, PyTuple};
 
-use crate::array::{self, Request};
+use crate::array;
 use crate::copies::Copies;
-use crate::device::{Device, is_cuda};
-use crate::dlpack;
+use crate::device::is_cuda;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{Hold, Lease, Memory};
-use crate::process::Home;
 use crate::slot::Slot;
 use crate::source::Wanted;
 use crate::stream::{Consumer, imported};
+use crate::tensor::{Holding, Tensor};
 
 /// Memory on loan that nobody reads yet, to be filled in place: see ``SampleMut``, ``Queue.loan`` and ``Output``.
 ///
@@ -24,25 +22,16 @@ use crate::stream::{Consumer, imported};
 /// ``out[...] = values``, or with ``out.copy_from(tensor)``. It is handed on behind the work of all streams that arrays of
 /// it were made on. Its contents are whatever was there. Do not write once it is handed on. What is not handed on by the
 /// end of a ``with`` block goes back.
-#[pyclass(frozen, subclass, module = "warpipe", name = "Loan", weakref)]
+#[pyclass(frozen, subclass, extends = Tensor, module = "warpipe", name = "Loan")]
 #[derive(Debug)]
 pub struct Loan {
-    home: Home,
-    state: Mutex<State>,
-    device: warpipe::Device,
+    held: Arc<Holding>,
+    /// `None` once it is handed on or discarded, and while it is filled: a lock is not held while the interpreter is let go.
+    open: Mutex<Option<Open>>,
     /// The publisher's, for what no array was made of.
     stream: warpipe::Stream,
     copies: Arc<Copies>,
-    layout: Layout,
     block: Option<Duration>,
-}
-
-#[derive(Debug)]
-struct State {
-    /// `None` once it is handed on or discarded.
-    open: Option<Open>,
-    /// Some array interface was asked for: whoever uses it holds this object, so the memory stays as long as that.
-    pinned: Option<Arc<Lease>>,
 }
 
 #[derive(Debug)]
@@ -59,57 +48,43 @@ impl Loan {
         stream: &warpipe::Stream,
         copies: &Arc<Copies>,
         block: Option<Duration>,
-    ) -> Loan {
-        let (layout, lease) = (*slot.layout(), Arc::new(Lease::new(slot.hold())));
-        Loan {
-            home: Home::here(),
-            state: Mutex::new(State { open: Some(Open { slot, lease }), pinned: None }),
+    ) -> PyClassInitializer<Loan> {
+        let lease = Arc::new(Lease::new(slot.hold()));
+        let memory = Memory {
+            layout: *slot.layout(),
+            address: slot.ptr(),
+            lowest: slot.slot_ptr(),
             device: device.clone(),
-            stream: stream.clone(),
-            copies: copies.clone(),
-            layout,
-            block,
-        }
+            read_only: false,
+            hold: Hold::Loan(lease.clone()),
+        };
+        let (held, open) = (Holding::new("the loan", None, memory), Mutex::new(Some(Open { slot, lease })));
+        let loan = Loan { held, open, stream: stream.clone(), copies: copies.clone(), block };
+        Tensor::of(&loan.held).add_subclass(loan)
     }
 
-    fn state(&self) -> Outcome<MutexGuard<'_, State>> {
-        self.home.check()?;
-        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    fn open(&self) -> Outcome<MutexGuard<'_, Option<Open>>> {
+        self.held.check()?;
+        Ok(self.open.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Its memory, while it is on loan.
     pub fn memory(&self) -> Outcome<Memory> {
-        let state = self.state()?;
-        let open = state.open.as_ref().ok_or_else(|| Fault::released("the loan"))?;
-        Ok(Memory {
-            layout: self.layout,
-            address: open.slot.ptr(),
-            lowest: open.slot.slot_ptr(),
-            device: self.device.clone(),
-            read_only: false,
-            hold: Hold::Loan(open.lease.clone()),
-        })
-    }
-
-    fn pinned(&self) -> Outcome<Memory> {
-        let memory = self.memory()?;
-        if let Hold::Loan(lease) = &memory.hold {
-            self.state()?.pinned = Some(lease.clone());
-        }
-        Ok(memory)
+        self.held.memory()
     }
 
     /// Its slot for good, and a stream behind all that fills it.
     pub fn take_out(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<(Slot, warpipe::Stream)> {
         let consumer = self.stream_of(py, stream)?;
         let open = self.take()?;
+        self.held.let_go()?;
         let stream = self.behind(&open, consumer.as_ref())?;
         Ok((open.slot, stream))
     }
 
     /// Whether it has neither been handed on nor discarded.
     pub fn is_open(&self) -> Outcome<bool> {
-        Ok(self.state()?.open.is_some())
+        Ok(!self.held.is_released()?)
     }
 
     /// How long it may take to be handed on.
@@ -119,11 +94,11 @@ impl Loan {
 
     /// For `__repr__`.
     pub fn described(&self) -> String {
-        format!("{:?}, {}", self.layout, self.device)
+        self.held.described()
     }
 
     fn take(&self) -> Outcome<Open> {
-        self.state()?.open.take().ok_or_else(|| Fault::released("the loan"))
+        self.open()?.take().ok_or_else(|| self.held.released())
     }
 
     /// Behind all that fills it.
@@ -135,13 +110,13 @@ impl Loan {
     }
 
     fn stream_of(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Consumer>> {
-        stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()
+        stream.map(|stream| Consumer::from_argument(py, &self.held.device, stream)).transpose()
     }
 
     /// An array of whatever framework is at hand, for `out[...] = values`.
     fn array<'py>(slf: &Bound<'py, Loan>) -> PyResult<Bound<'py, PyAny>> {
         let (py, loan) = (slf.py(), slf.get());
-        if !is_cuda(&loan.device) {
+        if !is_cuda(&loan.held.device) {
             return array::numpy(py, &loan.memory()?);
         }
         match framework(py)? {
@@ -177,9 +152,9 @@ fn is_everything(key: &Bound<'_, PyAny>) -> PyResult<bool> {
 
 impl Drop for Loan {
     fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let Some(Open { slot, lease }) = state.open.take() else { return };
-        if self.home.is_here() {
+        let open = self.open.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let Some(Open { slot, lease }) = open.take() else { return };
+        if self.held.check().is_ok() {
             match lease.consumers.join(&self.stream) {
                 // If it cannot be enqueued, the slot is back all the same.
                 Ok(stream) => drop(slot.discard(&stream)),
@@ -192,62 +167,6 @@ impl Drop for Loan {
 
 #[pymethods]
 impl Loan {
-    /// The dimensions, outermost first, in elements.
-    #[getter]
-    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.layout.shape())
-    }
-
-    /// The strides, in elements.
-    #[getter]
-    fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.layout.strides())
-    }
-
-    /// The element type's name, as NumPy and ml_dtypes write it.
-    #[getter]
-    fn dtype(&self) -> &'static str {
-        self.layout.dtype().name()
-    }
-
-    /// The number of dimensions.
-    #[getter]
-    fn ndim(&self) -> usize {
-        self.layout.shape().len()
-    }
-
-    /// The number of elements.
-    #[getter]
-    fn size(&self) -> u64 {
-        self.layout.elements()
-    }
-
-    /// What the elements take, in bytes.
-    #[getter]
-    fn nbytes(&self) -> u64 {
-        self.layout.bytes()
-    }
-
-    /// The device whose memory it is.
-    #[getter]
-    fn device(&self) -> Device {
-        Device::of(&self.device)
-    }
-
-    /// The device address of the element with all indices 0, to be written until it is handed on.
-    ///
-    /// Raises ``ReleasedError``.
-    #[getter]
-    fn ptr(&self) -> PyResult<u64> {
-        Ok(self.memory()?.address)
-    }
-
-    /// Whether it has been handed on or discarded.
-    #[getter]
-    fn released(&self) -> PyResult<bool> {
-        Ok(self.state()?.open.is_none())
-    }
-
     /// Sets what travels with it: a dict (as JSON), or bytes; at most 256 bytes beside a frame, 200 beside a job.
     ///
     /// Raises ``MetadataError``, ``ReleasedError``.
@@ -255,7 +174,7 @@ impl Loan {
         // Taken out meanwhile: the interpreter runs in between.
         let mut open = self.take()?;
         let set = open.slot.set_metadata(Some(metadata));
-        self.state()?.open = Some(open);
+        *self.open()? = Some(open);
         set
     }
 
@@ -266,7 +185,8 @@ impl Loan {
     #[pyo3(signature = (stream = None))]
     pub fn discard(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let consumer = self.stream_of(py, stream)?;
-        let Some(open) = self.state()?.open.take() else { return Ok(()) };
+        let Some(open) = self.open()?.take() else { return Ok(()) };
+        self.held.let_go()?;
         let stream = self.behind(&open, consumer.as_ref())?;
         Ok(open.slot.discard(&stream)?)
     }
@@ -275,10 +195,11 @@ impl Loan {
     ///
     /// Raises ``LayoutError``, ``DTypeError``, ``WrongDeviceError``, ``ReleasedError``.
     fn copy_from(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
-        let source = Wanted { device: &self.device, stream: None, own: &self.stream, packed: true, lasting: false }
-            .find(tensor)?;
-        if source.layout != self.layout {
-            let said = format!("{:?} does not fit {:?}", source.layout, self.layout);
+        let source =
+            Wanted { device: &self.held.device, stream: None, own: &self.stream, packed: true, lasting: false }
+                .find(tensor)?;
+        if source.layout != self.held.layout {
+            let said = format!("{:?} does not fit {:?}", source.layout, self.held.layout);
             return Err(Fault::layout(said).into());
         }
         // Taken out meanwhile: a lock is not held while the interpreter is let go.
@@ -287,15 +208,15 @@ impl Loan {
         if let Ok(stream) = &filled {
             open.lease.consumers.note(&Consumer::own(stream));
         }
-        self.state()?.open = Some(open);
+        *self.open()? = Some(open);
         filled.map(drop)
     }
 
     fn __setitem__(slf: &Bound<'_, Loan>, key: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let (py, loan) = (slf.py(), slf.get());
-        if is_cuda(&loan.device) && is_everything(key)? && framework(py)?.is_none() {
+        if is_cuda(&loan.held.device) && is_everything(key)? && framework(py)?.is_none() {
             // The values are the host's, and no kernel is at hand that could spread them on the GPU.
-            return loan.copy_from(py, &array::full(py, &loan.layout, value)?);
+            return loan.copy_from(py, &array::full(py, &loan.held.layout, value)?);
         }
         Loan::array(slf)?.set_item(key, value)
     }
@@ -304,69 +225,12 @@ impl Loan {
         Loan::array(slf)?.get_item(key)
     }
 
-    /// A writable NumPy array in place, on the host only. Element types that NumPy lacks are those of ml_dtypes.
-    ///
-    /// Raises ``ReleasedError``, ``DTypeError``, ``ExportError`` on a GPU.
-    fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        array::numpy(py, &self.memory()?)
-    }
-
-    /// A PyTorch tensor in place; the loan is handed on behind PyTorch's current stream of now.
-    ///
-    /// Raises ``ReleasedError``, ``ImportError``.
-    fn torch<'py>(slf: &Bound<'py, Loan>) -> PyResult<Bound<'py, PyAny>> {
-        crate::torch::tensor(slf.py(), &slf.get().memory()?)
-    }
-
-    /// A CuPy array in place; the loan is handed on behind CuPy's current stream of now.
-    ///
-    /// Raises ``ReleasedError``, ``ImportError``.
-    fn cupy<'py>(slf: &Bound<'py, Loan>) -> PyResult<Bound<'py, PyAny>> {
-        array::cupy(slf.as_any())
-    }
-
-    /// DLPack: a capsule of this memory, writable; see the array API standard. The loan is handed on behind ``stream``.
-    ///
-    /// Raises ``ExportError`` (a BufferError) for what cannot be, ``ReleasedError``.
-    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
-    fn __dlpack__<'py>(
-        &self,
-        py: Python<'py>,
-        stream: Option<Bound<'py, PyAny>>,
-        max_version: Option<(u32, u32)>,
-        dl_device: Option<(i32, i32)>,
-        copy: Option<bool>,
-    ) -> PyResult<Py<PyAny>> {
-        array::dlpack(py, &self.memory()?, Request { stream, max_version, dl_device, copy })
-    }
-
-    /// DLPack: ``(1, 0)`` for the host, ``(2, ordinal)`` for a GPU.
-    fn __dlpack_device__(&self) -> (i32, i32) {
-        dlpack::device_of(&self.device)
-    }
-
-    /// NumPy's array interface, on the host only. Who uses it keeps this object.
-    #[getter]
-    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        array::array_interface(py, &self.pinned()?)
-    }
-
-    /// The CUDA array interface, version 3, on a GPU only. Who uses it keeps this object.
-    #[getter]
-    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        array::cuda_array_interface(py, &self.pinned()?)
-    }
-
-    fn __enter__(slf: Py<Loan>) -> Py<Loan> {
-        slf
-    }
-
     #[pyo3(signature = (*_exception))]
     fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
         self.discard(py, None)
     }
 
     fn __repr__(&self) -> String {
-        format!("Loan({:?}, {})", self.layout, self.device)
+        format!("Loan({})", self.held.described())
     }
 }

@@ -169,7 +169,8 @@ fn call<T: for<'py> IntoPyObject<'py> + Send>(callback: &Py<PyAny>, argument: T)
     });
 }
 
-/// Who is in a domain, followed until this is closed: ``for change in Members.watch():``, or with callbacks.
+/// Who is in a domain, followed until this is closed: ``for change in Members.watch():``, ``async for``, or with
+/// callbacks.
 ///
 /// A watch is no member: nobody sees it.
 #[pyclass(frozen, module = "warpipe", weakref)]
@@ -229,6 +230,15 @@ impl Members {
         Ok(found.as_ref().map(Change::of))
     }
 
+    /// Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it loses none.
+    ///
+    /// Raises as ``changes``.
+    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
+    fn changes_async<'py>(slf: &Bound<'py, Members>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
+        optional(timeout, "timeout")?;
+        slf.py().import("warpipe._members")?.call_method1("change_within", (slf, timeout))
+    }
+
     /// Calls ``cleanup`` with the ``MemberInfo`` of a member of this name when it has died (not when it leaves), once: of the
     /// one that is there, or the next that dies.
     ///
@@ -282,6 +292,15 @@ impl Members {
             Err(_) if self.closed()? => Err(PyStopIteration::new_err(())),
             other => other,
         }
+    }
+
+    fn __aiter__(slf: Py<Members>) -> Py<Members> {
+        slf
+    }
+
+    /// The next change, in the running event loop.
+    fn __anext__<'py>(slf: &Bound<'py, Members>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("warpipe._members")?.call_method1("next_change", (slf,))
     }
 
     fn __enter__(slf: Py<Members>) -> Py<Members> {

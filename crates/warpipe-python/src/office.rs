@@ -17,7 +17,7 @@ use crate::process::Home;
 use crate::slot::{self, Slot};
 use crate::source::Wanted;
 use crate::stream::Consumer;
-use crate::wait::in_slices;
+use crate::wait::{in_slices, late, none_if_late, optional};
 
 /// Told apart for ever, so that an event loop's table of them cannot mistake one for another.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
@@ -32,6 +32,22 @@ pub enum End {
 }
 
 impl End {
+    /// A queue's own.
+    pub fn queue(&self) -> &warpipe::Queue {
+        match self {
+            End::Queue(queue) => queue,
+            End::Client(_) => unreachable!("a queue's end is a queue"),
+        }
+    }
+
+    /// A client's own.
+    pub fn client(&self) -> &warpipe::Client {
+        match self {
+            End::Client(client) => client,
+            End::Queue(_) => unreachable!("a client's end is a client"),
+        }
+    }
+
     fn loan(&self, layout: &Layout) -> Result<warpipe::Loan, Error> {
         match self {
             End::Queue(queue) => queue.loan(layout),
@@ -47,8 +63,7 @@ impl End {
         }
     }
 
-    /// Waits for workers, or servers.
-    pub fn wait_for_workers(&self, count: usize, timeout: Duration) -> Result<(), Error> {
+    fn wait_for_workers(&self, count: usize, timeout: Duration) -> Result<(), Error> {
         match self {
             End::Queue(queue) => queue.wait_for_workers(count, timeout),
             End::Client(client) => client.wait_for_servers(count, timeout),
@@ -124,6 +139,13 @@ impl Office {
         self.is_shut.load(Ordering::Acquire)
     }
 
+    /// Waits until there are `count` workers, or servers: `what` they are called.
+    pub fn wait_for(&self, py: Python<'_>, what: &str, count: usize, timeout: Option<f64>) -> PyResult<()> {
+        let timeout = optional(timeout, "timeout")?;
+        let come = in_slices(py, timeout, |slice| none_if_late(self.end()?.wait_for_workers(count, slice)))?;
+        Ok(come.ok_or_else(|| late(format!("{what} {count} of {:?}", self.name), timeout))?)
+    }
+
     /// Whether there is no job left whose outcome was not taken.
     pub fn is_empty(&self) -> Outcome<bool> {
         let state = self.end()?.state()?;
@@ -161,10 +183,10 @@ impl Office {
     }
 
     /// A loan to be filled by the caller.
-    pub fn loan(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Loan> {
+    pub fn loan(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Py<Loan>> {
         metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
         let slot = self.borrow(py, layout, metadata)?;
-        Ok(Loan::new(slot, &self.device, &self.stream, &self.copies, self.patience))
+        Py::new(py, Loan::new(slot, &self.device, &self.stream, &self.copies, self.patience))
     }
 
     /// An input, and the stream behind which it is filled: a tensor is copied, a loan of this queue's is taken.

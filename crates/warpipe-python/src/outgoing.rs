@@ -55,8 +55,8 @@ pub struct Outgoing {}
 
 impl Outgoing {
     /// Of a loan of a publisher.
-    pub fn new(py: Python<'_>, loan: Loan) -> PyResult<Py<Outgoing>> {
-        Py::new(py, PyClassInitializer::from(loan).add_subclass(Outgoing {}))
+    pub fn new(py: Python<'_>, loan: PyClassInitializer<Loan>) -> PyResult<Py<Outgoing>> {
+        Py::new(py, loan.add_subclass(Outgoing {}))
     }
 }
 

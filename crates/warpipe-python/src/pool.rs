@@ -135,7 +135,7 @@ impl Pool {
     fn allocate<'py>(&self, py: Python<'py>, nbytes: u64, timeout: Option<f64>) -> PyResult<Bound<'py, Buffer>> {
         let timeout = optional(timeout, "timeout")?;
         let block = allocate(py, timeout, |slice| Ok(self.door.get()?.allocate_timeout(nbytes, slice)?))?;
-        Bound::new(py, (Buffer, View::of("the block", Place::Block(block))?))
+        Bound::new(py, View::of("the block", Place::Block(block))?.add_subclass(Buffer))
     }
 
     /// What it has now.
@@ -302,7 +302,7 @@ pub struct LentBuffer {
 impl LentBuffer {
     fn make(py: Python<'_>, block: warpipe::LentBuffer) -> PyResult<Bound<'_, LentBuffer>> {
         let name = block.name().to_owned();
-        Bound::new(py, (LentBuffer { name }, View::of("the block", Place::Lent(block))?))
+        Bound::new(py, View::of("the block", Place::Lent(block))?.add_subclass(LentBuffer { name }))
     }
 }
 

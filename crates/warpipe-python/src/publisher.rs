@@ -49,10 +49,19 @@ pub struct Publisher {
     inner: Mutex<Option<Arc<warpipe::Publisher>>>,
     /// For what comes without a stream of its own.
     stream: warpipe::Stream,
+    opened: Opened,
     /// How long `send` waits for room.
     block: Option<Duration>,
     loan_timeout: Option<Duration>,
     copies: Arc<Copies>,
+}
+
+/// What it was opened with.
+#[derive(Debug)]
+struct Opened {
+    policy: &'static str,
+    depth: u32,
+    history: u32,
 }
 
 /// A subscriber, as ``Publisher.subscribers`` shows it.
@@ -93,13 +102,14 @@ pub fn word_of(state: PeerState) -> &'static str {
     }
 }
 
-fn policy(name: &str, timeout: Option<Duration>) -> Outcome<Policy> {
+/// A policy, and its name.
+fn policy(name: &str, timeout: Option<Duration>) -> Outcome<(&'static str, Policy)> {
     Ok(match name {
         // In slices, in between which signals are seen.
-        "block" => Policy::Block { timeout: timeout.unwrap_or(SLICE).min(SLICE) },
-        "drop_oldest" => Policy::DropOldest,
-        "drop_newest" => Policy::DropNewest,
-        "fail" => Policy::Fail,
+        "block" => ("block", Policy::Block { timeout: timeout.unwrap_or(SLICE).min(SLICE) }),
+        "drop_oldest" => ("drop_oldest", Policy::DropOldest),
+        "drop_newest" => ("drop_newest", Policy::DropNewest),
+        "fail" => ("fail", Policy::Fail),
         _ => {
             let allowed = "\"block\", \"drop_oldest\", \"drop_newest\" or \"fail\"";
             return Err(Fault::argument("policy", format!("{name:?}"), allowed));
@@ -183,11 +193,12 @@ impl Publisher {
     ) -> PyResult<Publisher> {
         let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
         let (block, loan_timeout) = (optional(timeout, "timeout")?, optional(loan_timeout, "loan_timeout")?);
+        let (policy, chosen) = self::policy(policy, block)?;
         let builder = warpipe::Publisher::builder(name)
             .domain(&domain)
             .device(&device)
             .depth(depth)
-            .policy(self::policy(policy, block)?)
+            .policy(chosen)
             .history(history)
             .memory_limit(memory_limit)
             .loan_timeout(loan_timeout.unwrap_or(SLICE).min(SLICE))
@@ -204,6 +215,7 @@ impl Publisher {
             device,
             inner: Mutex::new(Some(Arc::new(inner))),
             stream,
+            opened: Opened { policy, depth, history },
             block,
             loan_timeout,
             copies: Arc::default(),
@@ -221,6 +233,30 @@ impl Publisher {
     #[getter]
     fn device(&self) -> Device {
         Device::of(&self.device)
+    }
+
+    /// What happens when a subscriber has ``depth`` frames: ``"block"``, ``"drop_oldest"``, ``"drop_newest"`` or ``"fail"``.
+    #[getter]
+    fn policy(&self) -> &'static str {
+        self.opened.policy
+    }
+
+    /// How many frames a subscriber may have received and not released.
+    #[getter]
+    fn depth(&self) -> u32 {
+        self.opened.depth
+    }
+
+    /// How many of the last frames a late subscriber gets first.
+    #[getter]
+    fn history(&self) -> u32 {
+        self.opened.history
+    }
+
+    /// How many seconds ``send`` waits for room; None for as long as it takes.
+    #[getter]
+    fn timeout(&self) -> Option<f64> {
+        self.block.map(|block| block.as_secs_f64())
     }
 
     /// Whether it has been closed.

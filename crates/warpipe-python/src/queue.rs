@@ -159,12 +159,10 @@ impl Queue {
         timeout: Timeout,
     ) -> PyResult<JobHandle> {
         let input = self.office.input(py, tensor, metadata, stream)?;
-        let handle =
-            self.office.submit(py, input, timeout.or(self.submit_timeout), |end, loan, stream, _| match end {
-                // It waits as long as a slice.
-                End::Queue(queue) => queue.submit(loan, stream),
-                End::Client(_) => unreachable!("a queue's end is a queue"),
-            })?;
+        let handle = self.office.submit(py, input, timeout.or(self.submit_timeout), |end, loan, stream, _| {
+            // It waits as long as a slice.
+            end.queue().submit(loan, stream)
+        })?;
         Ok(JobHandle::new(&self.office, handle))
     }
 
@@ -179,7 +177,7 @@ impl Queue {
         shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
         metadata: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Loan> {
+    ) -> PyResult<Py<Loan>> {
         self.office.loan(py, &dtype::layout(shape, dtype)?, metadata)
     }
 
@@ -201,10 +199,7 @@ impl Queue {
     #[pyo3(signature = (timeout = None))]
     fn drain(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
-        let drained = in_slices(py, timeout, |slice| match &*self.office.end()? {
-            End::Queue(queue) => none_if_late(queue.drain(slice)),
-            End::Client(_) => unreachable!("a queue's end is a queue"),
-        })?;
+        let drained = in_slices(py, timeout, |slice| none_if_late(self.office.end()?.queue().drain(slice)))?;
         Ok(drained.ok_or_else(|| late(format!("the end of the jobs of {:?}", self.office.name), timeout))?)
     }
 
@@ -213,10 +208,7 @@ impl Queue {
     /// Raises ``TimeoutError`` (it is shut all the same), ``ClosedError``.
     #[pyo3(signature = (timeout = None))]
     fn shutdown(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let shut = py.detach(|| match &*self.office.end()? {
-            End::Queue(queue) => none_if_late(queue.shutdown(Duration::ZERO)),
-            End::Client(_) => unreachable!("a queue's end is a queue"),
-        })?;
+        let shut = py.detach(|| none_if_late(self.office.end()?.queue().shutdown(Duration::ZERO)))?;
         self.office.shut();
         if shut.is_some() { Ok(()) } else { self.drain(py, timeout) }
     }
@@ -226,9 +218,7 @@ impl Queue {
     /// Raises ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (count = 1, timeout = Some(10.0)), text_signature = "($self, count=1, timeout=10.0)")]
     fn wait_for_workers(&self, py: Python<'_>, count: usize, timeout: Option<f64>) -> PyResult<()> {
-        let timeout = optional(timeout, "timeout")?;
-        let come = in_slices(py, timeout, |slice| none_if_late(self.office.end()?.wait_for_workers(count, slice)))?;
-        Ok(come.ok_or_else(|| late(format!("worker {count} of {:?}", self.office.name), timeout))?)
+        self.office.wait_for(py, "worker", count, timeout)
     }
 
     /// How it fares just now.
@@ -244,10 +234,7 @@ impl Queue {
     /// Raises ``ClosedError``.
     #[getter]
     fn memory_in_use(&self) -> PyResult<(u64, u64)> {
-        match &*self.office.end()? {
-            End::Queue(queue) => Ok(queue.memory_in_use()),
-            End::Client(_) => unreachable!("a queue's end is a queue"),
-        }
+        Ok(self.office.end()?.queue().memory_in_use())
     }
 
     /// Ends it: workers are told, and whoever waits for a job. Results that were received stay. Closing twice is no error.

@@ -1,7 +1,8 @@
 //! Who answers for a service, as Python holds it.
 
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -9,15 +10,14 @@ use pyo3::types::PyTuple;
 use crate::copies::Copies;
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::errors::{Fault, Outcome};
+use crate::errors::Fault;
+use crate::inbox::Inbox;
 use crate::lease::{Bench, Lease};
-use crate::process::Home;
-use crate::turn::{Closed, Turn};
-use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
-use crate::worker::stream_of;
+use crate::stream::stream_of;
+use crate::wait::{SLICE, Timeout, optional, seconds};
 
 /// Answers the requests of all clients of a service, together with the others that do: ``for request in
-/// Server("embed"):``, or ``accept()``. Clients are found as they come.
+/// Server("embed"):``, ``accept()``, or ``async for``. Clients are found as they come.
 ///
 /// ``device``: what it works with, in whose memory the replies lie (default: the first GPU, else the host). ``timeout``:
 /// seconds to wait for a request (default: None, as long as it takes). ``answer_timeout``: seconds that a reply may wait for
@@ -30,31 +30,21 @@ use crate::worker::stream_of;
 /// ``with`` block: what it was sent and has not accepted goes to other servers.
 ///
 /// Raises ``InvalidNameError``, ``DomainError``, ``DeviceError``.
-#[pyclass(frozen, module = "warpipe", weakref)]
+#[pyclass(frozen, subclass, module = "warpipe", name = "_Server", weakref)]
 #[derive(Debug)]
 pub struct Server {
-    home: Home,
-    service: String,
-    timeout: Option<Duration>,
+    inbox: Inbox<warpipe::Server>,
     bench: Bench,
-    turn: Turn<warpipe::Server>,
 }
 
 impl Server {
-    fn within<R>(&self, limit: Duration, work: impl FnOnce(&mut warpipe::Server) -> R) -> Outcome<Option<R>> {
-        self.home.check()?;
-        self.turn.with(limit, work).map_err(|Closed| Fault::closed("server", &self.service))
+    fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Request>> {
+        let take = |inner: &mut warpipe::Server, limit| inner.accept(&self.bench.stream, limit);
+        let request = self.inbox.next(py, timeout, "a request to", take)?;
+        self.request(py, request)
     }
 
-    fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Request>> {
-        let request = in_slices(py, timeout, |slice| {
-            let start = Instant::now();
-            let look = |server: &mut warpipe::Server| {
-                none_if_late(server.accept(&self.bench.stream, slice.saturating_sub(start.elapsed())))
-            };
-            Ok(self.within(slice, look)?.transpose()?.flatten())
-        })?;
-        let request = request.ok_or_else(|| late(format!("a request to {:?}", self.service), timeout))?;
+    fn request(&self, py: Python<'_>, request: warpipe::Request) -> PyResult<Py<Request>> {
         let ours = Request { client_pid: request.client_pid() };
         Py::new(py, Lease::parts(request.into_lease(), &self.bench).add_subclass(ours))
     }
@@ -94,13 +84,13 @@ impl Server {
         let stream = stream_of(py, &device, stream)?;
         let server = py.detach(|| builder.build()).map_err(Fault::from)?;
         let bench = Bench { device, stream, copies: Arc::new(Copies::default()), patience };
-        Ok(Server { home: Home::here(), service: service.to_owned(), timeout, bench, turn: Turn::new(server) })
+        Ok(Server { inbox: Inbox::new("server", service, timeout, server), bench })
     }
 
     /// The service's name.
     #[getter]
     fn service(&self) -> &str {
-        &self.service
+        &self.inbox.name
     }
 
     /// The device that it works with.
@@ -112,8 +102,13 @@ impl Server {
     /// Whether it has been closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
-        self.home.check()?;
-        Ok(self.turn.is_closed())
+        Ok(self.inbox.is_closed()?)
+    }
+
+    /// How many seconds a wait lasts that is asked for with this timeout; None for as long as it takes.
+    #[pyo3(text_signature = "($self, timeout)")]
+    fn _limit(&self, timeout: Timeout) -> Option<f64> {
+        self.inbox.limit(timeout)
     }
 
     /// How many clients it is attached to. It attaches to new ones while it waits for requests.
@@ -121,8 +116,7 @@ impl Server {
     /// Raises ``ClosedError``.
     #[getter]
     fn clients(&self, py: Python<'_>) -> PyResult<usize> {
-        let said = in_slices(py, None, |slice| self.within(slice, |server| server.clients()))?;
-        Ok(said.ok_or_else(|| late("its turn".into(), None))?)
+        self.inbox.ask(py, |server| server.clients())
     }
 
     /// Waits for the next request of any client, at most ``timeout`` seconds (default: the server's; None: as long as it
@@ -131,13 +125,28 @@ impl Server {
     /// Raises ``TimeoutError``, ``SystemCallError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn accept(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Request>> {
-        self.next_within(py, timeout.or(self.timeout))
+        self.next_within(py, timeout.or(self.inbox.timeout))
+    }
+
+    /// The next request if there is one, else None. It attaches to new clients as ``accept`` does.
+    ///
+    /// Raises as ``accept``, without the timeout.
+    fn try_accept(&self, py: Python<'_>) -> PyResult<Option<Py<Request>>> {
+        let request = self.inbox.ask(py, |server| server.try_accept(&self.bench.stream))?.map_err(Fault::from)?;
+        request.map(|request| self.request(py, request)).transpose()
+    }
+
+    /// A descriptor that is readable when ``try_accept`` is worth a call (an epoll descriptor, which nests), and once a
+    /// second. Accept until it gives None before waiting on it.
+    ///
+    /// Raises ``ClosedError``.
+    fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
+        self.inbox.ask(py, |server| server.as_raw_fd())
     }
 
     /// Takes no more requests. Those that were accepted can still be answered. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.home.check()?;
-        py.detach(|| self.turn.close());
+        self.inbox.close(py)?;
         self.bench.copies.settle(py, self.bench.patience)
     }
 
@@ -147,7 +156,7 @@ impl Server {
 
     /// The next request.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Request>> {
-        self.next_within(py, self.timeout)
+        self.next_within(py, self.inbox.timeout)
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -160,7 +169,7 @@ impl Server {
     }
 
     fn __repr__(&self) -> String {
-        format!("Server({:?}, {})", self.service, self.bench.device)
+        format!("Server({:?}, {})", self.inbox.name, self.bench.device)
     }
 }
 

@@ -214,6 +214,18 @@ impl Consumer {
     }
 }
 
+/// The stream of an argument, or a new one.
+pub fn stream_of(
+    py: Python<'_>,
+    device: &warpipe::Device,
+    stream: Option<&Bound<'_, PyAny>>,
+) -> PyResult<warpipe::Stream> {
+    match stream {
+        Some(stream) => Ok(Consumer::from_argument(py, device, stream)?.linked().clone()),
+        None => Ok(device.stream().map_err(Fault::from)?),
+    }
+}
+
 type Known = HashMap<(u32, usize, bool), Consumer>;
 
 static KNOWN: Mutex<Option<Known>> = Mutex::new(None);

@@ -1,23 +1,22 @@
 //! The subscriber as Python holds it.
 
 use std::os::fd::AsRawFd;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use warpipe::Error;
 
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::errors::{Fault, Outcome};
+use crate::door::attach;
+use crate::errors::Fault;
 use crate::frame::Frame;
 use crate::in_place::Openings;
-use crate::process::Home;
+use crate::inbox::Inbox;
 use crate::publisher::word_of;
-use crate::stream::Consumer;
-use crate::turn::{Closed, Turn};
-use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, seconds};
+use crate::stream::stream_of;
+use crate::wait::{SLICE, Timeout, optional, seconds};
 
 /// Receives the tensors of one publisher: ``for frame in Subscriber("camera/front"):``, ``receive()``, or ``async for``.
 ///
@@ -33,42 +32,22 @@ use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, seconds};
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Subscriber", weakref)]
 #[derive(Debug)]
 pub struct Subscriber {
-    home: Home,
-    name: String,
+    inbox: Inbox<warpipe::Subscriber>,
     device: warpipe::Device,
     stream: warpipe::Stream,
-    timeout: Option<Duration>,
-    turn: Turn<warpipe::Subscriber>,
     openings: Openings,
 }
 
 impl Subscriber {
-    /// Runs `work` when it is our turn; nothing if that does not come within `limit`.
-    fn within<R>(&self, limit: Duration, work: impl FnOnce(&mut warpipe::Subscriber) -> R) -> Outcome<Option<R>> {
-        self.home.check()?;
-        self.turn.with(limit, work).map_err(|Closed| Fault::closed("subscriber", &self.name))
-    }
-
-    /// Asks for something that is there at once, as soon as it is our turn.
-    fn ask<R: Send>(&self, py: Python<'_>, work: impl Fn(&mut warpipe::Subscriber) -> R + Send + Sync) -> PyResult<R> {
-        let said = in_slices(py, None, |slice| self.within(slice, &work))?;
-        Ok(said.ok_or_else(|| late("its turn".into(), None))?)
-    }
-
-    fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Option<Frame>> {
-        let sample = in_slices(py, timeout, |slice| {
-            let start = Instant::now();
-            let look = |subscriber: &mut warpipe::Subscriber| {
-                none_if_late(subscriber.receive_timeout(&self.stream, slice.saturating_sub(start.elapsed())))
-            };
-            Ok(self.within(slice, look)?.transpose()?.flatten())
-        })?;
+    fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Frame>> {
+        let take = |inner: &mut warpipe::Subscriber, limit| inner.receive_timeout(&self.stream, limit);
+        let sample = self.inbox.next(py, timeout, "a sample of", take)?;
         self.frame(py, sample)
     }
 
-    fn frame(&self, py: Python<'_>, sample: Option<warpipe::Sample>) -> PyResult<Option<Frame>> {
-        let Some(sample) = sample else { return Ok(None) };
-        Ok(Some(py.detach(|| Frame::new(sample, &self.device, self.timeout, &self.openings))?))
+    fn frame(&self, py: Python<'_>, sample: warpipe::Sample) -> PyResult<Py<Frame>> {
+        let frame = py.detach(|| Frame::new(sample, &self.device, self.inbox.timeout, &self.openings))?;
+        Py::new(py, frame.whole())
     }
 }
 
@@ -93,46 +72,24 @@ impl Subscriber {
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Subscriber> {
         let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
-        let wait = wait.map(|wait| seconds(wait, "wait")).transpose()?;
-        let timeout = timeout.map(|timeout| seconds(timeout, "timeout")).transpose()?;
+        let (wait, timeout) = (optional(wait, "wait")?, optional(timeout, "timeout")?);
         let builder = warpipe::Subscriber::builder(name)
             .domain(&domain)
             .device(&device)
             .reconnect(reconnect)
             .spin(seconds(spin, "spin")?.min(SLICE))
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
-        let stream = match stream {
-            Some(stream) => Consumer::from_argument(py, &device, stream)?.linked().clone(),
-            None => device.stream().map_err(Fault::from)?,
-        };
-        let mut absent = None;
-        let attached = in_slices(py, wait, |slice| {
-            match builder.clone().wait_for_publisher((!slice.is_zero()).then_some(slice)).build() {
-                Ok(subscriber) => Ok(Some(subscriber)),
-                Err(error @ Error::NoPublisher { .. }) => {
-                    absent = Some(error);
-                    Ok(None)
-                }
-                Err(error) => Err(error.into()),
-            }
-        })?;
-        let absent = || absent.map_or_else(|| late("a publisher".into(), wait), Fault::from);
-        let turn = Turn::new(attached.ok_or_else(absent)?);
-        Ok(Subscriber {
-            home: Home::here(),
-            name: name.to_owned(),
-            device,
-            stream,
-            timeout,
-            turn,
-            openings: Openings::default(),
-        })
+        let stream = stream_of(py, &device, stream)?;
+        let subscriber =
+            attach(py, wait, |slice| builder.clone().wait_for_publisher((!slice.is_zero()).then_some(slice)).build())?;
+        let inbox = Inbox::new("subscriber", name, timeout, subscriber);
+        Ok(Subscriber { inbox, device, stream, openings: Openings::default() })
     }
 
     /// The name it listens to.
     #[getter]
     fn name(&self) -> &str {
-        &self.name
+        &self.inbox.name
     }
 
     /// The device that it reads with.
@@ -144,14 +101,13 @@ impl Subscriber {
     /// Whether it has been closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
-        self.home.check()?;
-        Ok(self.turn.is_closed())
+        Ok(self.inbox.is_closed()?)
     }
 
-    /// How long it waits, in seconds; None for as long as it takes.
-    #[getter]
-    fn _timeout(&self) -> Option<f64> {
-        self.timeout.map(|timeout| timeout.as_secs_f64())
+    /// How many seconds a wait lasts that is asked for with this timeout; None for as long as it takes.
+    #[pyo3(text_signature = "($self, timeout)")]
+    fn _limit(&self, timeout: Timeout) -> Option<f64> {
+        self.inbox.limit(timeout)
     }
 
     /// How its publisher fares: ``"alive"``, ``"stalled"``, ``"leaving"``, ``"suspect"``, ``"dead"``; None while there is
@@ -160,7 +116,7 @@ impl Subscriber {
     /// Raises ``ClosedError``.
     #[getter]
     fn publisher_state(&self, py: Python<'_>) -> PyResult<Option<&'static str>> {
-        self.ask(py, |subscriber| subscriber.publisher_state().map(word_of))
+        self.inbox.ask(py, |subscriber| subscriber.publisher_state().map(word_of))
     }
 
     /// The publisher's process id; None while there is none.
@@ -168,7 +124,7 @@ impl Subscriber {
     /// Raises ``ClosedError``.
     #[getter]
     fn publisher_pid(&self, py: Python<'_>) -> PyResult<Option<i32>> {
-        self.ask(py, |subscriber| subscriber.publisher_pid())
+        self.inbox.ask(py, |subscriber| subscriber.publisher_pid())
     }
 
     /// Frames that it did not get because of the publisher's policy.
@@ -176,7 +132,7 @@ impl Subscriber {
     /// Raises ``ClosedError``.
     #[getter]
     fn dropped(&self, py: Python<'_>) -> PyResult<u64> {
-        self.ask(py, |subscriber| subscriber.dropped())
+        self.inbox.ask(py, |subscriber| subscriber.dropped())
     }
 
     /// Waits for the next frame, at most ``timeout`` seconds (default: the subscriber's; None: as long as it takes).
@@ -184,19 +140,17 @@ impl Subscriber {
     /// Raises ``TimeoutError``; ``PublisherGoneError`` once everything that it completed has been received (not with
     /// ``reconnect``); for a tensor that was sent where it lies ``ExporterGoneError``, ``LegacyHandleError``; ``EvictedError``, ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
-    fn receive(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Frame> {
-        let timeout = timeout.or(self.timeout);
-        let frame = self.next_within(py, timeout)?;
-        Ok(frame.ok_or_else(|| late(format!("a sample of {:?}", self.name), timeout))?)
+    fn receive(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Frame>> {
+        self.next_within(py, timeout.or(self.inbox.timeout))
     }
 
     /// The next frame if there is one, else None.
     ///
     /// Raises as ``receive``, without the timeout.
-    fn try_receive(&self, py: Python<'_>) -> PyResult<Option<Frame>> {
-        let sample = self.ask(py, |subscriber| subscriber.try_receive(&self.stream))?;
+    fn try_receive(&self, py: Python<'_>) -> PyResult<Option<Py<Frame>>> {
+        let sample = self.inbox.ask(py, |subscriber| subscriber.try_receive(&self.stream))?;
         let sample = sample.map_err(Fault::from)?;
-        self.frame(py, sample)
+        sample.map(|sample| self.frame(py, sample)).transpose()
     }
 
     /// A descriptor that is readable when ``try_receive`` is worth a call (an epoll descriptor, which nests). Receive until
@@ -204,16 +158,13 @@ impl Subscriber {
     ///
     /// Raises ``ClosedError``.
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
-        self.ask(py, |subscriber| subscriber.as_raw_fd())
+        self.inbox.ask(py, |subscriber| subscriber.as_raw_fd())
     }
 
     /// Gives the link up. Frames that were received stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.home.check()?;
-        py.detach(|| {
-            self.turn.close();
-            self.openings.clear();
-        });
+        self.inbox.close(py)?;
+        py.detach(|| self.openings.clear());
         Ok(())
     }
 
@@ -222,9 +173,8 @@ impl Subscriber {
     }
 
     /// The next frame; the iteration ends when the publisher says goodbye.
-    fn __next__(&self, py: Python<'_>) -> PyResult<Frame> {
-        let frame = self.next_within(py, self.timeout).map_err(end_if_graceful)?;
-        Ok(frame.ok_or_else(|| late(format!("a sample of {:?}", self.name), self.timeout))?)
+    fn __next__(&self, py: Python<'_>) -> PyResult<Py<Frame>> {
+        self.next_within(py, self.inbox.timeout).map_err(end_if_graceful)
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -237,7 +187,7 @@ impl Subscriber {
     }
 
     fn __repr__(&self) -> String {
-        format!("Subscriber({:?}, {})", self.name, self.device)
+        format!("Subscriber({:?}, {})", self.inbox.name, self.device)
     }
 }
 

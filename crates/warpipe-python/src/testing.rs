@@ -95,9 +95,9 @@ impl Adder {
 
 /// Memory of ``nbytes`` bytes as another allocator makes it (``cuMemAlloc``), which no descriptor names.
 #[pyfunction]
-fn _allocate_plain(nbytes: u64, device: &Bound<'_, PyAny>) -> PyResult<View> {
-    let device = Device::from_argument(Some(device))?.inner;
-    Ok(View::of("the allocation", Place::Plain(Plain::allocate(&device, nbytes)?))?)
+fn _allocate_plain(nbytes: u64, device: &Bound<'_, PyAny>) -> PyResult<Py<View>> {
+    let on = Device::from_argument(Some(device))?.inner;
+    Py::new(device.py(), View::of("the allocation", Place::Plain(Plain::allocate(&on, nbytes)?))?)
 }
 
 /// Adds the functions to the module.

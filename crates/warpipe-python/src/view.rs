@@ -1,22 +1,20 @@
 //! Memory as a tensor: what all faces that hold memory can do.
 //! **This module is marked for unsafe**: it writes memory by address.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyTuple};
+use pyo3::types::{PyBytes, PyTuple};
 use warpipe::{DType, Layout};
 
-use crate::array::{self, Request};
-use crate::device::Device;
-use crate::dlpack;
+use crate::array;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::held::{COPIES, Held, Place, Range, await_copy};
 use crate::memory::{Hold, Memory};
-use crate::process::Home;
 use crate::source::Wanted;
 use crate::stream::Consumer;
+use crate::tensor::{Holding, Tensor};
 use crate::wait::optional;
 
 /// A tensor in memory that is held: what ``view(shape, dtype)`` gives, and what ``Memory``, ``SharedMemory``, ``Buffer``,
@@ -26,59 +24,28 @@ use crate::wait::optional;
 /// consumer of DLPack or ``__cuda_array_interface__``; ``copy_from(tensor)`` takes any in. The memory stays while this
 /// object, a view, or an array made of them lives, and is let go behind the work that the streams of those arrays have been
 /// given by then. Who writes when is for its users to order, with a ``Timeline`` for example.
-#[pyclass(frozen, subclass, module = "warpipe", weakref)]
+#[pyclass(frozen, subclass, extends = Tensor, module = "warpipe")]
 #[derive(Debug)]
 pub struct View {
-    home: Home,
-    what: &'static str,
-    device: warpipe::Device,
-    layout: Layout,
-    read_only: bool,
-    state: Mutex<State>,
-}
-
-#[derive(Debug)]
-struct State {
-    /// `None` once it is released.
-    memory: Option<Memory>,
-    /// Some array interface was asked for: whoever uses it holds this object, so the memory stays as long as that.
-    _pinned: Option<Memory>,
+    tensor: Arc<Holding>,
 }
 
 impl View {
     /// All of it, as bytes.
-    pub fn of(what: &'static str, place: Place) -> Outcome<View> {
+    pub fn of(what: &'static str, place: Place) -> Outcome<PyClassInitializer<View>> {
         let (lowest, device, read_only) = (place.ptr(), place.device().clone(), place.is_read_only());
         let layout = Layout::contiguous(DType::U8, &[place.bytes()])?;
         let hold = Hold::Held(Arc::new(Held::new(place)));
         Ok(View::over(what, Memory { layout, address: lowest, lowest, device, read_only, hold }))
     }
 
-    fn over(what: &'static str, memory: Memory) -> View {
-        View {
-            home: Home::here(),
-            what,
-            device: memory.device.clone(),
-            layout: memory.layout,
-            read_only: memory.read_only,
-            state: Mutex::new(State { memory: Some(memory), _pinned: None }),
-        }
-    }
-
-    fn state(&self) -> Outcome<MutexGuard<'_, State>> {
-        self.home.check()?;
-        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    fn over(what: &'static str, memory: Memory) -> PyClassInitializer<View> {
+        let tensor = Holding::new(what, None, memory);
+        Tensor::of(&tensor).add_subclass(View { tensor })
     }
 
     fn memory(&self) -> Outcome<Memory> {
-        let memory = self.state()?.memory.clone();
-        memory.ok_or_else(|| Fault::released(self.what))
-    }
-
-    fn pinned(&self) -> Outcome<Memory> {
-        let memory = self.memory()?;
-        self.state()?._pinned = Some(memory.clone());
-        Ok(memory)
+        self.tensor.memory()
     }
 
     /// What is held.
@@ -90,12 +57,12 @@ impl View {
     }
 
     fn consumer(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Consumer>> {
-        stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()
+        stream.map(|stream| Consumer::from_argument(py, &self.tensor.device, stream)).transpose()
     }
 
     fn check_writable(&self) -> Outcome<()> {
         let next = "ask its owner to share it for writing, too";
-        if self.read_only {
+        if self.tensor.read_only {
             return Err(Fault::argument("memory", "given for reading", format!("memory given for writing; {next}")));
         }
         Ok(())
@@ -104,78 +71,28 @@ impl View {
 
 #[pymethods]
 impl View {
-    /// The dimensions, outermost first, in elements.
-    #[getter]
-    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.layout.shape())
-    }
-
-    /// The strides, in elements.
-    #[getter]
-    fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.layout.strides())
-    }
-
-    /// The element type's name, as NumPy and ml_dtypes write it.
-    #[getter]
-    fn dtype(&self) -> &'static str {
-        self.layout.dtype().name()
-    }
-
-    /// The number of dimensions.
-    #[getter]
-    fn ndim(&self) -> usize {
-        self.layout.shape().len()
-    }
-
-    /// The number of elements.
-    #[getter]
-    fn size(&self) -> u64 {
-        self.layout.elements()
-    }
-
-    /// What the elements take, in bytes.
-    #[getter]
-    fn nbytes(&self) -> u64 {
-        self.layout.bytes()
-    }
-
-    /// The device that it is used with.
-    #[getter]
-    fn device(&self) -> Device {
-        Device::of(&self.device)
-    }
-
     /// Whether it was given for reading only.
     #[getter]
     fn read_only(&self) -> bool {
-        self.read_only
-    }
-
-    /// The device address of the first element, while it is held.
-    ///
-    /// Raises ``ReleasedError``.
-    #[getter]
-    fn ptr(&self) -> PyResult<u64> {
-        Ok(self.memory()?.address)
-    }
-
-    /// Whether ``release()`` has been called, or its ``with`` block has ended.
-    #[getter]
-    fn released(&self) -> PyResult<bool> {
-        Ok(self.state()?.memory.is_none())
+        self.tensor.read_only
     }
 
     /// The same memory as a tensor of this shape and element type, row-major, from byte ``offset`` on.
     ///
     /// Raises ``RangeError``, ``LayoutError``, ``DTypeError``, ``ReleasedError``.
     #[pyo3(signature = (shape, dtype, offset = 0))]
-    fn view(&self, shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>, offset: u64) -> PyResult<View> {
+    fn view(
+        &self,
+        py: Python<'_>,
+        shape: &Bound<'_, PyAny>,
+        dtype: &Bound<'_, PyAny>,
+        offset: u64,
+    ) -> PyResult<Py<View>> {
         let memory = self.memory()?;
         let layout = Layout::contiguous(dtype::from_argument(dtype)?, &dtype::shape(shape)?).map_err(Fault::from)?;
-        let (bytes, available) = (layout.bytes(), self.layout.bytes());
+        let (bytes, available) = (layout.bytes(), self.tensor.layout.bytes());
         if offset.checked_add(bytes).is_none_or(|end| end > available) {
-            let name = self.what.to_owned();
+            let name = self.tensor.what().to_owned();
             return Err(Fault::from(warpipe::Error::Range { name, offset, bytes, available }).into());
         }
         let lowest = memory.lowest + offset;
@@ -183,7 +100,7 @@ impl View {
             let said = format!("elements of {} bytes do not begin at byte {offset}", layout.dtype().bytes());
             return Err(Fault::layout(said).into());
         }
-        Ok(View::over("the view", Memory { layout, address: lowest, lowest, ..memory }))
+        Py::new(py, View::over("the view", Memory { layout, address: lowest, lowest, ..memory }))
     }
 
     /// Copies a tensor of the same shape and element type in, on ``stream``, by default the current stream of the tensor's
@@ -203,16 +120,18 @@ impl View {
             None => held.stream()?.clone(),
         };
         let wanted =
-            Wanted { device: &self.device, stream: consumer.as_ref(), own: &own, packed: true, lasting: false };
+            Wanted { device: &self.tensor.device, stream: consumer.as_ref(), own: &own, packed: true, lasting: false };
         let source = wanted.find(tensor)?;
-        if source.layout != self.layout {
+        if source.layout != self.tensor.layout {
             let next = "use view(shape, dtype) of it, or write(bytes)";
-            return Err(Fault::layout(format!("{:?} does not fit {:?}; {next}", source.layout, self.layout)).into());
+            return Err(
+                Fault::layout(format!("{:?} does not fit {:?}; {next}", source.layout, self.tensor.layout)).into()
+            );
         }
         held.admit(&Consumer::own(&own))?;
         let is_to_be_awaited = consumer.is_none() && source.host_bytes().is_some();
         // SAFETY: the view's range, which the hold keeps until the streams that it is told of are past the copy.
-        let mut range = unsafe { Range::new(&self.device, memory.lowest, self.layout.bytes()) };
+        let mut range = unsafe { Range::new(&self.tensor.device, memory.lowest, self.tensor.layout.bytes()) };
         let filled_on = COPIES.fill(py, &mut range, source, &own, None)?;
         held.admit(&Consumer::own(&filled_on))?;
         if is_to_be_awaited {
@@ -237,9 +156,9 @@ impl View {
         use crate::copies::Target;
         self.check_writable()?;
         let (memory, held, bytes) = (self.memory()?, self.held()?, data.as_bytes());
-        let (length, available) = (bytes.len() as u64, self.layout.bytes());
+        let (length, available) = (bytes.len() as u64, self.tensor.layout.bytes());
         if offset.checked_add(length).is_none_or(|end| end > available) {
-            let name = self.what.to_owned();
+            let name = self.tensor.what().to_owned();
             return Err(Fault::from(warpipe::Error::Range { name, offset, bytes: length, available }).into());
         }
         let consumer = self.consumer(py, stream)?;
@@ -249,7 +168,7 @@ impl View {
         };
         held.admit(&Consumer::own(&own))?;
         // SAFETY: inside of the view's range, which the hold keeps until the stream that it was told of is past the copy.
-        let mut range = unsafe { Range::new(&self.device, memory.lowest + offset, length) };
+        let mut range = unsafe { Range::new(&self.tensor.device, memory.lowest + offset, length) };
         py.detach(|| range.write(&own, bytes))?;
         match consumer {
             Some(consumer) => Ok(consumer.lead()?),
@@ -262,7 +181,7 @@ impl View {
     ///
     /// Raises ``ArgumentError`` for a stream of another device, ``ReleasedError``.
     fn used_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
-        Ok(self.held()?.admit(&Consumer::from_argument(py, &self.device, stream)?)?)
+        Ok(self.held()?.admit(&Consumer::from_argument(py, &self.tensor.device, stream)?)?)
     }
 
     /// Waits on the CPU until the streams that were given work on this memory are past it, at most ``timeout`` seconds
@@ -281,34 +200,12 @@ impl View {
     #[pyo3(signature = (stream = None))]
     fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let consumer = self.consumer(py, stream)?;
-        let Some(memory) = self.state()?.memory.take() else { return Ok(()) };
+        let Some(memory) = self.tensor.let_go()? else { return Ok(()) };
         if let (Some(consumer), Hold::Held(held)) = (&consumer, &memory.hold) {
             held.admit(consumer)?;
         }
         py.detach(|| drop(memory));
         Ok(())
-    }
-
-    /// A NumPy array: in place for memory of the host; of a GPU's memory a copy. Waits for the streams that were given work
-    /// on it.
-    ///
-    /// Raises ``TimeoutError``, ``ReleasedError``, ``DTypeError``.
-    fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        array::numpy(py, &self.memory()?)
-    }
-
-    /// A PyTorch tensor in place, on PyTorch's current stream.
-    ///
-    /// Raises ``ReleasedError``, ``ImportError``.
-    fn torch<'py>(slf: &Bound<'py, View>) -> PyResult<Bound<'py, PyAny>> {
-        crate::torch::tensor(slf.py(), &slf.get().memory()?)
-    }
-
-    /// A CuPy array in place, on CuPy's current stream.
-    ///
-    /// Raises ``ReleasedError``, ``ImportError``.
-    fn cupy<'py>(slf: &Bound<'py, View>) -> PyResult<Bound<'py, PyAny>> {
-        array::cupy(slf.as_any())
     }
 
     /// A JAX array: in place on the host, a copy on a GPU unless ``copy`` is False, as ``Sample.jax``.
@@ -323,43 +220,7 @@ impl View {
     ///
     /// Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        match &self.memory()?.copied(py)?.hold {
-            Hold::Copy(bytes) => Ok(PyBytes::new(py, bytes)),
-            _ => unreachable!("a copy is a copy"),
-        }
-    }
-
-    /// DLPack: a capsule of this memory; see the array API standard. ``dl_device=(1, 0)`` or ``copy=True`` gives a copy on
-    /// the host.
-    ///
-    /// Raises ``ExportError`` (a BufferError) for what cannot be, ``ReleasedError``.
-    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
-    fn __dlpack__<'py>(
-        &self,
-        py: Python<'py>,
-        stream: Option<Bound<'py, PyAny>>,
-        max_version: Option<(u32, u32)>,
-        dl_device: Option<(i32, i32)>,
-        copy: Option<bool>,
-    ) -> PyResult<Py<PyAny>> {
-        array::dlpack(py, &self.memory()?, Request { stream, max_version, dl_device, copy })
-    }
-
-    /// DLPack: ``(1, 0)`` for the host, ``(2, ordinal)`` for a GPU.
-    fn __dlpack_device__(&self) -> (i32, i32) {
-        dlpack::device_of(&self.device)
-    }
-
-    /// NumPy's array interface, on the host only. Who uses it keeps this object.
-    #[getter]
-    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        array::array_interface(py, &self.pinned()?)
-    }
-
-    /// The CUDA array interface, version 3, on a GPU only. Who uses it keeps this object.
-    #[getter]
-    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        array::cuda_array_interface(py, &self.pinned()?)
+        self.tensor.bytes(py)
     }
 
     /// As ``numpy()``, for ``np.asarray``.
@@ -370,16 +231,12 @@ impl View {
         dtype: Option<Bound<'py, PyAny>>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let array = self.numpy(py)?;
+        let array = array::numpy(py, &self.memory()?)?;
         let array = match dtype {
             Some(dtype) => array.call_method1("astype", (dtype,))?,
             None => array,
         };
         if copy == Some(true) { array.call_method0("copy") } else { Ok(array) }
-    }
-
-    fn __enter__(slf: Py<View>) -> Py<View> {
-        slf
     }
 
     #[pyo3(signature = (*_exception))]
@@ -388,7 +245,6 @@ impl View {
     }
 
     fn __repr__(slf: &Bound<'_, View>) -> PyResult<String> {
-        let view = slf.get();
-        Ok(format!("{}({:?}, {})", slf.get_type().name()?, view.layout, view.device))
+        Ok(format!("{}({})", slf.get_type().name()?, slf.get().tensor.described()))
     }
 }

@@ -2,22 +2,21 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use warpipe::Error;
 
 use crate::copies::Copies;
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::errors::{Fault, Outcome};
+use crate::door::attach;
+use crate::errors::Fault;
+use crate::inbox::Inbox;
 use crate::lease::{Bench, Lease};
-use crate::process::Home;
-use crate::stream::Consumer;
+use crate::stream::stream_of;
 use crate::subscriber::end_if_graceful;
-use crate::turn::{Closed, Turn};
-use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
+use crate::wait::{SLICE, Timeout, optional, seconds};
 
 /// Takes jobs of a ``Queue`` and answers each: ``for lease in Worker("jobs"):``, ``lease()``, or ``async for``.
 ///
@@ -34,48 +33,15 @@ use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, secon
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Worker", weakref)]
 #[derive(Debug)]
 pub struct Worker {
-    home: Home,
-    queue: String,
+    inbox: Inbox<warpipe::Worker>,
     queue_pid: i32,
-    timeout: Option<Duration>,
     bench: Bench,
-    turn: Turn<warpipe::Worker>,
-}
-
-/// The stream of an argument, or a new one.
-pub fn stream_of(
-    py: Python<'_>,
-    device: &warpipe::Device,
-    stream: Option<&Bound<'_, PyAny>>,
-) -> PyResult<warpipe::Stream> {
-    match stream {
-        Some(stream) => Ok(Consumer::from_argument(py, device, stream)?.linked().clone()),
-        None => Ok(device.stream().map_err(Fault::from)?),
-    }
 }
 
 impl Worker {
-    /// Runs `work` when it is our turn; nothing if that does not come within `limit`.
-    fn within<R>(&self, limit: Duration, work: impl FnOnce(&mut warpipe::Worker) -> R) -> Outcome<Option<R>> {
-        self.home.check()?;
-        self.turn.with(limit, work).map_err(|Closed| Fault::closed("worker", &self.queue))
-    }
-
-    /// Asks for something that is there at once, as soon as it is our turn.
-    fn ask<R: Send>(&self, py: Python<'_>, work: impl Fn(&mut warpipe::Worker) -> R + Send + Sync) -> PyResult<R> {
-        let said = in_slices(py, None, |slice| self.within(slice, &work))?;
-        Ok(said.ok_or_else(|| late("its turn".into(), None))?)
-    }
-
     fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Lease>> {
-        let lease = in_slices(py, timeout, |slice| {
-            let start = Instant::now();
-            let look = |worker: &mut warpipe::Worker| {
-                none_if_late(worker.lease_timeout(&self.bench.stream, slice.saturating_sub(start.elapsed())))
-            };
-            Ok(self.within(slice, look)?.transpose()?.flatten())
-        })?;
-        let lease = lease.ok_or_else(|| late(format!("a job of {:?}", self.queue), timeout))?;
+        let take = |inner: &mut warpipe::Worker, limit| inner.lease_timeout(&self.bench.stream, limit);
+        let lease = self.inbox.next(py, timeout, "a job of", take)?;
         Py::new(py, Lease::parts(lease, &self.bench))
     }
 }
@@ -113,28 +79,17 @@ impl Worker {
             .memory_limit(memory_limit)
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
         let stream = stream_of(py, &device, stream)?;
-        let mut absent = None;
-        let attached = in_slices(py, wait, |slice| {
-            match builder.clone().wait_for_queue((!slice.is_zero()).then_some(slice)).build() {
-                Ok(worker) => Ok(Some(worker)),
-                Err(error @ Error::NoPublisher { .. }) => {
-                    absent = Some(error);
-                    Ok(None)
-                }
-                Err(error) => Err(error.into()),
-            }
-        })?;
-        let absent = || absent.map_or_else(|| late("a queue".into(), wait), Fault::from);
-        let worker = attached.ok_or_else(absent)?;
+        let worker =
+            attach(py, wait, |slice| builder.clone().wait_for_queue((!slice.is_zero()).then_some(slice)).build())?;
         let bench = Bench { device, stream, copies: Arc::new(Copies::default()), patience };
-        let (home, queue, queue_pid) = (Home::here(), queue.to_owned(), worker.queue_pid());
-        Ok(Worker { home, queue, queue_pid, timeout, bench, turn: Turn::new(worker) })
+        let queue_pid = worker.queue_pid();
+        Ok(Worker { inbox: Inbox::new("worker", queue, timeout, worker), queue_pid, bench })
     }
 
     /// The queue's name.
     #[getter]
     fn queue(&self) -> &str {
-        &self.queue
+        &self.inbox.name
     }
 
     /// The process that owns the queue.
@@ -152,14 +107,13 @@ impl Worker {
     /// Whether it has been closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
-        self.home.check()?;
-        Ok(self.turn.is_closed())
+        Ok(self.inbox.is_closed()?)
     }
 
-    /// How long it waits, in seconds; None for as long as it takes.
-    #[getter]
-    fn _timeout(&self) -> Option<f64> {
-        self.timeout.map(|timeout| timeout.as_secs_f64())
+    /// How many seconds a wait lasts that is asked for with this timeout; None for as long as it takes.
+    #[pyo3(text_signature = "($self, timeout)")]
+    fn _limit(&self, timeout: Timeout) -> Option<f64> {
+        self.inbox.limit(timeout)
     }
 
     /// Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: as long as it takes).
@@ -167,14 +121,14 @@ impl Worker {
     /// Raises ``TimeoutError``; ``QueueGoneError``; ``ProtocolError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn lease(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Lease>> {
-        self.next_within(py, timeout.or(self.timeout))
+        self.next_within(py, timeout.or(self.inbox.timeout))
     }
 
     /// The next job if there is one, else None.
     ///
     /// Raises as ``lease``, without the timeout.
     fn try_lease(&self, py: Python<'_>) -> PyResult<Option<Py<Lease>>> {
-        let lease = self.ask(py, |worker| worker.try_lease(&self.bench.stream))?.map_err(Fault::from)?;
+        let lease = self.inbox.ask(py, |worker| worker.try_lease(&self.bench.stream))?.map_err(Fault::from)?;
         lease.map(|lease| Py::new(py, Lease::parts(lease, &self.bench))).transpose()
     }
 
@@ -183,13 +137,12 @@ impl Worker {
     ///
     /// Raises ``ClosedError``.
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
-        self.ask(py, |worker| worker.as_fd().as_raw_fd())
+        self.inbox.ask(py, |worker| worker.as_fd().as_raw_fd())
     }
 
     /// Takes no more jobs. Leases stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.home.check()?;
-        py.detach(|| self.turn.close());
+        self.inbox.close(py)?;
         self.bench.copies.settle(py, self.bench.patience)
     }
 
@@ -199,7 +152,7 @@ impl Worker {
 
     /// The next job; the iteration ends when the queue says goodbye.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Lease>> {
-        self.next_within(py, self.timeout).map_err(end_if_graceful)
+        self.next_within(py, self.inbox.timeout).map_err(end_if_graceful)
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -212,6 +165,6 @@ impl Worker {
     }
 
     fn __repr__(&self) -> String {
-        format!("Worker({:?}, {})", self.queue, self.bench.device)
+        format!("Worker({:?}, {})", self.inbox.name, self.bench.device)
     }
 }

@@ -248,3 +248,12 @@ def test_a_subscriber_follows_the_next_publisher_and_marks_the_gap(open_publishe
     second.send(b"2")
     frame = subscriber.receive()
     assert frame.tobytes() == b"2" and frame.discontinuity.graceful
+
+
+def test_a_publisher_says_what_it_was_opened_with(open_publisher):
+    usual = open_publisher()
+    assert (usual.policy, usual.depth, usual.history, usual.timeout) == ("block", 16, 0, 5.0)
+    other = open_publisher("b", policy="drop_oldest", depth=3, history=2, timeout=None)
+    assert (other.policy, other.depth, other.history, other.timeout) == ("drop_oldest", 3, 2, None)
+    other.close()
+    assert other.policy == "drop_oldest"

@@ -3,6 +3,7 @@
 import inspect
 import pathlib
 import pkgutil
+import re
 import subprocess
 import sys
 
@@ -103,6 +104,16 @@ def test_mypy_is_content_with_the_package_and_its_users(tmp_path):
         "    for request in s:\n"
         "        request.reply(b'', metadata={'by': request.client_pid})\n"
         "    return [result.job for result in q.results(timeout=1)] + [q.submit(b'').result(1.0).attempt]\n"
+        "async def serve(w: warpipe.Worker, s: warpipe.Server, m: warpipe.Members) -> int:\n"
+        "    async with s:\n"
+        "        async for request in s:\n"
+        "            request.reply()\n"
+        "    async for lease in w:\n"
+        "        lease.complete()\n"
+        "    async for change in m:\n"
+        "        return change.member.pid + (await s.accept_async(timeout=None)).client_pid\n"
+        "    latest = await m.changes_async(1.0)\n"
+        "    return latest.member.pid if latest else (await w.lease_async()).job\n"
         "async def ask(q: warpipe.Queue, c: warpipe.Client) -> str:\n"
         "    async for result in q.results():\n"
         "        return result.dtype\n"
@@ -133,3 +144,33 @@ def test_the_stubs_say_what_the_native_half_is():
         capture_output=True, text=True, timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def repository():
+    """The checkout that this file is in; None where only the tests were carried to."""
+    folders = pathlib.Path(__file__).resolve().parents
+    return next((folder for folder in folders if (folder / "crates/warpipe/src/lib.rs").exists()), None)
+
+
+REPOSITORY = repository()
+
+
+def rust_names():
+    """What the Rust library exports, by its `lib.rs`."""
+    text = (REPOSITORY / "crates/warpipe/src/lib.rs").read_text()
+    modules = re.findall(r"^pub mod (\w+);", text, re.MULTILINE)
+    uses = re.findall(r"^pub use [\w:]*?(?:::\{([^}]*)\}|::(\w+));", text, re.MULTILINE)
+    return set(modules) | {name.strip() for many, one in uses for name in (many or one).split(",") if name.strip()}
+
+
+@pytest.mark.skipif(REPOSITORY is None, reason="the repository is not here")
+def test_every_name_of_the_rust_library_has_its_counterpart_or_a_reason():
+    names = rust_names()
+    assert len(names) > 70 and {"Publisher", "NAME_BYTES_MAX", "clock"} <= names
+    guide = (REPOSITORY / "docs/guide/python.md").read_text()
+    told = guide[guide.index("**Names beside the Rust library's.**"):]
+    same, others = told.split("The others:", 1)
+    same = set(re.findall(r"`(\w+)`", same))
+    assert same <= set(warpipe.__all__), "what is called the same is there"
+    told = same | set(re.findall(r"`(\w+)`", others))
+    assert names - told == set()

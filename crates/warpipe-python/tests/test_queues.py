@@ -310,7 +310,7 @@ def test_awaited_results_are_right_however_many(open_queue, doubling):
         return await asyncio.wait_for(asyncio.gather(*map(ask, range(200))), LIMIT_SECONDS)
 
     assert asyncio.run(run()) == [2 * number for number in range(200)]
-    assert not warpipe._queue._hubs
+    assert not warpipe._loop._hubs
     queue.close()
 
 
@@ -334,7 +334,7 @@ def test_an_await_sees_burials_can_be_cancelled_and_ends_with_the_queue(open_que
             await asyncio.wait_for(waiting, LIMIT_SECONDS)
 
     asyncio.run(run())
-    assert not warpipe._queue._hubs
+    assert not warpipe._loop._hubs
 
 
 async def _of(handle):

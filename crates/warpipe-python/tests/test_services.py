@@ -156,7 +156,7 @@ def test_an_awaited_request_ends_at_its_deadline_and_when_its_client_closes(open
             await asyncio.wait_for(waiting, LIMIT_SECONDS)
 
     asyncio.run(run())
-    assert not warpipe._queue._hubs
+    assert not warpipe._loop._hubs
 
 
 def test_a_signal_ends_every_wait_of_a_service(open_client, server):

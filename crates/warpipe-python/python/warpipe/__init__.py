@@ -95,7 +95,7 @@ from ._errors import (
     TimeoutError,
     WrongDeviceError,
 )
-from ._queue import Worker
+from ._queue import Server, Worker
 from ._subscriber import Subscriber
 from ._warpipe import (
     Buffer,
@@ -135,7 +135,6 @@ from ._warpipe import (
     Sample,
     SampleMut,
     Semaphore,
-    Server,
     SharedMemory,
     Stream,
     SubscriberInfo,

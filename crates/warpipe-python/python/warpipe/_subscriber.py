@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from types import EllipsisType
 
 from . import _warpipe
-from ._errors import PublisherGoneError, TimeoutError
-from ._loop import LOOK_SECONDS, readable
+from ._errors import PublisherGoneError
+from ._loop import next_of
 
 
 class Subscriber(_warpipe._Subscriber):
@@ -21,21 +20,7 @@ class Subscriber(_warpipe._Subscriber):
 
         Raises as ``receive``.
         """
-        if timeout is ...:
-            timeout = self._timeout
-        end = None if timeout is None else time.monotonic() + timeout
-        # Asked for first: from now on the publisher rings for each frame.
-        descriptor = self.fileno()
-        while True:
-            frame = self.try_receive()
-            if frame is not None:
-                return frame
-            left = LOOK_SECONDS if end is None else min(LOOK_SECONDS, end - time.monotonic())
-            if left <= 0:
-                error = TimeoutError(f"a sample of {self.name!r} did not come within {timeout} s; wait longer")
-                error.waited = timeout or 0.0
-                raise error
-            await readable(descriptor, left)
+        return await next_of(self, self.try_receive, f"a sample of {self.name!r}", self._limit(timeout))
 
     def __aiter__(self) -> Subscriber:
         return self

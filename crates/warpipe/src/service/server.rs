@@ -1,5 +1,7 @@
 //! Who answers.
 
+mod polled;
+
 use std::collections::{HashMap, HashSet};
 use std::ops::Deref;
 use std::os::fd::AsFd;
@@ -8,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
+use self::polled::Clock;
 use super::clients_of;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
-use crate::link::message::timespec;
 use crate::link::wake::Bell;
 use crate::link::watcher::Watcher;
 use crate::queue::{Lease, Loan, Worker, WorkerBuilder};
@@ -27,6 +29,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 const ARRIVALS: u64 = 0;
 const BELL: u64 = 1;
+const CLOCK: u64 = 2;
 
 /// What a server is made with. See [`Server::builder`].
 #[derive(Debug, Clone)]
@@ -97,7 +100,9 @@ impl ServerBuilder {
         let arrivals = PrivateFd::new(domain.arrivals()?);
         let door = Arc::new(Door { let_in: Mutex::default(), bell: Bell::new()? });
         listen_to(&readable, arrivals.as_fd(), ARRIVALS)?;
+        let clock = Clock::new()?;
         listen_to(&readable, door.bell.as_fd(), BELL)?;
+        listen_to(&readable, clock.as_fd(), CLOCK)?;
         Ok(Server {
             home: Home::here(),
             options: self,
@@ -109,10 +114,11 @@ impl ServerBuilder {
             failed: HashMap::new(),
             door,
             arrivals,
+            clock,
             readable,
             looked: None,
             turn: 0,
-            next_id: BELL + 1,
+            next_id: CLOCK + 1,
         })
     }
 }
@@ -132,7 +138,8 @@ struct Guest {
 }
 
 /// Answers the requests of all clients of a service, together with the others that do. Belongs to one thread at a time;
-/// its requests may go anywhere. For an example see [`Client`](super::Client).
+/// its requests may go anywhere. It can be polled: [`AsFd`], [`try_accept`](Self::try_accept). For an example see
+/// [`Client`](super::Client).
 ///
 /// Dropped, it takes no more: what it was sent and has not accepted goes to other servers.
 #[derive(Debug)]
@@ -150,6 +157,7 @@ pub struct Server {
     failed: HashMap<EndpointName, Instant>,
     door: Arc<Door>,
     arrivals: PrivateFd,
+    clock: Clock,
     readable: PrivateFd,
     looked: Option<Instant>,
     /// Whose turn it is.
@@ -322,23 +330,23 @@ impl Server {
     }
 
     #[cfg(test)]
+    pub(super) fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
+    #[cfg(test)]
     pub(super) fn under_way(&self) -> usize {
         self.greeted.len()
     }
 
     /// Sleeps until a client, or the directory, speaks.
     fn sleep(&mut self, limit: Duration) {
-        self.clients.iter().for_each(|guest| guest.worker.set_asleep(true));
+        self.set_asleep(true);
         // Whatever came before the clients were asked to ring did not.
         if !self.clients.iter().any(|guest| guest.worker.may_have_news()) {
-            let mut room = [const { std::mem::MaybeUninit::uninit() }; 16];
-            if let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) {
-                for event in events {
-                    self.hear(event.data.u64());
-                }
-            }
+            self.listen(limit);
         }
-        self.clients.iter().for_each(|guest| guest.worker.set_asleep(false));
+        self.set_asleep(false);
     }
 
     fn hear(&mut self, id: u64) {
@@ -348,6 +356,7 @@ impl Server {
                 self.looked = None;
             }
             BELL => self.door.bell.drain(),
+            CLOCK => self.clock.quiet(),
             id => self.clients.iter().filter(|guest| guest.id == id).for_each(|guest| guest.worker.quiet()),
         }
     }

@@ -1,9 +1,10 @@
 //! A server whose links to living clients fail, or come to nothing.
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{Client, Server, clients_of};
+use super::{Client, Pending, Request, Server, clients_of};
 use crate::channel::{Publisher, Subscriber};
 use crate::device::Device;
 use crate::domain::Domain;
@@ -34,10 +35,24 @@ impl Place {
         Client::builder("upper").domain(&self.domain).device(&self.device).build().unwrap()
     }
 
-    fn serves(&self, server: &mut Server, client: &Client) {
+    fn asks(&self, client: &Client) -> Pending {
         let mut input = client.loan(&crate::Layout::bytes_only(8).unwrap()).unwrap();
         input.write(&self.stream, b"question").unwrap();
-        let pending = client.request(input, &self.stream, 2 * SOON).unwrap();
+        client.request(input, &self.stream, 2 * SOON).unwrap()
+    }
+
+    /// Accepts as a poller does, and sleeps on the descriptor alone.
+    fn accept_when_rung(&self, server: &mut Server, descriptor: &OwnedFd) -> Request {
+        loop {
+            if let Some(request) = server.try_accept(&self.stream).unwrap() {
+                return request;
+            }
+            assert!(is_readable(descriptor, SOON), "nothing rang");
+        }
+    }
+
+    fn serves(&self, server: &mut Server, client: &Client) {
+        let pending = self.asks(client);
         server.accept(&self.stream, SOON).unwrap().reply(&self.stream).unwrap();
         drop(pending.wait(&self.stream).unwrap());
     }
@@ -47,6 +62,52 @@ impl Drop for Place {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.folder);
     }
+}
+
+/// What a poller keeps: asked for once, so that nothing but what rings makes it readable.
+fn descriptor_of(server: &Server) -> OwnedFd {
+    server.as_fd().try_clone_to_owned().unwrap()
+}
+
+fn is_readable(descriptor: &OwnedFd, limit: Duration) -> bool {
+    use rustix::event::{PollFd, PollFlags, poll};
+    let mut fds = [PollFd::from_borrowed_fd(descriptor.as_fd(), PollFlags::IN)];
+    poll(&mut fds, Some(&crate::link::message::timespec(limit))).unwrap() > 0
+}
+
+#[test]
+fn the_descriptor_of_a_polled_server_tells_of_new_clients_and_of_each_request() {
+    let place = Place::new("polled");
+    let mut server = place.server();
+    let descriptor = descriptor_of(&server);
+    server.clock().stop();
+    assert!(server.try_accept(&place.stream).unwrap().is_none(), "nobody has asked");
+    assert!(!is_readable(&descriptor, Duration::ZERO), "nothing has come, and nothing rings");
+    let client = place.client();
+    for _ in 0..3 {
+        let pending = place.asks(&client);
+        place.accept_when_rung(&mut server, &descriptor).reply(&place.stream).unwrap();
+        drop(pending.wait(&place.stream).unwrap());
+    }
+    // Between a poller's looks another call may wait, and leaves the clients asked to ring.
+    let pending = place.asks(&client);
+    server.accept(&place.stream, SOON).unwrap().reply(&place.stream).unwrap();
+    drop(pending.wait(&place.stream).unwrap());
+    let pending = place.asks(&client);
+    place.accept_when_rung(&mut server, &descriptor).reply(&place.stream).unwrap();
+    drop(pending.wait(&place.stream).unwrap());
+}
+
+#[test]
+fn a_polled_server_attaches_again_to_a_client_whose_link_failed() {
+    let place = Place::new("polled-again");
+    let (mut server, client) = (place.server(), place.client());
+    place.serves(&mut server, &client);
+    let descriptor = descriptor_of(&server);
+    client.queue.turn_all_away("for a test");
+    let pending = place.asks(&client);
+    place.accept_when_rung(&mut server, &descriptor).reply(&place.stream).unwrap();
+    drop(pending.wait(&place.stream).unwrap());
 }
 
 #[test]

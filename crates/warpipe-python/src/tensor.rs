@@ -1,0 +1,251 @@
+//! What samples, loans and views have in common: a tensor in memory that is held, and itself as an array of every
+//! framework.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyTuple};
+use warpipe::Layout;
+
+use crate::array::{self, Request};
+use crate::device::Device;
+use crate::dlpack;
+use crate::errors::{Fault, Outcome};
+use crate::memory::{Hold, Memory};
+use crate::process::Home;
+
+/// A tensor's memory, until it is let go.
+#[derive(Debug)]
+pub struct Holding {
+    home: Home,
+    /// For the error of who comes too late.
+    what: &'static str,
+    number: Option<u64>,
+    pub device: warpipe::Device,
+    pub layout: Layout,
+    pub read_only: bool,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// `None` once it is let go.
+    memory: Option<Memory>,
+    /// Some array interface was asked for: whoever uses it holds this object, so the memory stays as long as that.
+    pinned: Option<Memory>,
+}
+
+impl Holding {
+    /// Of the `number`th of its kind, if they are counted.
+    pub fn new(what: &'static str, number: Option<u64>, memory: Memory) -> Arc<Holding> {
+        Arc::new(Holding {
+            home: Home::here(),
+            what,
+            number,
+            device: memory.device.clone(),
+            layout: memory.layout,
+            read_only: memory.read_only,
+            state: Mutex::new(State { memory: Some(memory), pinned: None }),
+        })
+    }
+
+    fn state(&self) -> Outcome<MutexGuard<'_, State>> {
+        self.home.check()?;
+        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The memory, while it is held.
+    pub fn memory(&self) -> Outcome<Memory> {
+        let memory = self.state()?.memory.clone();
+        memory.ok_or_else(|| self.released())
+    }
+
+    /// The memory for one who will hold the object in its place.
+    fn pinned(&self) -> Outcome<Memory> {
+        let memory = self.memory()?;
+        let before = self.state()?.pinned.replace(memory.clone());
+        // Without the lock, like all that may have to be let go.
+        drop(before);
+        Ok(memory)
+    }
+
+    /// Gives up the object's part of the memory; `None` if that was done before.
+    pub fn let_go(&self) -> Outcome<Option<Memory>> {
+        Ok(self.state()?.memory.take())
+    }
+
+    /// Whether it has been let go.
+    pub fn is_released(&self) -> Outcome<bool> {
+        Ok(self.state()?.memory.is_none())
+    }
+
+    /// An error in a forked child.
+    pub fn check(&self) -> Outcome<()> {
+        self.home.check()
+    }
+
+    /// The error of who comes too late.
+    pub fn released(&self) -> Fault {
+        match self.number {
+            Some(number) => Fault::released(&format!("{} {number}", self.what)),
+            None => Fault::released(self.what),
+        }
+    }
+
+    /// What it is called in errors.
+    pub fn what(&self) -> &'static str {
+        self.what
+    }
+
+    /// For `__repr__`.
+    pub fn described(&self) -> String {
+        format!("{:?}, {}", self.layout, self.device)
+    }
+
+    /// The elements' slot as bytes, copied, once nobody writes it any more.
+    pub fn bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        match &self.memory()?.copied(py)?.hold {
+            Hold::Copy(bytes) => Ok(PyBytes::new(py, bytes)),
+            _ => unreachable!("a copy is a copy"),
+        }
+    }
+}
+
+/// A tensor in memory that warpipe holds: what ``Sample``, ``Loan`` and ``View`` are.
+///
+/// It is an array of any framework, where it lies: ``torch()``, ``cupy()``, ``numpy()``, or any consumer of DLPack,
+/// ``__cuda_array_interface__`` or, on the host, ``__array_interface__``. The memory stays while this object, or any array
+/// made of it, lives.
+#[pyclass(frozen, subclass, module = "warpipe", name = "_Tensor", weakref)]
+#[derive(Debug)]
+pub struct Tensor {
+    held: Arc<Holding>,
+}
+
+impl Tensor {
+    /// The base of whatever holds it.
+    pub fn of(held: &Arc<Holding>) -> PyClassInitializer<Tensor> {
+        PyClassInitializer::from(Tensor { held: held.clone() })
+    }
+}
+
+#[pymethods]
+impl Tensor {
+    /// The dimensions, outermost first, in elements.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.held.layout.shape())
+    }
+
+    /// The strides, in elements.
+    #[getter]
+    fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.held.layout.strides())
+    }
+
+    /// The element type's name, as NumPy and ml_dtypes write it: ``"float32"``, ``"bfloat16"``.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.held.layout.dtype().name()
+    }
+
+    /// The number of dimensions.
+    #[getter]
+    fn ndim(&self) -> usize {
+        self.held.layout.shape().len()
+    }
+
+    /// The number of elements.
+    #[getter]
+    fn size(&self) -> u64 {
+        self.held.layout.elements()
+    }
+
+    /// What the elements take, in bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.held.layout.elements().saturating_mul(self.held.layout.dtype().bytes())
+    }
+
+    /// The device that it is used with.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.held.device)
+    }
+
+    /// The device address of the element with all indices 0, while it is held.
+    ///
+    /// Raises ``ReleasedError``.
+    #[getter]
+    fn ptr(&self) -> PyResult<u64> {
+        Ok(self.held.memory()?.address)
+    }
+
+    /// Whether it has been given up: released, handed on or discarded, or its ``with`` block has ended.
+    #[getter]
+    fn released(&self) -> PyResult<bool> {
+        Ok(self.held.is_released()?)
+    }
+
+    /// A NumPy array: in place for memory of the host, and read only where that is; of a GPU's memory a copy, except of a
+    /// loan, which is there to be written. Waits for the data, and for the streams that were given work on it. Element types
+    /// that NumPy lacks are those of ml_dtypes.
+    ///
+    /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DTypeError``, ``ExportError``.
+    fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        array::numpy(py, &self.held.memory()?)
+    }
+
+    /// A PyTorch tensor in place; PyTorch's current stream waits for the data. What it is given from then on comes before
+    /// the memory is handed on, or goes back.
+    ///
+    /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
+    fn torch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        crate::torch::tensor(py, &self.held.memory()?)
+    }
+
+    /// A CuPy array in place; CuPy's current stream waits for the data. What it is given from then on comes before the
+    /// memory is handed on, or goes back.
+    ///
+    /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
+    fn cupy<'py>(slf: &Bound<'py, Tensor>) -> PyResult<Bound<'py, PyAny>> {
+        array::cupy(slf.as_any())
+    }
+
+    /// DLPack: a capsule of this memory; see the array API standard. ``stream`` (1, 2, a CUstream; None is 1; -1: none)
+    /// waits for the data. ``dl_device=(1, 0)`` or ``copy=True`` gives a copy on the host.
+    ///
+    /// Raises ``ExportError`` (a BufferError) for what cannot be, ``SampleLostError``, ``ReleasedError``.
+    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Py<PyAny>> {
+        array::dlpack(py, &self.held.memory()?, Request { stream, max_version, dl_device, copy })
+    }
+
+    /// DLPack: ``(1, 0)`` for the host, ``(2, ordinal)`` for a GPU.
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        dlpack::device_of(&self.held.device)
+    }
+
+    /// NumPy's array interface, on the host only; waits for the data. Who uses it keeps this object.
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        array::array_interface(py, &self.held.pinned()?)
+    }
+
+    /// The CUDA array interface, version 3, on a GPU only. Who uses it keeps this object.
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        array::cuda_array_interface(py, &self.held.pinned()?)
+    }
+
+    fn __enter__(slf: Py<Tensor>) -> Py<Tensor> {
+        slf
+    }
+}
