@@ -1,6 +1,6 @@
 //! Memory as arrays of other frameworks: DLPack, the CUDA array interface, NumPy's, and conveniences for each.
 
-use pyo3::exceptions::PyAttributeError;
+use pyo3::exceptions::{PyAttributeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use warpipe::DType;
@@ -169,8 +169,34 @@ pub fn numpy<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny
         return numpy.call_method1("asarray", (View { memory, typestr },));
     }
     let element = extension(py, dtype)?;
-    let view = View { memory, typestr: if dtype.bytes() == 1 { "|u1".into() } else { "<u2".into() } };
+    // As numbers of the same width, so that every element stays one.
+    let order = if dtype.bytes() == 1 { '|' } else { '<' };
+    let view = View { memory, typestr: format!("{order}u{}", dtype.bytes()) };
     numpy.call_method1("asarray", (view,))?.call_method1("view", (element,))
+}
+
+/// For `np.asarray`: a NumPy array of this element type, if one is asked for. `copy` is NumPy's: True for a copy, False for
+/// none, None for one where it must be.
+pub fn numpy_as<'py>(
+    py: Python<'py>,
+    memory: &Memory,
+    dtype: Option<Bound<'py, PyAny>>,
+    copy: Option<bool>,
+) -> PyResult<Bound<'py, PyAny>> {
+    if copy == Some(false) && is_cuda(&memory.device) {
+        return Err(PyValueError::new_err("from a GPU to the host it must be copied, and `copy` is False"));
+    }
+    let array = numpy(py, memory)?;
+    let wanted = dtype.map(|dtype| py.import("numpy")?.call_method1("dtype", (dtype,))).transpose()?;
+    if let Some(wanted) = wanted
+        && !array.getattr("dtype")?.eq(&wanted)?
+    {
+        if copy == Some(false) {
+            return Err(PyValueError::new_err("as another element type it must be copied, and `copy` is False"));
+        }
+        return array.call_method1("astype", (wanted,));
+    }
+    if copy == Some(true) { array.call_method0("copy") } else { Ok(array) }
 }
 
 /// The type that NumPy borrows from `ml_dtypes`.

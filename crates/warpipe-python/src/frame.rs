@@ -373,7 +373,9 @@ impl Frame {
         array::cuda_array_interface(py, &self.pinned()?)
     }
 
-    /// As ``numpy()``, for ``np.asarray``.
+    /// As ``numpy()``, for ``np.asarray``; of another element type it is a copy.
+    ///
+    /// Raises as ``numpy``, and ``ValueError`` if ``copy`` is False and it must be copied.
     #[pyo3(signature = (dtype = None, copy = None))]
     fn __array__<'py>(
         &self,
@@ -381,12 +383,7 @@ impl Frame {
         dtype: Option<Bound<'py, PyAny>>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let array = self.numpy(py)?;
-        let array = match dtype {
-            Some(dtype) => array.call_method1("astype", (dtype,))?,
-            None => array,
-        };
-        if copy == Some(true) { array.call_method0("copy") } else { Ok(array) }
+        array::numpy_as(py, &self.memory()?, dtype, copy)
     }
 
     fn __enter__(slf: Py<Frame>) -> Py<Frame> {
