@@ -110,7 +110,7 @@ impl EventHandle {
 impl Event {
     fn of(inner: warpipe::Event) -> Event {
         let device = inner.device().clone();
-        Event { door: Door::new("event", "an event", inner), device }
+        Event { door: Door::new("event", "", inner), device }
     }
 }
 
