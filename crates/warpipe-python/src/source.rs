@@ -9,6 +9,7 @@ use warpipe::{DType, Layout};
 use crate::device::is_cuda;
 use crate::dlpack::{self, Imported};
 use crate::dtype;
+use crate::ending;
 use crate::errors::{Fault, Outcome};
 use crate::stream::{Consumer, cupy_stream, imported, torch_stream};
 
@@ -78,6 +79,7 @@ struct Extent {
 impl Wanted<'_> {
     /// Finds the tensor behind `found`.
     pub fn find(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
+        let _inside = ending::enter(found.py());
         if let Ok(bytes) = found.cast::<PyBytes>() {
             return Source::bytes(bytes.as_bytes().to_vec());
         }
@@ -88,7 +90,9 @@ impl Wanted<'_> {
             return Err(no_tensor(found)?.into());
         }
         if is_masked(found)? {
-            return Err(Fault::layout("it is masked, and a mask does not travel; fill it first, with `.filled()`").into());
+            return Err(
+                Fault::layout("it is masked, and a mask does not travel; fill it first, with `.filled()`").into()
+            );
         }
         if let Some(interface) = interface(found, "__array_interface__")? {
             return self.of_host(&Stated::of_interface(found, &interface)?, Keep::Object(found.clone().unbind()));
