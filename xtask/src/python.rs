@@ -19,10 +19,19 @@ const WHEEL_BUILDERS: &[&str] = &["maturin==1.16.0", "ziglang==0.17.0"];
 const PLATFORM: &str = "manylinux2014";
 
 /// What the tests use. PyTorch, CuPy and Numba are used if this machine has them already.
-const TESTED_WITH: &[&str] = &["pytest==9.2.0", "numpy>=2.1", "ml_dtypes>=0.5", "jax[cpu]>=0.6", "mypy>=2,<3"];
+const TESTED_WITH: &[&str] =
+    &["pytest==9.2.0", "pytest-xdist==3.8.0", "numpy>=2.1", "ml_dtypes>=0.5", "jax[cpu]>=0.6", "mypy>=2,<3"];
 
 /// pytest for a machine that has none and no network: pure Python, 2 MiB.
-const CARRIED: &[&str] = &["pytest==9.2.0", "pluggy==1.7.0", "iniconfig==2.3.1", "packaging==26.3", "pygments==2.21.0"];
+const CARRIED: &[&str] = &[
+    "pytest==9.2.0",
+    "pytest-xdist==3.8.0",
+    "execnet==2.1.2",
+    "pluggy==1.7.0",
+    "iniconfig==2.3.1",
+    "packaging==26.3",
+    "pygments==2.21.0",
+];
 
 const INSTALL_LIMIT: Duration = Duration::from_secs(900);
 const BUILD_LIMIT: Duration = Duration::from_secs(3600);
@@ -47,10 +56,33 @@ pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
     if !install.run(&workspace.root, INSTALL_LIMIT)?.success {
         return Err(format!("pip did not install {}", wheel.display()));
     }
-    let pytest = Task::new(environment.join("bin/python"))
-        .args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"])
+    counted(workspace, pytest(&environment).args(["tests"]).env("WARPIPE_TEST_DEVICE", "host"))
+}
+
+/// Runs the tests again on the driver's double in `folder`, after [`tests`]: without the files that ask nothing of a
+/// device, and without the benchmark, which needs PyTorch there.
+pub fn tests_on_double(workspace: &Workspace, folder: &Path) -> Outcome<Counts> {
+    let environment = environment(workspace, "python-tests", TESTED_WITH, &["--system-site-packages"])?;
+    let left_out = ["package", "bench", "examples"].map(|name| format!("--ignore=tests/test_{name}.py"));
+    let pytest = pytest(&environment)
+        .args(["tests"])
+        .args(left_out)
+        .env("LD_LIBRARY_PATH", folder)
+        .env("JAX_PLATFORMS", "cpu")
+        .env("WARPIPE_TEST_DEVICE", "cuda")
+        // A stream of the double is a thread, and each word of it costs a switch.
+        .env("WARPIPE_TEST_FRAMES", "5000");
+    counted(workspace, pytest)
+}
+
+/// Two files at a time, as this takes long.
+fn pytest(environment: &Path) -> Task {
+    Task::new(environment.join("bin/python"))
+        .args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist", "-n", "2", "--dist", "loadfile"])
         .env("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-        .env("WARPIPE_TEST_DEVICE", "host");
+}
+
+fn counted(workspace: &Workspace, pytest: Task) -> Outcome<Counts> {
     let finished = pytest.run(&workspace.root.join(CRATE), TEST_LIMIT)?;
     Ok(Counts::of(Dialect::LastLine, &finished.lines, finished.success))
 }

@@ -34,15 +34,16 @@ pub fn run(workspace: &Workspace, long: bool) -> bool {
     let mut suite = Suite { workspace, steps: Vec::new() };
     suite.static_checks();
     suite.tests();
-    suite.step("tests of the Python package", python::tests);
     suite.conformance(long);
+    suite.python();
     suite.report()
 }
 
 /// Runs the tests of the Python package alone. Says whether all of them passed.
 pub fn run_python(workspace: &Workspace) -> bool {
     let mut suite = Suite { workspace, steps: Vec::new() };
-    suite.step("tests of the Python package", python::tests);
+    suite.cargo("build of the driver's double", &["build", "-p", "cuda-double"], Dialect::ExitCode);
+    suite.python();
     suite.report()
 }
 
@@ -84,6 +85,14 @@ impl Suite<'_> {
             }
             Err(message) => self.check("conformance, cuda over the double", |_| Err(message)),
         }
+    }
+
+    /// The Python package's tests on the host, and what a GPU needs no framework for over the driver's test double.
+    fn python(&mut self) {
+        self.step("tests of the Python package", python::tests);
+        self.step("the same, cuda over the double", |workspace| {
+            python::tests_on_double(workspace, &place_double(&workspace.target)?)
+        });
     }
 
     fn run_conformance(&mut self, name: &str, backend: &str, library: Option<&Path>, long: bool) {

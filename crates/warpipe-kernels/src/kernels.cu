@@ -83,6 +83,12 @@ extern "C" __global__ void scale(float *out, const float *in, u64 count, u64 fac
     for (u64 i = first_index(); i < count; i += step) out[i] = __fmul_rn(in[i], factor);
 }
 
+extern "C" __global__ void add(float *out, const float *in, u64 count, u64 addend_bits) {
+    const float addend = __uint_as_float((unsigned)addend_bits);
+    const u64 step = grid_stride();
+    for (u64 i = first_index(); i < count; i += step) out[i] = __fadd_rn(in[i], addend);
+}
+
 extern "C" __global__ void square_root(float *out, const float *in, u64 count) {
     const u64 step = grid_stride();
     for (u64 i = first_index(); i < count; i += step) out[i] = __fsqrt_rn(in[i]);

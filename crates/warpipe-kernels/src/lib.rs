@@ -51,6 +51,8 @@ pub static CHECK: Kernel = Kernel::new(c"check", MODULE, twins::check);
 pub static CHECKSUM: Kernel = Kernel::new(c"checksum", MODULE, twins::checksum);
 /// `scale(out, in, count, factor_bits)`; see [`scale()`].
 pub static SCALE: Kernel = Kernel::new(c"scale", MODULE, twins::scale);
+/// `add(out, in, count, addend_bits)`; see [`add()`].
+pub static ADD: Kernel = Kernel::new(c"add", MODULE, twins::add);
 /// `square_root(out, in, count)`; see [`square_root()`].
 pub static SQUARE_ROOT: Kernel = Kernel::new(c"square_root", MODULE, twins::square_root);
 /// `spin(nanoseconds)`; see [`spin()`].
@@ -65,7 +67,7 @@ pub static PASS_ON: Kernel = Kernel::new(c"pass_on", MODULE, twins::pass_on);
 pub static DENSE: Kernel = Kernel::new(c"dense", MODULE, twins::dense);
 
 /// Every kernel of this module; those that draw are in [`render::ALL`].
-pub static ALL: &[Kernel] = &[FILL, CHECK, CHECKSUM, SCALE, SQUARE_ROOT, SPIN, SLOW_FILL, TOUCH, PASS_ON, DENSE];
+pub static ALL: &[Kernel] = &[FILL, CHECK, CHECKSUM, SCALE, ADD, SQUARE_ROOT, SPIN, SLOW_FILL, TOUCH, PASS_ON, DENSE];
 
 /// Threads a block, a multiple of the warp's 32 as the kernels ask.
 const BLOCK: u32 = 256;
@@ -143,6 +145,18 @@ pub unsafe fn checksum(stream: &Stream, words: DevicePtr, count: u64, sum: Devic
 pub unsafe fn scale(stream: &Stream, out: DevicePtr, input: DevicePtr, count: u64, factor: f32) -> Result<()> {
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
     unsafe { stream.launch(&SCALE, grid_for(count), BLOCK, &[out, input, count, u64::from(factor.to_bits())]) }
+}
+
+/// `cuLaunchKernel` of `add`: float `i` of `out` becomes float `i` of `input` plus `addend`, rounded to nearest.
+///
+/// # Errors
+/// [`warpipe::Error::Driver`].
+///
+/// # Safety
+/// As for [`scale()`].
+pub unsafe fn add(stream: &Stream, out: DevicePtr, input: DevicePtr, count: u64, addend: f32) -> Result<()> {
+    // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
+    unsafe { stream.launch(&ADD, grid_for(count), BLOCK, &[out, input, count, u64::from(addend.to_bits())]) }
 }
 
 /// `cuLaunchKernel` of `square_root`: float `i` of `out` becomes the root of float `i` of `input`, rounded to

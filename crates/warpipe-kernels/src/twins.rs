@@ -42,7 +42,7 @@ unsafe fn write<T: Copy>(address: u64, count: u64, value_at: impl Fn(u64) -> T) 
 
 /// # Safety
 /// `address` names one writable word, aligned to 8 bytes, that is written only atomically.
-unsafe fn add(address: u64, amount: u64) {
+unsafe fn add_to_word(address: u64, amount: u64) {
     if amount != 0 {
         // SAFETY: the caller vouches for the word; the reference lives for this call only.
         let total = unsafe { AtomicU64::from_ptr(with_exposed_provenance_mut(address as usize)) };
@@ -72,7 +72,7 @@ pub(crate) unsafe fn check(launch: Launch<'_>) {
     let found = unsafe { read::<u64>(words, count) };
     let wrong = found.zip(0u64..).map(|(found, index)| u64::from(found != word(base, index))).sum();
     // SAFETY: `errors` names one word, as the caller promises.
-    unsafe { add(errors, wrong) };
+    unsafe { add_to_word(errors, wrong) };
 }
 
 /// # Safety
@@ -83,7 +83,7 @@ pub(crate) unsafe fn checksum(launch: Launch<'_>) {
     let found = unsafe { read::<u64>(words, count) };
     let part = found.zip(0u64..).fold(0u64, |part, (word, index)| part.wrapping_add(term(word, index)));
     // SAFETY: `sum` names one word, as the caller promises.
-    unsafe { add(sum, part) };
+    unsafe { add_to_word(sum, part) };
 }
 
 /// # Safety
@@ -93,6 +93,15 @@ pub(crate) unsafe fn scale(launch: Launch<'_>) {
     let factor = f32::from_bits(factor_bits as u32);
     // SAFETY: both ranges hold `count` floats and are equal or apart, as the caller promises.
     unsafe { map_floats(out, input, count, |value| value * factor) };
+}
+
+/// # Safety
+/// As for the kernel `add`: the arguments are its own, and the memory they name is valid.
+pub(crate) unsafe fn add(launch: Launch<'_>) {
+    let [out, input, count, addend_bits] = arguments(&launch);
+    let addend = f32::from_bits(addend_bits as u32);
+    // SAFETY: both ranges hold `count` floats and are equal or apart, as the caller promises.
+    unsafe { map_floats(out, input, count, |value| value + addend) };
 }
 
 /// # Safety
@@ -284,13 +293,20 @@ mod tests {
     }
 
     #[test]
-    fn scale_and_square_root_round_once_also_in_place() {
+    fn scale_add_and_square_root_round_once_also_in_place() {
         let mut cases = Cases(4);
         let input: Vec<f32> = (0..1000).map(|_| f32::from_bits(cases.next() as u32 & 0x7f00_ffff)).collect();
         let (mut values, mut out) = (input.clone(), vec![0f32; 1000]);
         let factor = 0.3f32;
         run("scale", &[address(&mut out), address(&mut values), 1000, u64::from(factor.to_bits())]);
         assert!(out.iter().zip(&input).all(|(out, value)| out.to_bits() == (value * factor).to_bits()));
+        let addend = 1e-3f32;
+        run("add", &[address(&mut out), address(&mut values), 1000, u64::from(addend.to_bits())]);
+        assert!(out.iter().zip(&input).all(|(out, value)| out.to_bits() == (value + addend).to_bits()));
+        let place = address(&mut out);
+        run("add", &[place, place, 999, u64::from(1f32.to_bits())]);
+        assert!(out.iter().zip(&input).take(999).all(|(out, value)| out.to_bits() == (value + addend + 1.0).to_bits()));
+        assert_eq!(out[999].to_bits(), (input[999] + addend).to_bits());
         let place = address(&mut values);
         run("square_root", &[place, place, 1000]);
         // The root in double precision, rounded to single, is the exactly rounded one.
@@ -354,6 +370,7 @@ mod tests {
         run("check", &[0, 0, 1, place]);
         run("checksum", &[0, 0, place]);
         run("scale", &[0, 0, 0, 0]);
+        run("add", &[0, 0, 0, 0]);
         run("touch", &[0, 0]);
         run("dense", &[0, 0, 0, 0, 0, 5, 5, 0]);
         run("dense", &[0, 0, 0, 0, 5, 5, 0, 0]);

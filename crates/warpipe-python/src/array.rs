@@ -3,14 +3,14 @@
 use pyo3::exceptions::{PyAttributeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use warpipe::DType;
+use warpipe::{DType, Layout};
 
 use crate::device::is_cuda;
 use crate::dlpack;
 use crate::dtype::typestr;
 use crate::ending;
 use crate::errors::{Fault, Outcome};
-use crate::memory::{Hold, Memory};
+use crate::memory::{Hold, Memory, Stay};
 use crate::stream::{Consumer, likely};
 use crate::testing;
 
@@ -46,24 +46,24 @@ pub fn dlpack(py: Python<'_>, memory: &Memory, request: Request<'_>) -> PyResult
                 "a copy on the GPU is the consumer's to make: export it with copy=None and copy that".into(),
             ));
         }
-        return dlpack::export(py, &memory.copied(py)?, versioned, true);
+        return dlpack::export(py, &memory.copied(py)?, None, versioned, true);
     }
-    ready_for(py, memory, request.stream.as_ref())?;
-    dlpack::export(py, memory, versioned, false)
+    let stay = ready_for(py, memory, request.stream.as_ref())?;
+    dlpack::export(py, memory, stay, versioned, false)
 }
 
 /// Makes the consumer's stream, in DLPack's numbers, wait for the data.
-fn ready_for(py: Python<'_>, memory: &Memory, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+fn ready_for(py: Python<'_>, memory: &Memory, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Stay>> {
     let number = stream.map(|stream| stream.extract::<i64>()).transpose()?;
     if !is_cuda(&memory.device) {
         return match number {
-            None | Some(-1) => memory.settle(py),
+            None | Some(-1) => memory.settle(py).map(|()| None),
             Some(other) => Err(refuse(format!("stream is {other}; the host has none: leave it out"))),
         };
     }
     let raw = match number {
         // The consumer orders its work by itself.
-        Some(-1) => return Ok(()),
+        Some(-1) => return Ok(None),
         None => 1,
         Some(number) => usize::try_from(number).ok().filter(|&raw| raw != 0).ok_or_else(|| {
             refuse(format!("stream is {number}; allowed is -1, 1, 2, or a CUstream (0 is ambiguous: say 1 or 2)"))
@@ -200,6 +200,18 @@ pub fn numpy_as<'py>(
         return array.call_method1("astype", (wanted,));
     }
     if copy == Some(true) { array.call_method0("copy") } else { Ok(array) }
+}
+
+/// A NumPy array of a layout's shape, of values that NumPy spreads over it.
+pub fn full<'py>(py: Python<'py>, layout: &Layout, values: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let dtype = layout.dtype();
+    let element = match typestr(dtype) {
+        Some(typestr) => typestr.into_pyobject(py)?.into_any(),
+        None => extension(py, dtype)?,
+    };
+    let array = py.import("numpy")?.call_method1("empty", (PyTuple::new(py, layout.shape())?, element))?;
+    array.set_item(py.Ellipsis(), values)?;
+    Ok(array)
 }
 
 /// The type that NumPy borrows from `ml_dtypes`.

@@ -1,11 +1,12 @@
 //! Copies of foreign tensors into slots, and what keeps those tensors until they are done.
 //! **This module is marked for unsafe**: it enqueues copies from addresses that others name.
 
-use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
+use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::errors::{Fault, Outcome};
@@ -19,7 +20,7 @@ const COPIES_MAX: usize = 256;
 /// A publisher's copies that streams may still be doing.
 #[derive(Debug, Default)]
 pub struct Copies {
-    list: Mutex<VecDeque<Copying>>,
+    open: Arc<AtomicUsize>,
 }
 
 /// What is filled: memory of ours that nobody else writes meanwhile, and that stays until the copy is done.
@@ -49,21 +50,76 @@ impl Target for Slot {
 /// A foreign tensor that a stream still copies.
 #[derive(Debug)]
 struct Copying {
-    is_done: Arc<AtomicBool>,
-    _keep: Keep,
+    /// `None` only while dropping.
+    keep: Option<Keep>,
+    open: Arc<AtomicUsize>,
 }
 
 impl Copying {
-    fn is_done(&self) -> bool {
-        self.is_done.load(Ordering::Acquire)
+    fn of(keep: Keep, open: &Arc<AtomicUsize>) -> Copying {
+        open.fetch_add(1, Ordering::Relaxed);
+        Copying { keep: Some(keep), open: open.clone() }
+    }
+
+    /// The copy is done. Called in the stream's order, where neither the interpreter nor the driver may be asked, and to
+    /// let go of a tensor may need both: that is left to the interpreter's main thread, or to whoever sends next.
+    fn done(mut self) {
+        let keep = self.keep.take();
+        DONE.lock().unwrap_or_else(PoisonError::into_inner).extend(keep);
+        if !ENDING.load(Ordering::Acquire) {
+            // SAFETY: may be called without the interpreter, while there is one; `sweep_later` takes any argument. If too
+            // much is pending, that will sweep, or the next copy.
+            unsafe { ffi::Py_AddPendingCall(Some(sweep_later), std::ptr::null_mut()) };
+        }
     }
 }
 
-impl Copies {
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Copying>> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+impl Drop for Copying {
+    fn drop(&mut self) {
+        // A stream that never told of its end may read it for ever.
+        std::mem::forget(self.keep.take());
+        self.open.fetch_sub(1, Ordering::Release);
     }
+}
 
+/// What has been copied and waits to be let go.
+static DONE: Mutex<Vec<Keep>> = Mutex::new(Vec::new());
+
+/// Whether the interpreter is about to end, and takes no more calls.
+static ENDING: AtomicBool = AtomicBool::new(false);
+
+/// Lets go of what has been copied. What is dropped may be anybody's, and runs without the lock.
+fn sweep(_: Python<'_>) {
+    let done = match DONE.try_lock() {
+        Ok(mut done) => std::mem::take(&mut *done),
+        Err(TryLockError::Poisoned(done)) => std::mem::take(&mut *done.into_inner()),
+        // Somebody adds to it, and asks again; or this is a forked child, whose parent did.
+        Err(TryLockError::WouldBlock) => return,
+    };
+    drop(done);
+}
+
+/// Called by the interpreter on its main thread.
+extern "C" fn sweep_later(_: *mut c_void) -> c_int {
+    // A panic must not unwind into the interpreter.
+    let _ = std::panic::catch_unwind(|| Python::attach(sweep));
+    0
+}
+
+/// From now on nothing is asked of the interpreter.
+#[pyfunction]
+fn _end_of_copies() {
+    ENDING.store(true, Ordering::Release);
+}
+
+/// Has the interpreter tell of its end.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let told = wrap_pyfunction!(_end_of_copies, module)?;
+    module.py().import("atexit")?.call_method1("register", (told,))?;
+    Ok(())
+}
+
+impl Copies {
     /// Enqueues the copy of `source`, which is as long, into `into`, on `own` if it comes from the host. Returns the
     /// stream that does it. Waits, at most `patience`, only if too many are on their way.
     pub fn fill(
@@ -89,56 +145,33 @@ impl Copies {
         Ok(target)
     }
 
-    /// Keeps a foreign tensor until `stream` has copied it, and lets go of those that are done.
+    /// Keeps a foreign tensor until `stream` has copied it.
     fn keep(&self, py: Python<'_>, stream: &warpipe::Stream, keep: Keep, patience: Option<Duration>) -> PyResult<()> {
-        let mut copies = self.lock();
-        let (done, open): (Vec<_>, _) = copies.drain(..).partition(Copying::is_done);
-        *copies = open.into();
-        drop(copies);
-        // Without the lock: what is dropped here may be anybody's.
-        drop(done);
+        sweep(py);
         if matches!(keep, Keep::Nothing) {
             return Ok(());
         }
-        let is_done = Arc::new(AtomicBool::new(false));
-        let flag = is_done.clone();
-        let told = stream.call(move || flag.store(true, Ordering::Release));
-        let mut copies = self.lock();
-        // Also if the stream could not be told: kept for ever is better than let go under a copy.
-        copies.push_back(Copying { is_done, _keep: keep });
-        let crowded = copies.len() > COPIES_MAX;
-        drop(copies);
-        told.map_err(Fault::from)?;
-        if crowded {
+        let copying = Copying::of(keep, &self.open);
+        stream.call(move || copying.done()).map_err(Fault::from)?;
+        if self.open.load(Ordering::Acquire) > COPIES_MAX {
             let done = in_slices(py, patience, |slice| none_if_late(stream.synchronize(slice)))?;
             done.ok_or_else(|| late("the end of a copy".into(), patience))?;
         }
         Ok(())
     }
 
-    /// Waits, at most `patience`, until all are done. What is not done by then is kept until the process ends: its owner
-    /// must not use the memory again while a stream reads it.
+    /// Waits, at most `patience`, until all are done. What is not done by then is kept until it is: its owner must not use
+    /// the memory again while a stream reads it.
     pub fn settle(&self, py: Python<'_>, patience: Option<Duration>) -> PyResult<()> {
-        let copies = std::mem::take(&mut *self.lock());
         let waited = in_slices(py, patience, |slice| {
-            let is_done = copies.iter().all(Copying::is_done);
+            let is_done = self.open.load(Ordering::Acquire) == 0;
             if !is_done {
                 std::thread::park_timeout(slice.min(Duration::from_millis(1)));
             }
             Ok(is_done.then_some(()))
         });
-        if !matches!(waited, Ok(Some(()))) {
-            std::mem::forget(copies);
-        }
+        sweep(py);
         waited.map(drop)
-    }
-}
-
-impl Drop for Copies {
-    fn drop(&mut self) {
-        let list = self.list.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let open: Vec<_> = list.drain(..).filter(|copy| !copy.is_done()).collect();
-        std::mem::forget(open);
     }
 }
 

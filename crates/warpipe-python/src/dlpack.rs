@@ -13,7 +13,7 @@ use warpipe::tensor::RANK_MAX;
 
 use crate::device::is_cuda;
 use crate::errors::Fault;
-use crate::memory::Memory;
+use crate::memory::{Memory, Stay};
 
 pub const CPU: i32 = 1;
 pub const CUDA: i32 = 2;
@@ -91,6 +91,8 @@ const _: () = assert!(std::mem::offset_of!(DLManagedTensorVersioned, dl_tensor) 
 struct Exported {
     shape: [i64; RANK_MAX],
     strides: [i64; RANK_MAX],
+    /// Before the memory: what the array's stream still has to do comes before the memory's end.
+    _stay: Option<Stay>,
     _memory: Memory,
 }
 
@@ -105,10 +107,17 @@ pub fn is_versioned(max_version: Option<(u32, u32)>) -> bool {
     max_version.is_some_and(|(major, _)| major >= VERSION.0)
 }
 
-/// A capsule that holds `memory` until its consumer calls the deleter, or nobody has taken it.
-pub fn export(py: Python<'_>, memory: &Memory, versioned: bool, copied: bool) -> PyResult<Py<PyAny>> {
+/// A capsule that holds `memory`, and the stay of its array there, until its consumer calls the deleter, or nobody has taken it.
+pub fn export(
+    py: Python<'_>,
+    memory: &Memory,
+    stay: Option<Stay>,
+    versioned: bool,
+    copied: bool,
+) -> PyResult<Py<PyAny>> {
     let layout = &memory.layout;
-    let mut exported = Box::new(Exported { shape: [0; RANK_MAX], strides: [0; RANK_MAX], _memory: memory.clone() });
+    let (shape, strides) = ([0; RANK_MAX], [0; RANK_MAX]);
+    let mut exported = Box::new(Exported { shape, strides, _stay: stay, _memory: memory.clone() });
     for (to, &from) in exported.shape.iter_mut().zip(layout.shape()) {
         *to = i64::try_from(from).map_err(|_| Fault::layout(format!("a dimension of {from}")))?;
     }

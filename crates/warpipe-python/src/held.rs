@@ -179,11 +179,22 @@ impl Held {
     }
 
     /// Lets `consumer` use the memory: it is behind copies of ours, and from now on the memory is not let go before it is
-    /// past its work.
+    /// past its work. Its stream lasts until then.
     pub fn admit(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
-        self.place().used_on(consumer.linked())?;
         self.consumers.note(consumer);
+        self.hold_back(consumer)
+    }
+
+    /// Who is asked before it is let go.
+    pub fn consumers(&self) -> &Consumers {
+        &self.consumers
+    }
+
+    /// Puts `consumer` behind copies of ours.
+    pub fn hold_back(&self, consumer: &Consumer) -> Outcome<()> {
+        self.home.check()?;
+        self.place().used_on(consumer.linked())?;
         if let Some(own) = self.copying()?.filter(|own| own.raw() != consumer.linked().raw()) {
             consumer.linked().wait_for(own)?;
             consumer.lead()?;
@@ -194,12 +205,7 @@ impl Held {
     /// Waits on the CPU until all who used it are done with what they were given so far.
     pub fn settle(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
         self.home.check()?;
-        let streams = self.consumers.followed()?;
-        for stream in &streams {
-            let done = in_slices(py, timeout, |slice| none_if_late(stream.synchronize(slice)))?;
-            done.ok_or_else(|| late("the end of the work on this memory".into(), timeout))?;
-        }
-        Ok(())
+        self.consumers.followed()?.iter().try_for_each(|stream| await_stream(py, stream, timeout))
     }
 
     /// [`settle`](Self::settle), where nobody says how long.
@@ -222,6 +228,16 @@ impl Drop for Held {
             Err(_) => std::mem::forget(place),
         }
     }
+}
+
+/// Waits on the CPU until a copy of ours is done, and what it is behind.
+pub fn await_copy(py: Python<'_>, stream: &warpipe::Stream) -> PyResult<()> {
+    await_stream(py, stream, Some(PATIENCE))
+}
+
+fn await_stream(py: Python<'_>, stream: &warpipe::Stream, timeout: Option<Duration>) -> PyResult<()> {
+    let done = in_slices(py, timeout, |slice| none_if_late(stream.synchronize(slice)))?;
+    Ok(done.ok_or_else(|| late("the end of the work on this memory".into(), timeout))?)
 }
 
 /// A range of memory that is written now.

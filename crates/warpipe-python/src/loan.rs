@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PySlice, PyTuple};
 use warpipe::Layout;
 
 use crate::array::{self, Request};
@@ -144,16 +144,35 @@ impl Loan {
         if !is_cuda(&loan.device) {
             return array::numpy(py, &loan.memory()?);
         }
-        if imported(py, "torch")?.is_some() {
-            return crate::torch::tensor(py, &loan.memory()?);
+        match framework(py)? {
+            Some("torch") => crate::torch::tensor(py, &loan.memory()?),
+            Some(_) => array::cupy(slf.as_any()),
+            None => {
+                let next = "import torch or cupy, or use out[...] = values or out.copy_from(tensor)";
+                let said = format!("no framework that can write memory of a GPU is imported; {next}");
+                Err(Fault::Own("ExportError", said).into())
+            }
         }
-        if imported(py, "cupy")?.is_some() {
-            return array::cupy(slf.as_any());
-        }
-        let next = "import torch or cupy, or use out.copy_from(tensor)";
-        Err(Fault::Own("ExportError", format!("no framework that can write memory of a GPU is imported; {next}"))
-            .into())
     }
+}
+
+/// Who can write memory of a GPU: what the program has imported.
+fn framework(py: Python<'_>) -> PyResult<Option<&'static str>> {
+    for name in ["torch", "cupy"] {
+        if imported(py, name)?.is_some() {
+            return Ok(Some(name));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether a key is ``...`` or ``:``.
+fn is_everything(key: &Bound<'_, PyAny>) -> PyResult<bool> {
+    if key.is(key.py().Ellipsis()) {
+        return Ok(true);
+    }
+    let none = |name: &str| key.getattr(name).map(|end| end.is_none());
+    Ok(key.is_instance_of::<PySlice>() && none("start")? && none("stop")? && none("step")?)
 }
 
 impl Drop for Loan {
@@ -273,6 +292,11 @@ impl Loan {
     }
 
     fn __setitem__(slf: &Bound<'_, Loan>, key: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (py, loan) = (slf.py(), slf.get());
+        if is_cuda(&loan.device) && is_everything(key)? && framework(py)?.is_none() {
+            // The values are the host's, and no kernel is at hand that could spread them on the GPU.
+            return loan.copy_from(py, &array::full(py, &loan.layout, value)?);
+        }
         Loan::array(slf)?.set_item(key, value)
     }
 

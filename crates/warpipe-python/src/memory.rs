@@ -116,10 +116,10 @@ impl Lent {
         self.consumers.join(self.sample().stream())
     }
 
-    /// Lets `consumer` use the memory: it waits, on the device, until the data is complete.
-    pub fn admit(&self, consumer: &Consumer) -> Outcome<()> {
+    /// Makes `consumer` wait, on the device, until the data is complete.
+    fn hold_back(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
-        self.note(consumer);
+        self.used_by(consumer.linked());
         if testing::waits_are_skipped() || self.sample().is_complete()? {
             return Ok(());
         }
@@ -167,6 +167,43 @@ impl Drop for Lent {
     }
 }
 
+impl Hold {
+    /// Who is asked before it is let go.
+    fn consumers(&self) -> Option<&Consumers> {
+        match self {
+            Hold::Sample(lent) => Some(&lent.consumers),
+            Hold::Loan(lease) => Some(&lease.consumers),
+            Hold::Held(held) => Some(held.consumers()),
+            Hold::Copy(_) => None,
+        }
+    }
+}
+
+/// An array on a stream that may end when the array has gone: until then the stream's work is put before the memory's end.
+#[derive(Debug)]
+pub struct Stay {
+    home: Home,
+    hold: Hold,
+    consumer: Consumer,
+}
+
+impl Stay {
+    fn of(hold: &Hold, consumer: &Consumer) -> Stay {
+        if let Some(consumers) = hold.consumers() {
+            consumers.enter(consumer);
+        }
+        Stay { home: Home::here(), hold: hold.clone(), consumer: consumer.clone() }
+    }
+}
+
+impl Drop for Stay {
+    fn drop(&mut self) {
+        if let Some(consumers) = self.hold.consumers().filter(|_| self.home.is_here()) {
+            consumers.leave(&self.consumer);
+        }
+    }
+}
+
 impl Memory {
     /// Of a received sample.
     pub fn of_sample(lent: &Arc<Lent>, device: &warpipe::Device) -> Memory {
@@ -178,15 +215,23 @@ impl Memory {
         Memory { layout, address, lowest, device, read_only: true, hold }
     }
 
-    /// Makes it ready for a stream of its device.
-    pub fn admit(&self, consumer: &Consumer) -> Outcome<()> {
+    /// Makes it ready for an array on a stream of its device. The stream may end once the array has gone, which the result
+    /// tells.
+    pub fn admit(&self, consumer: &Consumer) -> Outcome<Option<Stay>> {
         match &self.hold {
-            Hold::Sample(lent) => lent.admit(consumer)?,
-            Hold::Loan(lease) => lease.consumers.note(consumer),
-            Hold::Held(held) => held.admit(consumer)?,
-            Hold::Copy(_) => {}
+            Hold::Sample(lent) => lent.hold_back(consumer)?,
+            Hold::Loan(_) => {}
+            Hold::Held(held) => held.hold_back(consumer)?,
+            Hold::Copy(_) => return Ok(None),
         }
-        Ok(())
+        // Also if the device could not be told of the wait: then nothing was enqueued, and nobody gets an array.
+        if consumer.may_end() {
+            return Ok(Some(Stay::of(&self.hold, consumer)));
+        }
+        if let Some(consumers) = self.hold.consumers() {
+            consumers.note(consumer);
+        }
+        Ok(None)
     }
 
     /// Makes it ready for the CPU, which waits where it must.

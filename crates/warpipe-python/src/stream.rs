@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -22,7 +22,9 @@ const KNOWN_MAX: usize = 256;
 ///
 /// ``Stream()`` belongs to the first GPU, else the host. Everything that takes a stream takes one of these, a raw
 /// ``CUstream`` as an int (0 or 1: the legacy default stream, 2: the per-thread one), anything with
-/// ``__cuda_stream__``, and the streams of PyTorch, CuPy and Numba; on the host only one of these.
+/// ``__cuda_stream__``, and the streams of PyTorch, CuPy and Numba; on the host only one of these. Of an object we keep a
+/// reference while its work is waited for; a stream that is given as an int has to last until what was made on it is let
+/// go.
 ///
 /// Raises ``DeviceError``.
 #[pyclass(frozen, module = "warpipe")]
@@ -104,18 +106,21 @@ impl Stream {
 ///
 /// We are told of foreign streams by their number alone, and nobody promises that one lives longer than the array that
 /// was made on it, while a link has to ask its streams when it ends. So a link is given streams of our own, a *relay* for
-/// each foreign one, in the same order of work; the foreign one is touched only when an array is made or let go. The
-/// legacy default stream and those of PyTorch's pool are never destroyed and need none.
+/// each foreign one, in the same order of work; the foreign one is touched only when an array is made or let go, or while
+/// we hold the object that owns it. The legacy default stream and those of PyTorch's pool are never destroyed and need
+/// none.
 #[derive(Debug, Clone)]
 pub struct Consumer {
     pub stream: warpipe::Stream,
     relay: Option<warpipe::Stream>,
+    /// What destroys the stream when it goes: not before this has gone.
+    owner: Option<Arc<Py<PyAny>>>,
 }
 
 impl Consumer {
     /// A stream of our own.
     pub fn own(stream: &warpipe::Stream) -> Consumer {
-        Consumer { stream: stream.clone(), relay: None }
+        Consumer { stream: stream.clone(), relay: None, owner: None }
     }
 
     /// What an argument names, see [`Stream`].
@@ -128,14 +133,41 @@ impl Consumer {
             return Ok(Consumer::own(stream));
         }
         match raw_of(found)? {
-            Some(raw) if is_cuda(device) => Consumer::foreign(py, device, raw),
+            Some(raw) if is_cuda(device) => {
+                let consumer = Consumer::numbered(py, device, raw)?;
+                Ok(if found.is_instance_of::<PyInt>() { consumer } else { consumer.owned_by(found) })
+            }
             Some(_) => Err(Fault::argument("stream", found, "a warpipe.Stream of the host").into()),
             None => Err(Fault::argument("stream", found, "a Stream, a raw CUstream, or a framework's stream").into()),
         }
     }
 
     /// A GPU's stream by its number, in the words of DLPack: 0 and 1 are the legacy default stream, 2 the per-thread one.
+    /// Of CuPy's current one, which CuPy destroys with the object, the object is kept.
     pub fn foreign(py: Python<'_>, device: &warpipe::Device, raw: usize) -> PyResult<Consumer> {
+        let consumer = Consumer::numbered(py, device, raw)?;
+        if consumer.relay.is_some()
+            && let Some(current) = cupy_current(py, device)?
+            && current.getattr("ptr")?.extract::<usize>()? == raw
+        {
+            return Ok(consumer.owned_by(&current));
+        }
+        Ok(consumer)
+    }
+
+    fn owned_by(mut self, owner: &Bound<'_, PyAny>) -> Consumer {
+        if self.relay.is_some() {
+            self.owner = Some(Arc::new(owner.clone().unbind()));
+        }
+        self
+    }
+
+    /// Whether the stream may end before what is told of it.
+    pub fn may_end(&self) -> bool {
+        self.relay.is_some() && self.owner.is_none()
+    }
+
+    fn numbered(py: Python<'_>, device: &warpipe::Device, raw: usize) -> PyResult<Consumer> {
         // The per-thread stream is another one for each thread, and memory is let go on any of them. The legacy one is in
         // order with all of those, before and after.
         let raw = if raw <= 2 { 0 } else { raw };
@@ -153,7 +185,7 @@ impl Consumer {
         // it is made, or let go, which the protocols ask to be within the stream's life.
         let stream = unsafe { warpipe::Stream::borrow_raw(device, raw as *mut c_void) };
         let relay = if lasting { None } else { Some(device.stream().map_err(Fault::from)?) };
-        let consumer = Consumer { stream, relay };
+        let consumer = Consumer { stream, relay, owner: None };
         let mut table = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         let table = table.get_or_insert_with(HashMap::new);
         if table.len() >= KNOWN_MAX {
@@ -201,39 +233,95 @@ fn known(key: &(u32, usize, bool)) -> Option<Consumer> {
     KNOWN.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.get(key).cloned()
 }
 
+/// A consumer of one piece of memory, and whether its stream may still be asked for its work.
+#[derive(Debug)]
+struct User {
+    consumer: Consumer,
+    /// Arrays that were made on it and are not let go yet. When the last goes, the relay is put behind the stream, which
+    /// is not touched after that.
+    arrays: usize,
+    /// Whether it was named without an array whose end we see: then it lasts until the memory is let go.
+    is_named: bool,
+}
+
+impl User {
+    /// A stream of our library's that is behind all that it has enqueued so far.
+    fn follow(&self) -> Outcome<&warpipe::Stream> {
+        if self.is_named || self.arrays > 0 || !self.consumer.may_end() {
+            return self.consumer.follow();
+        }
+        Ok(self.consumer.linked())
+    }
+}
+
 /// All streams that use one piece of memory.
 #[derive(Debug, Default)]
 pub struct Consumers {
-    list: Mutex<Vec<Consumer>>,
+    list: Mutex<Vec<User>>,
 }
 
 impl Consumers {
-    /// Remembers one.
-    pub fn note(&self, consumer: &Consumer) {
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-        if !list.iter().any(|known| known.stream.raw() == consumer.stream.raw()) {
-            list.push(consumer.clone());
-        }
+    fn lock(&self) -> MutexGuard<'_, Vec<User>> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn all(&self) -> Vec<Consumer> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// Remembers one, whose stream lasts until the memory is let go.
+    pub fn note(&self, consumer: &Consumer) {
+        self.with(consumer, |user| user.is_named = true);
+    }
+
+    /// Remembers one that makes an array, whose end is told (`leave`).
+    pub fn enter(&self, consumer: &Consumer) {
+        self.with(consumer, |user| user.arrays += 1);
+    }
+
+    fn with(&self, consumer: &Consumer, change: impl FnOnce(&mut User)) {
+        let mut list = self.lock();
+        let known = list.iter_mut().find(|user| user.consumer.stream.raw() == consumer.stream.raw());
+        // Dropped without the lock: the last reference to a stream of another framework's may go.
+        let mut before = None;
+        match known {
+            Some(user) => {
+                if consumer.owner.is_some() {
+                    before = user.consumer.owner.replace(consumer.owner.clone().expect("seen above"));
+                }
+                change(user);
+            }
+            None => {
+                let mut user = User { consumer: consumer.clone(), arrays: 0, is_named: false };
+                change(&mut user);
+                list.push(user);
+            }
+        }
+        drop(list);
+        drop(before);
+    }
+
+    /// An array that was made on its stream is let go.
+    pub fn leave(&self, consumer: &Consumer) {
+        let mut list = self.lock();
+        let known = list.iter_mut().find(|user| user.consumer.stream.raw() == consumer.stream.raw());
+        if let Some(user) = known.filter(|user| user.arrays > 0) {
+            // A stream that cannot be followed is asked again in the end, and then the memory stays.
+            if user.consumer.follow().is_ok() {
+                user.arrays -= 1;
+            }
+        }
     }
 
     /// A stream for each, behind what that has enqueued so far.
     pub fn followed(&self) -> Outcome<Vec<warpipe::Stream>> {
-        self.all().iter().map(|consumer| consumer.follow().cloned()).collect()
+        self.lock().iter().map(|user| user.follow().cloned()).collect()
     }
 
     /// A stream that is behind all that they have enqueued so far; none if there are none of them.
     pub fn joined(&self) -> Outcome<Option<warpipe::Stream>> {
-        let list = self.all();
-        let Some((first, others)) = list.split_first() else { return Ok(None) };
-        let joined = first.follow()?;
-        for other in others {
-            joined.wait_for(&other.stream)?;
+        let mut followed = self.followed()?.into_iter();
+        let Some(joined) = followed.next() else { return Ok(None) };
+        for other in followed {
+            joined.wait_for(&other)?;
         }
-        Ok(Some(joined.clone()))
+        Ok(Some(joined))
     }
 
     /// A stream that is behind all that they have enqueued so far: `otherwise` if there are none.
@@ -288,9 +376,13 @@ fn torch_owns(py: Python<'_>, device: &warpipe::Device, raw: usize) -> PyResult<
 
 /// CuPy's current stream, if it is there.
 pub fn cupy_stream(py: Python<'_>, device: &warpipe::Device) -> PyResult<Option<usize>> {
+    cupy_current(py, device)?.map(|stream| stream.getattr("ptr")?.extract()).transpose()
+}
+
+fn cupy_current<'py>(py: Python<'py>, device: &warpipe::Device) -> PyResult<Option<Bound<'py, PyAny>>> {
     let Some(cupy) = imported(py, "cupy")?.filter(|_| is_cuda(device)) else { return Ok(None) };
     let Ok(cuda) = cupy.getattr("cuda") else { return Ok(None) };
-    Ok(Some(cuda.call_method0("get_current_stream")?.getattr("ptr")?.extract()?))
+    cuda.call_method0("get_current_stream").map(Some)
 }
 
 /// Everybody's current streams, and the legacy default one: what may use memory whose user does not say.

@@ -1,4 +1,4 @@
-//! What the tests of this package need and nobody else should use. **This module is marked for unsafe**: it launches
+//! What the tests and the benchmark of this package need and nobody else should use. **This module is marked for unsafe**: it launches
 //! kernels on memory that the caller names.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +9,7 @@ use crate::device::Device;
 use crate::errors::Fault;
 use crate::held::{Place, Plain};
 use crate::loan::Loan;
-use crate::stream::Stream;
+use crate::stream::{Consumer, Stream};
 use crate::view::View;
 use crate::wait::seconds;
 
@@ -50,6 +50,49 @@ fn _preload(stream: &Bound<'_, Stream>) -> PyResult<()> {
     Ok(warpipe_kernels::preload(stream.get().inner()?.device()).map_err(Fault::from)?)
 }
 
+/// The kernel of the benchmark and of tests, on one stream: float32 ``i`` of a target becomes that of a source plus
+/// ``addend``. Made once, so that a launch from Python costs little more than the driver's own.
+///
+/// The stream is a ``Stream`` of the device, or any that ``Stream`` says may be given for one; one that is given by its
+/// number has to outlive this. The kernels are loaded here.
+///
+/// Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
+#[pyclass(frozen, module = "warpipe", name = "_Adder")]
+#[derive(Debug)]
+struct Adder {
+    consumer: Consumer,
+    count: u64,
+    addend: f32,
+}
+
+#[pymethods]
+impl Adder {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        device: &Bound<'_, PyAny>,
+        stream: &Bound<'_, PyAny>,
+        count: u64,
+        addend: f32,
+    ) -> PyResult<Adder> {
+        let device = Device::from_argument(Some(device))?.inner;
+        let consumer = Consumer::from_argument(py, &device, stream)?;
+        py.detach(|| warpipe_kernels::preload(&device)).map_err(Fault::from)?;
+        Ok(Adder { consumer, count, addend })
+    }
+
+    /// Enqueues it (``cuLaunchKernel``). Both addresses are of ``count`` float32 that the device reaches and that stay
+    /// until the kernel is done; they are equal, or the two ranges are apart. Nothing of that is looked at.
+    ///
+    /// Raises ``DriverError``.
+    #[pyo3(signature = (source, target, /))]
+    fn launch(&self, source: u64, target: u64) -> PyResult<()> {
+        // SAFETY: that the addresses are good is the caller's promise, as the documentation asks.
+        let launched = unsafe { warpipe_kernels::add(&self.consumer.stream, target, source, self.count, self.addend) };
+        Ok(launched.map_err(Fault::from)?)
+    }
+}
+
 /// Memory of ``nbytes`` bytes as another allocator makes it (``cuMemAlloc``), which no descriptor names.
 #[pyfunction]
 fn _allocate_plain(nbytes: u64, device: &Bound<'_, PyAny>) -> PyResult<View> {
@@ -59,6 +102,7 @@ fn _allocate_plain(nbytes: u64, device: &Bound<'_, PyAny>) -> PyResult<View> {
 
 /// Adds the functions to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Adder>()?;
     module.add_function(wrap_pyfunction!(_skip_waits, module)?)?;
     module.add_function(wrap_pyfunction!(_slow_fill, module)?)?;
     module.add_function(wrap_pyfunction!(_allocate_plain, module)?)?;

@@ -119,13 +119,14 @@ impl Torch {
     /// As `torch.from_dlpack`, in fewer steps. `None` where that has to be asked itself.
     fn import<'py>(&self, py: Python<'py>, memory: &Memory) -> PyResult<Option<Bound<'py, PyAny>>> {
         let Some(&versioned) = self.versioned.get() else { return Ok(None) };
-        if is_cuda(&memory.device) {
+        let stay = if is_cuda(&memory.device) {
             let Some(raw) = self.current_stream(py, memory.device.info().ordinal)? else { return Ok(None) };
-            memory.admit(&Consumer::foreign(py, &memory.device, raw)?)?;
+            memory.admit(&Consumer::foreign(py, &memory.device, raw)?)?
         } else {
             memory.settle(py)?;
-        }
-        let capsule = dlpack::export(py, memory, versioned, false)?;
+            None
+        };
+        let capsule = dlpack::export(py, memory, stay, versioned, false)?;
         // What it refuses is refused in the public function's words, or taken by that if this one has changed.
         Ok(self.of_capsule.bind(py).call1((capsule,)).ok())
     }

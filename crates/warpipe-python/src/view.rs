@@ -12,7 +12,7 @@ use crate::device::Device;
 use crate::dlpack;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
-use crate::held::{COPIES, Held, Place, Range};
+use crate::held::{COPIES, Held, Place, Range, await_copy};
 use crate::memory::{Hold, Memory};
 use crate::process::Home;
 use crate::source::Wanted;
@@ -187,10 +187,12 @@ impl View {
     }
 
     /// Copies a tensor of the same shape and element type in, on ``stream``, by default the current stream of the tensor's
-    /// framework. It may be changed behind that; of the host's at once.
+    /// framework. It may be changed behind that; of the host's at once. What comes from the host without a stream is there
+    /// when this returns.
     ///
     /// Raises ``LayoutError``, ``DTypeError``, ``NotATensorError``, ``WrongDeviceError``, ``ArgumentError`` for memory that
-    /// was given for reading, ``ReleasedError``, ``DriverError``.
+    /// was given for reading, ``ReleasedError``, ``DriverError``, ``TimeoutError`` if the work that it is behind takes over
+    /// 10 s; it is done all the same then.
     #[pyo3(signature = (tensor, stream = None))]
     fn copy_from(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         self.check_writable()?;
@@ -208,17 +210,22 @@ impl View {
             return Err(Fault::layout(format!("{:?} does not fit {:?}; {next}", source.layout, self.layout)).into());
         }
         held.admit(&Consumer::own(&own))?;
+        let is_to_be_awaited = consumer.is_none() && source.host_bytes().is_some();
         // SAFETY: the view's range, which the hold keeps until the streams that it is told of are past the copy.
         let mut range = unsafe { Range::new(&self.device, memory.lowest, self.layout.bytes()) };
         let filled_on = COPIES.fill(py, &mut range, source, &own, None)?;
         held.admit(&Consumer::own(&filled_on))?;
+        if is_to_be_awaited {
+            return await_copy(py, &filled_on);
+        }
         Ok(consumer.map_or(Ok(()), |consumer| consumer.lead())?)
     }
 
-    /// Copies bytes of the host to byte ``offset`` (``cuMemcpyHtoDAsync``), on ``stream`` or one of its own; they may be
-    /// changed at once.
+    /// Copies bytes of the host to byte ``offset`` (``cuMemcpyHtoDAsync``), in the order of ``stream``; they may be changed
+    /// at once. Without a stream they are there when this returns.
     ///
-    /// Raises ``RangeError``, ``ArgumentError`` for memory that was given for reading, ``ReleasedError``, ``DriverError``.
+    /// Raises ``RangeError``, ``ArgumentError`` for memory that was given for reading, ``ReleasedError``, ``DriverError``,
+    /// ``TimeoutError`` if the work that it is behind takes over 10 s; it is done all the same then.
     #[pyo3(signature = (data, offset = 0, stream = None))]
     fn write(
         &self,
@@ -244,7 +251,10 @@ impl View {
         // SAFETY: inside of the view's range, which the hold keeps until the stream that it was told of is past the copy.
         let mut range = unsafe { Range::new(&self.device, memory.lowest + offset, length) };
         py.detach(|| range.write(&own, bytes))?;
-        Ok(consumer.map_or(Ok(()), |consumer| consumer.lead())?)
+        match consumer {
+            Some(consumer) => Ok(consumer.lead()?),
+            None => await_copy(py, &own),
+        }
     }
 
     /// Says that ``stream`` is given work on this memory, which no array tells: it is not let go before that is done. To be
@@ -272,8 +282,8 @@ impl View {
     fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let consumer = self.consumer(py, stream)?;
         let Some(memory) = self.state()?.memory.take() else { return Ok(()) };
-        if let Some(consumer) = &consumer {
-            memory.admit(consumer)?;
+        if let (Some(consumer), Hold::Held(held)) = (&consumer, &memory.hold) {
+            held.admit(consumer)?;
         }
         py.detach(|| drop(memory));
         Ok(())

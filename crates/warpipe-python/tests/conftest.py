@@ -21,6 +21,9 @@ def pytest_report_header(config):
 def pytest_unconfigure(config):
     """The last line, as all test programs of this project write it."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        # One of several processes that run tests: another one counts.
+        return
     counts = {word: len(reporter.stats.get(word, [])) for word in ("passed", "failed", "error", "skipped")}
     print(f"{counts['passed']} passed, {counts['failed'] + counts['error']} failed, {counts['skipped']} skipped")
 

@@ -8,7 +8,7 @@ import xml.etree.ElementTree
 import pytest
 import rivals
 
-from warpipe.bench import figures, pair, plot, rust
+from warpipe.bench import arrays, figures, ours, pair, plot, rust
 from warpipe.bench import rivals as real
 
 PLAN = pair.Plan(warm_up=2, rounds=2, chained=3, awaited=4)
@@ -34,6 +34,7 @@ def test_the_benchmark_measures_every_contestant_at_every_size_and_compares_them
     assert set(found) == {(name, size) for name in names for size in (4 << 10, 1 << 20)}
     for row in found.values():
         assert row["status"] == "measured", row
+        assert row["kernel"] == "NumPy's add"
         spread = row["awaited_ns"]
         assert row["chained_us"] > 0 and 0 < spread["p50"] <= spread["p90"] <= spread["p99"] <= spread["max"]
         assert spread["count"] == pair.QUICK.rounds * pair.QUICK.awaited
@@ -42,6 +43,7 @@ def test_the_benchmark_measures_every_contestant_at_every_size_and_compares_them
     assert "1 MiB, one device, chained: multiprocessing.Queue over warpipe" in compared
     assert all({"bench", "name", "unit", "ours", "floor", "ratio", "wanted", "met"} <= set(f) for f in report["figures"])
     assert report["calls"]["status"] == "measured" and all(us > 0 for us in report["calls"]["us"].values())
+    assert list(report["calls"]["us"])[:4] == ["loan", "array of the loan", "NumPy's add", "send"]
     assert "warpipe, loan" in done.stdout
     assert len(list(xml.etree.ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}polyline"))) == len(names)
 
@@ -82,6 +84,37 @@ def test_a_size_that_a_contestant_is_not_asked_for_is_skipped_with_the_reason(pl
     monkeypatch.setattr(real.SharedMemory, "bytes_max_reason", "too large")
     outcomes = pair.measure(real.SharedMemory, place, SIZES, PLAN)
     assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("measured", ""), ("skipped", "too large")]
+
+
+def test_the_report_names_the_kernel_that_a_contestant_ran():
+    def named(contestant, device, other_device):
+        place = pair.Place("somewhere", device, other_device, "")
+        return figures.record(pair._outcome(contestant, place, 4096, "skipped"))["kernel"]
+
+    one, two = ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")
+    assert named(ours.Loaned, *one) == named(ours.Loaned, *two) == named(real.QueueKept, *one) == "direct"
+    assert named(ours.LoanedToPyTorch, *two) == named(real.QueueOfPyTorch, *one) == "PyTorch's add"
+    assert [named(real.QueueKept, *two), named(real.QueueOfPyTorch, *two)] == ["copy_, direct", "copy_, PyTorch's add"]
+    assert named(ours.Loaned, "host", "host") == named(real.SharedMemory, "host", "host") == "NumPy's add"
+
+
+def test_what_is_wanted_is_asked_of_contestants_with_the_same_kernel():
+    compared = [contestant for contestant in ours.ON_GPUS + real.ON_GPUS if contestant.role in ("ours", "usual")]
+    assert {contestant.kernel for contestant in compared} == {"direct"}
+    assert {contestant.role for contestant in compared} == {"ours", "usual"}
+    beside = figures.record(
+        pair.Outcome("usual", "usual, PyTorch's add", "one device", 4096, "measured", "", [1.0], [1000])
+    )
+    assert {figure["ratio"] for figure in figures.figures([*records(10.0, 60.0), beside], "mps", rust.Rust())} == {6.0}
+
+
+@pytest.mark.parametrize("count", [arrays.HEAD, 3 * arrays.HEAD])
+def test_a_kernel_adds_to_the_head_of_an_array_and_to_nothing_else(count):
+    numpy = arrays.NumPy()
+    source, target = numpy.zeros(count), numpy.zeros(count)
+    numpy.adder(count, arrays.DIRECT)(source, target)
+    assert numpy.values(target) == [1.0] * arrays.HEAD
+    assert target.sum() == arrays.HEAD and not source.any()
 
 
 def records(ours_us, *usual_us, place="one device", size=4096):
@@ -137,3 +170,15 @@ def test_a_rust_program_that_fails_is_told_and_one_that_is_not_there_is_skipped(
 
 def test_a_plot_of_nothing_is_still_a_picture():
     assert plot.svg([], "nothing").endswith("</svg>\n")
+
+
+@pytest.mark.parametrize("values", [[10.0], [0.3, 0.31], [19.9, 20.0, 51.0], [1.0, 123456.0]])
+def test_a_plot_has_its_points_between_its_marks_and_its_names_apart(values):
+    drawn = plot.svg([record for value in values for record in records(value, value)], "a title")
+    root = xml.etree.ElementTree.fromstring(drawn)
+    top, bottom = plot.TOP, plot.CHART_HEIGHT - plot.BOTTOM
+    points = [float(at.get("cy")) for at in root.iter("{http://www.w3.org/2000/svg}circle")]
+    assert all(top <= at <= bottom for at in points) and len(points) > len(values)
+    names = [at for at in root.iter("{http://www.w3.org/2000/svg}text") if float(at.get("x", 0)) > plot.WIDTH - plot.RIGHT]
+    heights = sorted(float(at.get("y")) for at in names)
+    assert len(names) > 1 and all(below - above >= 12 for above, below in zip(heights, heights[1:]))

@@ -29,8 +29,6 @@ def run(path, *arguments):
 
 
 def test_a_camera_serves_two_models(device):
-    if device.kind == "cuda":
-        pytest.importorskip("torch", reason="on a GPU the example's images are made by PyTorch")
     said = run(example("camera_to_two_models.py"), "--frames", "60", "--device", device.kind)
     assert "detector: 60 frames" in said
 

@@ -4,17 +4,17 @@ import gc
 
 import numpy as np
 import pytest
+from conftest import until
 from test_sources import NUMPY_DTYPES, numpy_dtype, pattern
 
 import warpipe
 
 
 class Numpy:
-    """On the host only."""
+    """On the host; to and from a GPU its arrays are copied."""
 
     def __init__(self, device):
-        if device.kind == "cuda":
-            pytest.skip("NumPy arrays do not lie on a GPU")
+        pass
 
     def has(self, name):
         return True
@@ -130,8 +130,8 @@ def test_every_element_type_goes_from_each_framework_to_each(link, device, write
 def test_an_array_holds_the_slot_until_it_is_gone(link, device, framework):
     publisher, subscriber = link
     target = FRAMEWORKS[framework](device)
-    if framework == "jax" and device.kind == "cuda":
-        pytest.skip("JAX gets a copy on a GPU")
+    if framework in ("jax", "numpy") and device.kind == "cuda":
+        pytest.skip("JAX and NumPy get copies on a GPU")
     publisher.send(target.make(np.arange(64, dtype=np.float32)))
     frame = subscriber.receive()
     array = target.read(frame)
@@ -142,8 +142,6 @@ def test_an_array_holds_the_slot_until_it_is_gone(link, device, framework):
     assert np.frombuffer(target.fetch(array).tobytes(), np.float32).tolist() == list(range(64))
     del array
     gc.collect()
-    from conftest import until
-
     # JAX copies what is not aligned to its liking; whoever reads in place holds the slot.
     assert first == 1 or framework == "jax"
     until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
@@ -202,9 +200,93 @@ def test_numba_reads_and_writes_by_the_interface(link, device):
     assert cuda.as_cuda_array(subscriber.receive()).copy_to_host().tolist() == list(range(10))
 
 
+def test_a_tensor_that_was_copied_is_let_go_without_another_send(link, device):
+    publisher, subscriber = link
+    publisher.send(np.zeros(1 << 16, np.uint8))
+    subscriber.receive().release()
+    until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
+    before = device.bytes_held
+    with warpipe.Memory.allocate(1 << 16, device=device) as source:
+        assert device.bytes_held > before
+        publisher.send(source)
+    del source
+    until(lambda: device.bytes_held == before, "the end of the tensor that was sent")
+
+
+def test_a_stream_of_cupys_may_end_before_what_was_made_on_it(link, device):
+    cupy = Cupy(device).cupy
+    publisher, subscriber = link
+    for make in (cupy.from_dlpack, cupy.asarray):
+        with cupy.cuda.Stream(non_blocking=True):
+            with publisher.loan(1 << 16, "float32") as out:
+                array = make(out)
+                array[:] = 3
+                del array
+        frame = subscriber.receive()
+        with cupy.cuda.Stream(non_blocking=True):
+            array = make(frame)
+        gc.collect()
+        assert float(array.sum()) == 3 << 16
+        # Its stream has gone, unless we keep it; the slot is given back behind it all the same.
+        del array
+        frame.release()
+        until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
+
+
+def test_a_stream_that_is_a_number_may_end_when_its_array_has_gone(link, device):
+    cupy = Cupy(device).cupy
+    publisher, subscriber = link
+    publisher.send(np.zeros(1 << 16, np.uint8))
+    frame = subscriber.receive()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    # Not CuPy's current one, so that nothing but the number is known of it.
+    capsule = frame.__dlpack__(stream=stream.ptr, max_version=(1, 0))
+    del capsule
+    stream.synchronize()
+    del stream
+    gc.collect()
+    frame.release()
+    until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
+
+
 def test_jax_gets_a_frame_by_either_way(link, device):
     Jax(device)
     publisher, subscriber = link
     publisher.send(np.arange(6, dtype=np.int32))
     frame = subscriber.receive()
     assert frame.jax().tolist() == frame.jax(copy=True).tolist() == list(range(6))
+
+
+@pytest.fixture
+def second(device):
+    if device.kind == "host":
+        pytest.skip("there is one host")
+    try:
+        return warpipe.Device("cuda:1")
+    except warpipe.DeviceError as error:
+        pytest.skip(f"no second GPU: {error}")
+
+
+def test_a_tensor_crosses_to_another_gpu(open_publisher, open_subscriber, second):
+    publisher, subscriber = open_publisher(), open_subscriber(device=second)
+    wanted = np.arange(1 << 20, dtype=np.int32)
+    for _ in range(3):
+        publisher.send(wanted)
+        with subscriber.receive() as frame:
+            assert frame.numpy().tolist() == wanted.tolist()
+    gc.collect()
+    until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
+
+
+def test_pytorch_reads_a_tensor_of_another_gpu(open_publisher, open_subscriber, device, second):
+    torch = Torch(device).torch
+    publisher, subscriber = open_publisher(), open_subscriber(device=second)
+    sent = torch.arange(1 << 20, dtype=torch.float32, device="cuda:0")
+    publisher.send(sent)
+    frame = subscriber.receive()
+    received = frame.torch()
+    assert torch.equal((received + 1).cpu(), (sent + 1).cpu())
+    assert frame.device == second and received.device.index == frame.__dlpack_device__()[1]
+    del received, frame
+    gc.collect()
+    until(lambda: publisher.subscribers[0].in_flight == 0, "the release")

@@ -99,6 +99,18 @@ def test_work_of_streams_is_waited_for(allocate, device):
         assert stream.is_idle() and memory.tobytes() == b"x" * 4096
 
 
+def test_bytes_that_come_without_a_stream_are_there_when_the_call_returns(allocate, domain, device):
+    memory = allocate(1 << 20)
+    with memory.publish("weights", domain=domain) as published:
+        # Another hold on the same memory, which knows nothing of the first one's streams.
+        other = published.ticket().open(device=device)
+        for number in range(20):
+            memory.write(bytes([number]) * (1 << 20))
+            assert other.tobytes() == bytes([number]) * (1 << 20)
+            memory.copy_from(np.full(1 << 20, 100 + number, np.uint8))
+            assert other.tobytes() == bytes([100 + number]) * (1 << 20)
+
+
 def test_a_read_waits_for_the_stream_that_writes_and_gives_up_in_time(allocate, device, domain):
     stream = warpipe.Stream(device)
     gate = warpipe.Timeline.create("gate", domain=domain, device=device)

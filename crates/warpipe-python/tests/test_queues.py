@@ -92,7 +92,7 @@ def test_a_job_goes_out_as_an_array_and_comes_back_as_one(pair):
 def test_an_output_in_place_completes_its_job_at_the_end_of_the_block(pair):
     queue, worker = pair
     with queue.loan(4, "int64", metadata=b"in place") as loan:
-        loan.numpy()[:] = range(4)
+        loan.copy_from(np.arange(4))
         handle = queue.submit(loan)
     with worker.lease() as lease:
         assert lease.metadata_bytes == b"in place"
@@ -100,7 +100,7 @@ def test_an_output_in_place_completes_its_job_at_the_end_of_the_block(pair):
             raise ZeroDivisionError
         assert spoiled.released and not lease.is_answered
         with lease.output(4, "int64") as out:
-            np.negative(lease.numpy(), out=out.numpy())
+            out.copy_from(np.negative(lease.numpy()))
         assert lease.is_answered
     assert handle.result(LIMIT_SECONDS).numpy().tolist() == [0, -1, -2, -3]
 
@@ -110,7 +110,7 @@ def test_an_output_can_be_completed_with_by_hand_and_a_job_without_any(pair):
     first, second = queue.submit(b"a"), queue.submit(b"b")
     lease = worker.lease()
     out = lease.output(1, "uint8")
-    out.numpy()[:] = 9
+    out.copy_from(np.array([9], np.uint8))
     lease.complete(out, metadata={"late": True})
     worker.lease().complete(metadata=b"nothing")
     result = first.result(LIMIT_SECONDS)

@@ -69,7 +69,7 @@ def test_a_request_is_a_lease_and_its_reply_a_result(open_client, server):
     assert request.metadata == {"q": 1} and request.deadline_ns > time.monotonic_ns()
     assert not pending.done()
     with request, request.output(3, "int64") as out:
-        np.add(request.numpy(), 1, out=out.numpy())
+        out.copy_from(request.numpy() + 1)
     reply = pending.result()
     assert reply.numpy().tolist() == [1, 2, 3] and reply.worker_pid == os.getpid()
     with pytest.raises(warpipe.NoSuchJobError):

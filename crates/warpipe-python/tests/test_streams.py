@@ -152,3 +152,27 @@ def test_a_stream_of_another_kind_is_refused(device, link):
         with pytest.raises(warpipe.ArgumentError, match="host"):
             frame.release(1)
     assert frame.tobytes() == b"x"
+
+
+def test_the_kernel_of_the_benchmark_adds_on_the_stream_that_it_was_made_for(open_publisher, open_subscriber, device):
+    count, values = 3000, np.arange(3001, dtype=np.float32)
+    publisher, subscriber = open_publisher(), open_subscriber()
+    # A raw stream, too, where there are any.
+    for stream in [warpipe.Stream(device), *([0] if device.kind == "cuda" else [])]:
+        launch = _warpipe._Adder(device, stream, count, 1.5).launch
+        publisher.send(values.tobytes())
+        sample = subscriber.receive()
+        sample.wait()
+        loan = publisher.loan((4 * count,), "uint8")
+        launch(sample.ptr, loan.ptr)
+        launch(loan.ptr, loan.ptr)
+        loan.send(stream)
+        found = np.frombuffer(subscriber.receive().tobytes(), np.float32)
+        assert (found == values[:count] + 3).all()
+
+
+def test_the_kernel_of_the_benchmark_takes_no_stream_of_another_device(device):
+    if device.kind == "cuda":
+        pytest.skip("streams of two devices need two GPUs")
+    with pytest.raises(warpipe.ArgumentError, match="stream"):
+        _warpipe._Adder(device, 7, 1, 1.0)

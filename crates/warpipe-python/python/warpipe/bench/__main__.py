@@ -29,6 +29,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m warpipe.bench", description="A round trip between two processes.")
     parser.add_argument("--device", choices=["cuda", "host"], help="where the tensors lie; a GPU if there is one")
     parser.add_argument("--devices", type=int, choices=[1, 2], default=1, help="2: also between two GPUs")
+    parser.add_argument("--place", choices=["one", "two"], help="on one device, or between two, alone")
     parser.add_argument("--quick", action="store_true", help="shows that everything runs, not how fast it is")
     parser.add_argument("--mode", help="how processes share the GPU, for the report; found by itself if left out")
     parser.add_argument("--rust", help="the program `warpipe`, whose own round trip is measured beside")
@@ -41,6 +42,9 @@ def main(given: list[str] | None = None) -> int:
     asked = arguments(given)
     device = warpipe.Device(asked.device)
     kind = device.kind
+    if asked.place == "two" and asked.devices == 1:
+        print("between two devices: say --devices 2 as well", file=sys.stderr)
+        return 2
     if kind == "host" and asked.devices == 2:
         print(f"two devices need two GPUs; the device is the host ({device.why})", file=sys.stderr)
         return 2
@@ -48,31 +52,32 @@ def main(given: list[str] | None = None) -> int:
     print(f"device: {device.name} ({device.uuid}), {mode}: {device.why}", flush=True)
     if asked.quick:
         print("quick: this shows that everything runs; the figures mean little", flush=True)
-    records = measure(kind, asked.devices, asked.quick)
+    records = measure(kind, asked.devices, asked.quick, asked.place)
     with tempfile.TemporaryDirectory() as folder:
         first = "cuda:0" if kind == "cuda" else "host"
         each = calls.measure(first, os.path.join(folder, "domain"), 50 if asked.quick else 1000)
     bare = rust.measure(asked.rust or shutil.which("warpipe"), kind, asked.devices, asked.quick)
     print(f"Rust: {bare.status} {bare.reason}".rstrip())
     made = figures.figures(records, mode, bare)
-    print(f"\n{figures.table(records)}\n\n{figures.verdicts(made)}\n\n{calls.line(each)}")
+    print(f"\n{figures.table(records)}\n{figures.legend(records)}\n\n{figures.verdicts(made)}\n\n{calls.line(each)}")
     if asked.out:
         report = heading(device, mode, asked)
         report |= {"contestants": records, "rust": dataclasses.asdict(bare), "calls": each, "figures": made}
         asked.out.write_text(json.dumps(report, indent=1) + "\n")
     if asked.svg:
-        asked.svg.write_text(plot.svg(records, f"{device.name}, {mode}"))
+        asked.svg.write_text(plot.svg(records, device.name if kind == "host" else f"{device.name}, {mode}"))
     failed = sum(found["status"] == "failed" for found in [*records, each, {"status": bare.status}])
     is_measured = any(record["role"] == "ours" and record["status"] == "measured" for record in records)
     print(f"\n{len(records)} of contestants, {failed} failed" + ("" if is_measured else ", and none of warpipe"))
     return 1 if failed or not is_measured else 0
 
 
-def measure(kind: str, devices: int, quick: bool) -> list[dict[str, Any]]:
-    """All contestants in all places."""
+def measure(kind: str, devices: int, quick: bool, only: str | None = None) -> list[dict[str, Any]]:
+    """All contestants in all places, or in one."""
     contestants = ours.ON_GPUS + rivals.ON_GPUS if kind == "cuda" else ours.ON_HOST + rivals.ON_HOST
     first = "cuda:0" if kind == "cuda" else "host"
     places = [("one device", first)] + ([("two devices", "cuda:1")] if devices == 2 else [])
+    places = [place for place in places if only is None or place[0].startswith(only)]
     sizes, plan = (QUICK_SIZES, pair.QUICK) if quick else (SIZES[kind], pair.Plan())
     records = []
     for name, other in places:

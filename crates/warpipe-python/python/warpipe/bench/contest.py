@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from .arrays import ELEMENT_BYTES, HEAD, Arrays
+from .arrays import DIRECT, ELEMENT_BYTES, HEAD, NUMPY, Arrays, Kernel
 
-Role = Literal["ours", "ours, by hand", "ours, copied", "usual", "other"]
+# "ours" is compared with "usual"; the rest is measured beside.
+Role = Literal["ours", "ours, PyTorch's add", "ours, copied", "usual", "usual, PyTorch's add", "other"]
 
 
 @dataclass
@@ -50,6 +51,10 @@ class Contestant:
 
     name: str
     role: Role = "other"
+    # Which kernel it runs on a GPU; on the host that is NumPy's.
+    kernel: Kernel = DIRECT
+    # Whether a kernel here needs a copy of a tensor that lies on another GPU.
+    fetches = False
     # Bytes of the largest tensor that it is asked to carry, and why.
     bytes_max: int | None = None
     bytes_max_reason = ""
@@ -57,6 +62,13 @@ class Contestant:
     def __init__(self, side: Side, arrays: Arrays) -> None:
         self.side = side
         self.arrays = arrays
+
+    @classmethod
+    def kernel_between(cls, device: str, other_device: str) -> str:
+        """What it runs, for the report."""
+        if device == "host":
+            return NUMPY
+        return f"copy_, {cls.kernel}" if cls.fetches and device != other_device else cls.kernel
 
     def open(self, count: int) -> None:
         """Makes ready for tensors of ``count`` float32."""
@@ -67,7 +79,7 @@ class Contestant:
         raise NotImplementedError
 
     def receive(self) -> Any:
-        """The head of the other's next tensor, ready for this process's stream."""
+        """The other's next tensor, its head ready for this process's stream."""
         raise NotImplementedError
 
     def close(self) -> None:

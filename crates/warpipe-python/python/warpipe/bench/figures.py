@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from .arrays import DIRECT, NUMPY, PYTORCH
 from .pair import Outcome
 from .rust import Rust
 
@@ -40,6 +41,7 @@ def record(outcome: Outcome) -> dict[str, Any]:
     return {
         "contestant": outcome.contestant,
         "role": outcome.role,
+        "kernel": outcome.kernel,
         "place": outcome.place,
         "bytes": outcome.bytes,
         "status": outcome.status,
@@ -108,15 +110,15 @@ def _figure(
 
 def table(records: list[dict[str, Any]]) -> str:
     """All contestants under each other, the fastest first, beside warpipe's ``loan``."""
-    rows = [["place", "size", "contestant", "us", "awaited p50", "p90", "p99", "/ warpipe", ""]]
+    rows = [["place", "size", "contestant", "kernel", "us", "awaited p50", "p90", "p99", "/ warpipe", ""]]
     for place, size in sorted({(record["place"], record["bytes"]) for record in records}):
         here = [record for record in records if (record["place"], record["bytes"]) == (place, size)]
         ours = next((r for r in here if r["role"] == "ours" and r["status"] == "measured"), None)
         order = {"measured": 0, "failed": 1, "skipped": 2}
         for record in sorted(here, key=lambda record: (order[record["status"]], record["chained_us"] or 0.0)):
-            rows.append([place, size_name(size), record["contestant"], *_numbers(record, ours)])
+            rows.append([place, size_name(size), record["contestant"], record["kernel"], *_numbers(record, ours)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    left = (0, 1, 2, 8)
+    left = (0, 1, 2, 3, 9)
     return "\n".join(
         "  ".join(
             cell.ljust(width) if column in left else cell.rjust(width)
@@ -124,6 +126,20 @@ def table(records: list[dict[str, Any]]) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def legend(records: list[dict[str, Any]]) -> str:
+    """What the kernels' names mean, of those that ran."""
+    said = {
+        DIRECT: "warpipe's own, launched by address",
+        PYTORCH: "torch.add",
+        NUMPY: "numpy.add",
+    }
+    ran = {record["kernel"] for record in records}
+    parts = [f"{name}: {meaning}" for name, meaning in said.items() if any(name in kernel for kernel in ran)]
+    if any(kernel.startswith("copy_") for kernel in ran):
+        parts.append("copy_: on a copy of the other GPU's 4 KiB")
+    return "kernels: " + "; ".join(parts)
 
 
 def _numbers(record: dict[str, Any], ours: dict[str, Any] | None) -> list[str]:

@@ -1,12 +1,16 @@
-"""warpipe's channel, as a program uses it: on the framework's current stream, by DLPack."""
+"""warpipe's channel, as a program uses it: on the framework's current stream, by DLPack.
+
+Between two GPUs, too, a received tensor is one of the receiver's GPU, whose kernels read the other's memory where it lies.
+"""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import warpipe
 
-from .arrays import Missing, Torch
+from .arrays import PYTORCH
 from .contest import Contestant, Role
 
 # Round trips that may be enqueued ahead of the device; large tensors each have memory of their own.
@@ -38,12 +42,12 @@ class _Channel(Contestant):
         )
         self.publisher.wait_for_subscribers(1, side.limit)
         self.shape = (count,)
-        self.head = self.arrays.head(count)
-        self.of = self.arrays.of
-        self.add_one = self.arrays.adder(False)
+        # `memory.torch()`, or `memory.numpy()`.
+        self.of = operator.methodcaller(self.arrays.method)
+        self.add_one = self.arrays.adder(count, self.kernel)
 
     def receive(self) -> Any:
-        return self.head(self.of(self.subscriber.receive()))
+        return self.of(self.subscriber.receive())
 
     def close(self) -> None:
         self.side.meet()
@@ -61,20 +65,15 @@ class Loaned(_Channel):
 
     def hand_over(self, theirs: Any) -> None:
         with self.publisher.loan(self.shape, "float32") as out:
-            self.add_one(theirs, self.head(self.of(out)))
+            self.add_one(theirs, self.of(out))
 
 
-class LoanedByCapsule(Loaned):
-    """The same for a program that knows its stream and imports the capsules itself."""
+class LoanedToPyTorch(Loaned):
+    """The same with a kernel of PyTorch's, as its user sees it."""
 
-    name = "warpipe, loan by capsule"
-    role: Role = "ours, by hand"
-
-    def open(self, count: int) -> None:
-        if not isinstance(self.arrays, Torch):
-            raise Missing("NumPy imports no bare capsules")
-        super().open(count)
-        self.of = self.arrays.of_capsule
+    name = "warpipe, loan, PyTorch's add"
+    role: Role = "ours, PyTorch's add"
+    kernel = PYTORCH
 
 
 class Copied(_Channel):
@@ -85,17 +84,16 @@ class Copied(_Channel):
 
     def open(self, count: int) -> None:
         super().open(count)
-        self.tensor = self.arrays.zeros(count)
-        self.own = self.head(self.tensor)
+        self.own = self.arrays.zeros(count)
 
     def hand_over(self, theirs: Any) -> None:
         self.add_one(theirs, self.own)
-        self.publisher.send(self.tensor)
+        self.publisher.send(self.own)
 
     def close(self) -> None:
         super().close()
-        del self.tensor, self.own
+        del self.own
 
 
-ON_GPUS: list[type[Contestant]] = [Loaned, LoanedByCapsule, Copied]
+ON_GPUS: list[type[Contestant]] = [Loaned, LoanedToPyTorch, Copied]
 ON_HOST: list[type[Contestant]] = [Loaned, Copied]

@@ -61,6 +61,8 @@ class Outcome:
     chained_us: list[float] = field(default_factory=list)
     # Nanoseconds of each round trip.
     awaited_ns: list[int] = field(default_factory=list)
+    # Which kernel ran.
+    kernel: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ def _outcome(
     status: Literal["measured", "failed", "skipped"],
     reason: str = "",
 ) -> Outcome:
-    return Outcome(contestant.name, contestant.role, place.name, size, status, reason)
+    kernel = contestant.kernel_between(place.device, place.other_device)
+    return Outcome(contestant.name, contestant.role, place.name, size, status, reason, kernel=kernel)
 
 
 class _Pair:

@@ -10,22 +10,22 @@ import os
 from multiprocessing import reduction, shared_memory
 from typing import Any
 
-from .arrays import ELEMENT_BYTES, Missing, Torch, needed
+from .arrays import ELEMENT_BYTES, PYTORCH, Missing, Torch, needed
 from .contest import Contestant, Role
 
 
 class _OwnTensor(Contestant):
     """A tensor of this process's that is written again in each round trip."""
 
+    fetches = True
+
     def open(self, count: int) -> None:
-        self.tensor = self.arrays.zeros(count)
-        self.take(self.tensor, count)
+        self.take(self.arrays.zeros(count), count)
 
     def take(self, tensor: Any, count: int) -> None:
         """Writes to the head of ``tensor``, of ``count`` elements as the other's is, from now on."""
-        self.head = self.arrays.head(count)
-        self.own = self.head(tensor)
-        self.add_one = self.arrays.adder(self.side.crosses)
+        self.own = tensor
+        self.add_one = self.arrays.adder(count, self.kernel, self.side.crosses)
 
     def fill(self, theirs: Any) -> None:
         """The kernel, to its end."""
@@ -41,17 +41,17 @@ class QueueKept(_OwnTensor):
 
     def hand_over(self, theirs: Any) -> None:
         self.fill(theirs)
-        self.side.outbox.put(self.tensor)
+        self.side.outbox.put(self.own)
 
     def receive(self) -> Any:
         self.received = self.side.inbox.get()
-        return self.head(self.received)
+        return self.received
 
     def close(self) -> None:
         del self.received
         # A sender's tensor has to outlive what the other made of it.
         self.side.meet()
-        del self.tensor, self.own
+        del self.own
 
 
 class QueueDropped(QueueKept):
@@ -64,6 +64,14 @@ class QueueDropped(QueueKept):
         return super().receive()
 
 
+class QueueOfPyTorch(QueueKept):
+    """With a kernel of PyTorch's, as its user sees it."""
+
+    name = "torch.multiprocessing, PyTorch's add"
+    role: Role = "usual, PyTorch's add"
+    kernel = PYTORCH
+
+
 class LegacyHandle(_OwnTensor):
     """``cudaIpcGetMemHandle`` by way of PyTorch, once; then a byte over a pipe."""
 
@@ -71,9 +79,8 @@ class LegacyHandle(_OwnTensor):
 
     def open(self, count: int) -> None:
         super().open(count)
-        self.side.pipe.send(self.tensor)
-        self.received = self.side.hear()
-        self.theirs = self.head(self.received)
+        self.side.pipe.send(self.own)
+        self.theirs = self.side.hear()
         self.side.meet()
 
     def hand_over(self, theirs: Any) -> None:
@@ -85,9 +92,9 @@ class LegacyHandle(_OwnTensor):
         return self.theirs
 
     def close(self) -> None:
-        del self.theirs, self.received
+        del self.theirs
         self.side.meet()
-        del self.tensor, self.own
+        del self.own
 
 
 class PoolBuffer(_OwnTensor):
@@ -132,7 +139,7 @@ class PoolBuffer(_OwnTensor):
         self.let_go()
         descriptor = self.side.pipe.recv()
         self.received = self.core.Buffer.from_ipc_descriptor(self.imported, descriptor, stream=self.stream)
-        return self.head(self.tensor_of(self.received))
+        return self.tensor_of(self.received)
 
     def let_go(self) -> None:
         if self.received is not None:
@@ -188,7 +195,7 @@ class SharedMemory(_OwnTensor):
         self.other = shared_memory.SharedMemory(name=self.side.hear())
         self.take(self.array_in(self.memory, count), count)
         self.own[:] = 0
-        self.theirs = self.head(self.array_in(self.other, count))
+        self.theirs = self.array_in(self.other, count)
         self.side.meet()
 
     def array_in(self, memory: shared_memory.SharedMemory, count: int) -> Any:
@@ -211,5 +218,5 @@ class SharedMemory(_OwnTensor):
         self.memory.unlink()
 
 
-ON_GPUS: list[type[Contestant]] = [QueueKept, QueueDropped, LegacyHandle, PoolBuffer]
+ON_GPUS: list[type[Contestant]] = [QueueKept, QueueDropped, QueueOfPyTorch, LegacyHandle, PoolBuffer]
 ON_HOST: list[type[Contestant]] = [PickledQueue, SharedMemory]
