@@ -99,7 +99,7 @@ pub fn call<T: for<'py> IntoPyObject<'py> + Send>(callback: &Py<PyAny>, argument
         return;
     }
     let _ = Python::try_attach(|py| {
-        let arguments = (argument,).into_pyobject(py).map_err(Into::into);
+        let arguments = (argument,).into_pyobject(py);
         if let Err(error) = arguments.and_then(|arguments| call_or_park(callback.bind(py), &arguments)) {
             error.write_unraisable(py, Some(callback.bind(py)));
         }

@@ -21,7 +21,8 @@ use crate::metadata::BYTES_MAX;
 use crate::source::{Place, Source};
 use crate::wait::in_slices;
 
-const MAGIC: [u8; 5] = *b"\xf5WPIP";
+/// How the metadata begins that names a tensor. No user's begins so.
+pub const MAGIC: [u8; 5] = *b"\xf5WPIP";
 const VERSION: u8 = 1;
 const STRIDED: u8 = 0x80;
 
