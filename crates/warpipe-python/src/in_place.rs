@@ -21,8 +21,7 @@ use crate::metadata::BYTES_MAX;
 use crate::source::{Place, Source};
 use crate::wait::in_slices;
 
-/// How the metadata begins that names a tensor. No user's begins so.
-pub const MAGIC: [u8; 5] = *b"\xf5WPIP";
+const MAGIC: [u8; 5] = *b"\xf5WPIP";
 const VERSION: u8 = 1;
 const STRIDED: u8 = 0x80;
 

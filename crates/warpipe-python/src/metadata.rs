@@ -6,7 +6,6 @@ use pyo3::types::{PyBytes, PyDict};
 
 use crate::ending;
 use crate::errors::Fault;
-use crate::in_place::MAGIC;
 
 /// The most bytes there may be beside a frame.
 pub const BYTES_MAX: usize = 256;
@@ -21,10 +20,6 @@ pub fn encode(found: Option<&Bound<'_, PyAny>>, limit: usize) -> PyResult<Vec<u8
         Ok(bytes) => bytes.as_bytes().to_vec(),
         Err(_) => dump(found)?.into_bytes(),
     };
-    if bytes.starts_with(&MAGIC) {
-        let said = "the metadata begins as the name of a tensor that is sent where it lies; put a byte before it";
-        return Err(Fault::Own("MetadataError", said.into()).into());
-    }
     if bytes.len() > limit {
         let said =
             format!("the metadata takes {} bytes of at most {limit}; send what is large as a tensor", bytes.len());
