@@ -49,6 +49,16 @@ impl Stream {
         Ok(())
     }
 
+    /// Waits, without a limit, until all work so far is done.
+    fn finish(&self) -> Outcome {
+        if self.is_idle() {
+            return Ok(());
+        }
+        let (told, done) = std::sync::mpsc::channel();
+        self.push(Work::Tell(told))?;
+        done.recv().map_err(|_| LAUNCH_FAILED)
+    }
+
     fn close(&self) {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner).closed = true;
         self.grown.notify_one();
@@ -227,7 +237,8 @@ extern "C" fn cuMemsetD8Async(dst: u64, value: u8, bytes: usize, stream: *mut c_
     })
 }
 
-/// Pageable memory is read at the call, registered memory when the stream gets there.
+/// Pageable memory is read before the call returns, and not before the stream has done its earlier work: the driver may
+/// wait for that, so the double does. Registered memory is read when the stream gets there.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyHtoDAsync_v2(dst: u64, src: *const c_void, bytes: usize, stream: *mut c_void) -> c_int {
     answer("cuMemcpyHtoDAsync_v2", Needs::Context, || {
@@ -238,6 +249,7 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(dst: u64, src: *const c_void, bytes: u
         if host::is_registered(src.addr() as u64, bytes) {
             return stream.push(Work::Copy { dst, src: src.expose_provenance() as u64, bytes });
         }
+        stream.finish()?;
         // SAFETY: the caller's memory of that length.
         let bytes = unsafe { std::slice::from_raw_parts(src.cast::<u8>(), bytes) }.to_vec();
         stream.push(Work::Staged { dst, bytes })
@@ -257,9 +269,7 @@ extern "C" fn cuMemcpyDtoHAsync_v2(dst: *mut c_void, src: u64, bytes: usize, str
         if host::is_registered(dst, bytes) {
             return Ok(());
         }
-        let (told, done) = std::sync::mpsc::channel();
-        stream.push(Work::Tell(told))?;
-        done.recv().map_err(|_| LAUNCH_FAILED)
+        stream.finish()
     })
 }
 

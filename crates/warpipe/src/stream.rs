@@ -83,6 +83,24 @@ impl Stream {
         self.inner.device.backend()
     }
 
+    /// Refuses a stream of another device than `device`, whose addresses mean nothing to it. Asked of every stream that
+    /// comes in, and mostly answered by one comparison of pointers.
+    #[inline]
+    pub(crate) fn check_of(&self, device: &Device) -> Result<()> {
+        if Arc::ptr_eq(self.backend(), device.backend()) { Ok(()) } else { self.compare(device) }
+    }
+
+    /// One device may be opened through several backends (wrapped, in tests).
+    #[cold]
+    fn compare(&self, device: &Device) -> Result<()> {
+        let (found, wanted) = (self.device().info(), device.info());
+        if found.id == wanted.id {
+            return Ok(());
+        }
+        let tell = |device: &Device| format!("one of {device} ({})", device.info().id);
+        Err(Error::argument("stream", tell(self.device()), format!("{}, whose memory this is", tell(device))))
+    }
+
     /// Enqueues a kernel, on the host backend its CPU twin (`cuLaunchKernel`).
     ///
     /// # Errors
@@ -209,6 +227,11 @@ impl Backoff {
             Duration::ZERO => std::hint::spin_loop(),
             pause => std::thread::park_timeout(pause),
         }
+    }
+
+    /// Whether the next look comes at once.
+    pub(crate) fn is_spinning(&self) -> bool {
+        self.rounds < self.spins
     }
 
     /// How long to sleep at most before the next look; zero while spinning still pays.

@@ -169,10 +169,11 @@ impl Timeline {
     ///
     /// # Errors
     /// [`Error::NotOwner`]; [`Error::Backwards`] unless it is above the last value; [`Error::Argument`] above
-    /// [`VALUE_MAX`](Self::VALUE_MAX); [`Error::Driver`].
+    /// [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device; [`Error::Driver`].
     pub fn signal(&self, stream: &Stream, value: u64) -> Result<()> {
         self.home.check()?;
         let raiser = self.raiser()?;
+        stream.check_of(&self.device)?;
         raiser.raise(stream, &self.signalling, |last| self.above(value, last)).map(drop)
     }
 
@@ -198,9 +199,11 @@ impl Timeline {
     ///
     /// # Errors
     /// [`Error::OwnerGone`] at once, if the owner is gone and left the value unreached; [`Error::Argument`] above
-    /// [`VALUE_MAX`](Self::VALUE_MAX), or of an owner above its last value; [`Error::Driver`].
+    /// [`VALUE_MAX`](Self::VALUE_MAX), of an owner above its last value, or for a stream of another device;
+    /// [`Error::Driver`].
     pub fn wait(&self, stream: &Stream, value: u64) -> Result<()> {
         self.home.check()?;
+        stream.check_of(&self.device)?;
         let limit = if let Role::Owner { raiser, .. } = &self.role { raiser.last() } else { VALUE_MAX };
         if value > limit {
             return Err(Error::argument("value", value, format!("up to {limit}")));

@@ -40,6 +40,26 @@ fn registered_memory_may_be_reused_as_soon_as_an_upload_returns() {
 }
 
 #[test]
+fn an_upload_behind_a_stream_that_waits_returns_before_the_wait_is_over() {
+    Double::new().run(cases::UPLOAD_BEHIND_A_WAIT);
+}
+
+#[test]
+fn the_double_blocks_a_pageable_copy_behind_a_wait_as_a_driver_may() {
+    Double::new().run(cases::PAGEABLE_CONTROL);
+}
+
+#[test]
+fn uploads_behind_a_stream_that_waits_are_limited_by_a_typed_error_and_the_room_comes_back() {
+    Double::new().run(cases::UPLOAD_LIMIT);
+}
+
+#[test]
+fn a_download_behind_a_stream_that_waits_ends_in_a_typed_timeout_and_touches_nothing_afterwards() {
+    Double::new().run(cases::DOWNLOAD_LIMIT);
+}
+
+#[test]
 fn a_panic_on_the_cpu_does_not_reach_the_driver() {
     Double::new().run(cases::CALL);
 }

@@ -21,6 +21,7 @@ mod semaphore;
 mod service;
 mod stall;
 mod storm;
+mod streams;
 mod timeline;
 
 use std::time::Duration;
@@ -88,6 +89,7 @@ pub fn all() -> Vec<Case> {
         layout::CASES,
         channel::CASES,
         consumers::CASES,
+        streams::CASES,
         memory::CASES,
         handles::CASES,
         pool::CASES,

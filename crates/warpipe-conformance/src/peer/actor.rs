@@ -15,7 +15,7 @@ use super::signals::Signals;
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
 use crate::guard::Guard;
-use crate::payload::{Check, Payload, Tally};
+use crate::payload::{Announcement, Check, Payload, Tally};
 use crate::plain::{self, Plain};
 use crate::words::Words;
 
@@ -42,6 +42,7 @@ pub(super) fn say(line: &str) {
 struct Actor {
     held: Vec<(Sample, Option<Check>, Item)>,
     loans: Vec<SampleMut>,
+    announced: Vec<Announcement>,
     opened: Vec<LegacyMemory>,
     plain: Vec<Plain>,
     subscribers: Vec<Subscriber>,
@@ -68,6 +69,7 @@ impl Actor {
         Ok(Actor {
             held: Vec::new(),
             loans: Vec::new(),
+            announced: Vec::new(),
             opened: Vec::new(),
             plain: Vec::new(),
             subscribers: Vec::new(),
@@ -95,6 +97,15 @@ impl Actor {
             }
             Order::AwaitSubscribers(count) => self.publisher()?.wait_for_subscribers(count, PATIENCE)?,
             Order::Loan(batch) => self.loan(batch)?,
+            Order::Announce(batch) => {
+                for payload in Self::payloads(batch) {
+                    self.announced.push(Announcement::of(payload, self.publisher()?)?);
+                }
+            }
+            Order::Complete => {
+                let stream = self.streams()?.sending.clone();
+                self.announced.drain(..).try_for_each(|sample| sample.complete(&stream).map(drop))?;
+            }
             Order::Send(batch) => return Ok(Answer::Number(self.send(batch)?)),
             Order::SendAndWait(batch) => {
                 let sequence = self.send(batch)?;
@@ -280,6 +291,7 @@ impl Actor {
     fn settle(&mut self) -> Result<()> {
         self.held.clear();
         self.loans.clear();
+        self.announced.clear();
         self.opened.clear();
         self.plain.clear();
         self.subscribers.clear();

@@ -193,7 +193,11 @@ pub enum Order {
     Loan(Batch),
     /// Loan, fill and send. Answers with the last sequence number, at once.
     Send(Batch),
-    /// The same, and wait until all data is complete.
+    /// Loan and announce, and write nothing yet.
+    Announce(Batch),
+    /// Fill and complete what was announced.
+    Complete,
+    /// Loan, fill, send, and wait until all data is complete.
     SendAndWait(Batch),
     /// Send until killed, or until the orders end. Writes a line `ready N` whenever the data of sample N is complete.
     Stream(Batch),

@@ -215,7 +215,9 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// `dst` is writable for `bytes` bytes until it is done; nothing enqueued elsewhere touches it.
     unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()>;
 
-    /// `cuMemcpyHtoDAsync` from any host memory; `src` may be reused as soon as this returns.
+    /// `cuMemcpyHtoDAsync` from any host memory; `src` may be reused as soon as this returns. Does not wait for the
+    /// stream, which may stand still; only for room, when more has been uploaded behind such streams than may be under
+    /// way, and 10 s at most ([`Error::Timeout`](crate::Error::Timeout)).
     ///
     /// # Safety
     /// `dst` is writable for `src.len()` bytes until the copy is done; nothing enqueued elsewhere writes it.
@@ -223,7 +225,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
 
     /// `cuMemcpyDtoHAsync` and wait: the bytes are in `dst` when this returns.
     ///
-    /// The caller has made sure that `stream` has nothing enqueued that could be stuck.
+    /// The caller has made sure that `stream` has nothing enqueued that could be stuck: for its earlier work this waits
+    /// 10 s at most ([`Error::Timeout`](crate::Error::Timeout)), and `dst` is not written after that.
     ///
     /// # Safety
     /// `src` is readable for `dst.len()` bytes.

@@ -30,13 +30,21 @@ pub trait Hook: Send + Sync + std::fmt::Debug {
 #[derive(Debug)]
 pub struct Wrapped<H> {
     inner: Arc<dyn Backend>,
+    info: DeviceInfo,
     hook: H,
 }
 
 impl<H: Hook> Wrapped<H> {
     /// Puts `hook` in front of `inner`.
     pub fn new(inner: Arc<dyn Backend>, hook: H) -> Arc<Self> {
-        Arc::new(Wrapped { inner, hook })
+        let info = inner.info().clone();
+        Arc::new(Wrapped { inner, info, hook })
+    }
+
+    /// The same, and says that it is another device: for who must tell two apart where there is one.
+    pub fn posing_as(inner: Arc<dyn Backend>, hook: H, id: DeviceId) -> Arc<Self> {
+        let info = DeviceInfo { id, ..inner.info().clone() };
+        Arc::new(Wrapped { inner, info, hook })
     }
 
     /// The hook, to read its counts or change its aim.
@@ -128,7 +136,7 @@ impl Hook for Delaying {
 // SAFETY comments below: each method passes its caller's promise to the same method of the backend inside.
 impl<H: Hook> Backend for Wrapped<H> {
     fn info(&self) -> &DeviceInfo {
-        self.inner.info()
+        &self.info
     }
 
     fn granularity(&self) -> u64 {

@@ -1,7 +1,9 @@
 //! What all handles of one publisher share: its state, how a sample goes out, and what the watcher does for it.
 
+mod delivery;
 mod direct;
 mod reception;
+mod room;
 
 pub(super) use direct::Recipients;
 pub(crate) use direct::{Departures, Member, Observer, Parcel};
@@ -248,8 +250,9 @@ impl Core {
 
     /// Returns a slot that was loaned and not sent. What `stream` still does to it is waited for on the device.
     pub(super) fn return_slot(&self, slot: SlotId, stream: Option<&Stream>) -> Result<()> {
+        let foreign = stream.and_then(|stream| stream.check_of(&self.device).err());
         let mut state = self.lock();
-        let result = match stream {
+        let result = match stream.filter(|_| foreign.is_none()) {
             Some(stream) => {
                 self.note(stream);
                 let value = state.next_fence();
@@ -257,222 +260,10 @@ impl Core {
                 // SAFETY: the board outlives its signals (`close` retires the core until they are done).
                 unsafe { stream.batch(&[op]) }.inspect(|()| state.arena.fence(slot, value))
             }
-            None => Ok(()),
+            None => foreign.map_or(Ok(()), Err),
         };
         state.arena.let_go(slot);
         result
-    }
-
-    /// Sends what lies in `slot` to every subscriber, behind the work enqueued on `stream`.
-    pub(super) fn send(
-        &self,
-        slot: SlotId,
-        layout: &Layout,
-        metadata: &Metadata,
-        stream: &Stream,
-    ) -> Result<u64, Unsent> {
-        let _range = nvtx::range(nvtx::SEND);
-        let mut state = self.make_room(Recipients::All).map_err(Unsent::Untold)?;
-        let sequence = self.deliver(&mut state, slot, layout, metadata, stream, Recipients::All)?;
-        state.arena.let_go(slot);
-        Ok(sequence)
-    }
-
-    /// Tells the recipients of what lies in `slot`, and enqueues on `stream` what completes it. The caller's hold on the
-    /// slot stays, unless subscribers had been told when it failed.
-    fn deliver(
-        &self,
-        state: &mut State,
-        slot: SlotId,
-        layout: &Layout,
-        metadata: &Metadata,
-        stream: &Stream,
-        to: Recipients,
-    ) -> Result<u64, Unsent> {
-        self.note(stream);
-        self.prepare(state, slot, to);
-        // SAFETY: the words lie in link segments and the board, which are let go only when this stream, noted above,
-        // is proven to be past them (`close`, `drop_outlet`).
-        let enqueue = |state: &State| unsafe { stream.batch(&state.ops) };
-        // It is `ready` that orders the devices, so the entries may be out before the driver is asked: a subscriber on
-        // another core enqueues its wait and its kernels meanwhile.
-        let early = self.signals_first(state).then(|| enqueue(state));
-        let sequence = self.tell(state, slot, layout, metadata);
-        let enqueued = early.unwrap_or_else(|| enqueue(state));
-        // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
-        state.wake_sleepers();
-        if let Err(error) = enqueued {
-            self.abort(state, slot, &[]);
-            return Err(Unsent::Told(error));
-        }
-        Ok(sequence)
-    }
-
-    /// Whether the signals must, or should, be enqueued before the entries are out.
-    ///
-    /// They must for a subscriber in this process: the streams of one context share a few hardware queues, and a wait
-    /// that gets into one ahead of its own signal is never over. They should on the host, where there is no driver to
-    /// wait for: an entry that is ready from the first goes to the reader's cache once, and not there and back again.
-    fn signals_first(&self, state: &State) -> bool {
-        let is_host = self.device.info().id.kind == DeviceKind::Host;
-        is_host || state.places.iter().any(|&(index, _)| state.outlets[index].is_local)
-    }
-
-    /// Tells every subscriber of what will lie in `slot`, before the work that fills it is enqueued.
-    pub(super) fn announce(&self, slot: SlotId, layout: &Layout, metadata: &Metadata) -> Result<Pending, Unsent> {
-        let _range = nvtx::range(nvtx::SEND);
-        let mut state = self.make_room(Recipients::All).map_err(Unsent::Untold)?;
-        self.prepare(&mut state, slot, Recipients::All);
-        let sequence = self.tell(&mut state, slot, layout, metadata);
-        state.wake_sleepers();
-        let words =
-            state.places.iter().map(|&(index, position)| (state.outlets[index].ring.segment().clone(), position));
-        Ok(Pending { sequence, words: words.collect(), ops: state.ops.as_slice().into() })
-    }
-
-    /// Completes what was announced, behind the work enqueued on `stream`.
-    pub(super) fn complete(&self, slot: SlotId, pending: &Pending, stream: &Stream) -> Result<()> {
-        let _range = nvtx::range(nvtx::COMPLETE);
-        self.home.check()?;
-        self.note(stream);
-        // SAFETY: as in `send`; `pending` holds the segments of links that have ended, until this stream is noted.
-        unsafe { stream.batch(&pending.ops)? };
-        self.lock().arena.let_go(slot);
-        Ok(())
-    }
-
-    /// Ends what was announced and will not be completed.
-    pub(super) fn give_up(&self, slot: SlotId, pending: &Pending) {
-        self.abort(&mut self.lock(), slot, &pending.words);
-    }
-
-    /// Finds the places of one sample, and leaves the signals that complete it in `state.ops`. To be followed by
-    /// [`tell`](Self::tell), whatever comes of the signals: a word that is reached must not meet another sample.
-    fn prepare(&self, state: &mut State, slot: SlotId, to: Recipients) {
-        state.place(to);
-        let State { outlets, places, ops, .. } = &mut *state;
-        ops.clear();
-        ops.extend(places.iter().map(|&(index, position)| outlets[index].ready_op(position)));
-        // Without a reader's word that says when the slot is done, its own word on the board does.
-        if self.history_stream.is_some() || state.places.is_empty() {
-            let value = state.next_fence();
-            state.arena.fence(slot, value);
-            state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
-        }
-    }
-
-    /// Writes the entries of one sample at the places that [`prepare`](Self::prepare) found.
-    fn tell(&self, state: &mut State, slot: SlotId, layout: &Layout, metadata: &Metadata) -> u64 {
-        let sequence = state.next_sequence;
-        state.next_sequence += 1;
-        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
-        let description = Description {
-            sequence,
-            sent_ns: now_ns(),
-            region,
-            slot: offset,
-            layout: *layout,
-            metadata: metadata.clone(),
-        };
-        let State { arena, outlets, places, .. } = state;
-        for &(index, position) in places.iter() {
-            arena.hold(slot);
-            outlets[index].publish(position, slot, &description);
-        }
-        let keep = self.options.history as usize;
-        if keep > 0 {
-            state.remember(slot, description, keep);
-        }
-        sequence
-    }
-
-    /// Ends a sample whose data will never be complete, for all who were told of it: `words` on links that may be
-    /// gone by now, and whoever got it from the history.
-    fn abort(&self, state: &mut State, slot: SlotId, words: &[(Arc<Segment>, u64)]) {
-        words.iter().for_each(|(segment, position)| crate::link::ring::abort(segment, *position));
-        state.outlets.iter_mut().for_each(|outlet| outlet.abort(slot));
-        let State { arena, history, .. } = state;
-        history.iter_mut().filter(|kept| kept.slot == slot).for_each(|kept| kept.is_lost = true);
-        if arena.fence_of(slot) != 0 {
-            self.board.word(slot as usize).store(arena.fence_of(slot));
-        }
-        arena.let_go(slot);
-    }
-
-    /// Waits until every recipient that may not miss a sample has room for one.
-    fn make_room(&self, to: Recipients) -> Result<MutexGuard<'_, State>> {
-        self.home.check()?;
-        let mut clock = Stopwatch::default();
-        let mut backoff = Backoff::spinning(LOOKS);
-        let mut state = self.lock();
-        loop {
-            if state.closed {
-                return Err(Error::PublisherGone { name: self.name.clone(), pid: own_pid(), graceful: true });
-            }
-            self.reclaim(&mut state, false);
-            to.check(&self.name, &mut state)?;
-            let Some(full) = state.first_full(to) else { return Ok(state) };
-            let subscriber = format!("process {}", full.peer.pid);
-            let Policy::Block { timeout } = full.policy else {
-                return Err(Error::Full { name: self.name.clone(), subscriber, depth: self.options.depth });
-            };
-            let left = timeout.saturating_sub(clock.elapsed());
-            if left.is_zero() {
-                let what = format!("room at subscriber {subscriber} of {:?}", self.name);
-                return Err(Error::Timeout { what, waited: timeout });
-            }
-            state = self.wait_for_release(state, left, &mut backoff, |outlet| to.await_it(outlet));
-        }
-    }
-
-    /// Sleeps until a subscriber that `concerns` us releases something, a link changes, or a slice of `left` has
-    /// passed. Nobody else is asked to ring: that is a system call for each release of each subscriber.
-    fn wait_for_release<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, State>,
-        left: Duration,
-        backoff: &mut Backoff,
-        concerns: impl Fn(&Outlet) -> bool,
-    ) -> MutexGuard<'a, State> {
-        let pause = backoff.step();
-        if pause.is_zero() {
-            // The next release is mostly a moment away, and going to sleep is dearer than that.
-            drop(state);
-            (0..4).for_each(|_| std::hint::spin_loop());
-            return self.lock();
-        }
-        let before = state.freed_count();
-        state.outlets.iter().filter(|outlet| concerns(outlet)).for_each(|outlet| outlet.set_asleep(true));
-        // Whatever was released before the flags went up did not ring.
-        self.reclaim(&mut state, true);
-        if state.freed_count() == before {
-            // A device that completes a release cannot ring: while one is due, look again soon.
-            let awaited = || state.outlets.iter().filter(|outlet| concerns(outlet));
-            let device_owes = !state.arena.is_quiet() || awaited().any(Outlet::device_owes);
-            let slice = if device_owes { pause } else { SLICE }.min(left);
-            let wakes: Vec<Arc<Wake>> = awaited().map(|outlet| outlet.wake.clone()).collect();
-            drop(state);
-            self.sleep(&wakes, slice);
-            state = self.lock();
-        }
-        state.outlets.iter().for_each(|outlet| outlet.set_asleep(false));
-        state
-    }
-
-    /// Sleeps until a subscriber or the watcher rings, and takes in what rang: with many subscribers, to ask all
-    /// of them would cost more than the rest of a send. What rings later makes the next sleep a short one.
-    fn sleep(&self, wakes: &[Arc<Wake>], limit: Duration) {
-        let open: Vec<&Wake> = wakes.iter().map(|wake| &**wake).filter(|wake| !wake.is_closed()).collect();
-        let mut polls: Vec<_> = open.iter().map(|wake| PollFd::new(*wake, PollFlags::IN)).collect();
-        polls.push(PollFd::new(&self.bell, PollFlags::IN));
-        if rustix::event::poll(&mut polls, Some(&message::timespec(limit))).is_err() {
-            return;
-        }
-        let rang = |poll: &PollFd<'_>| !poll.revents().is_empty();
-        open.iter().zip(&polls).filter(|(_, poll)| rang(poll)).for_each(|(wake, _)| wake.drain());
-        if polls.last().is_some_and(rang) {
-            self.bell.drain();
-        }
     }
 
     /// Takes back every slot that nobody uses any more.

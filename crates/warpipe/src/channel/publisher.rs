@@ -1,23 +1,22 @@
-//! The publisher as users hold it: builder, handle, loan.
+//! The publisher as users hold it: builder and handle.
+
+mod loan;
 
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::core::{Core, Observer, Pending, Unsent};
+use self::loan::check_length;
+pub use self::loan::{Announced, SampleMut, SendError, SlotHold, SlotReturn};
+use super::core::{Core, Observer, Unsent};
 use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
-use crate::fork::Home;
 use crate::link::PeerState;
 use crate::link::entry::Metadata;
 use crate::link::peer::Peer;
-use crate::link::proof::Streams;
 use crate::link::segment::DEPTH_MAX;
-use crate::link::watcher::Watcher;
-use crate::memory::arena::SlotId;
-use crate::memory::region::Region;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -327,6 +326,7 @@ impl Publisher {
 
     /// Copies `bytes` to the slot at `address`, which is taken and at least as long.
     fn fill(&self, stream: &Stream, address: DevicePtr, bytes: &[u8]) -> Result<()> {
+        stream.check_of(&self.core.device)?;
         if bytes.is_empty() {
             return Ok(());
         }
@@ -343,6 +343,7 @@ impl Publisher {
     /// # Safety
     /// `source` is readable by the device for `layout.bytes()` bytes until the stream has done the copy.
     pub unsafe fn send_device(&self, stream: &Stream, layout: &Layout, source: DevicePtr) -> Result<u64> {
+        stream.check_of(&self.core.device)?;
         let sample = self.loan(layout)?;
         if layout.bytes() > 0 {
             // SAFETY: the slot is this loan's alone and as long as the layout; the source is the caller's promise.
@@ -378,277 +379,5 @@ impl Drop for Publisher {
             // A forked child: the parent's link is not ours to close.
             std::mem::forget(self.core.clone());
         }
-    }
-}
-
-/// A slot on loan. Fill it on a stream, then [`send`](Self::send) it on that stream.
-///
-/// Dropped without being sent, it returns at once: if kernels may still be writing it, [`discard`](Self::discard)
-/// it on their stream instead.
-#[must_use = "a loan that is not sent goes back"]
-pub struct SampleMut {
-    pub(super) core: Arc<Core>,
-    /// `None` once it is sent or discarded.
-    pub(super) slot: Option<SlotId>,
-    address: DevicePtr,
-    pub(super) layout: Layout,
-    pub(super) metadata: Metadata,
-}
-
-impl SampleMut {
-    /// The device address of the element with all indices 0.
-    pub fn ptr(&self) -> DevicePtr {
-        self.address + self.layout.offset()
-    }
-
-    /// The device address of the slot's first byte; it is `layout().bytes()` long.
-    pub fn slot_ptr(&self) -> DevicePtr {
-        self.address
-    }
-
-    /// The tensor's layout.
-    pub fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
-    /// A hold on the memory behind this slot: it stays mapped in this process while the hold lives, also when the
-    /// sample is sent and the publisher is gone. It gives no right to write: that ends with the loan.
-    pub fn hold(&self) -> SlotHold {
-        self.core.hold(self.slot.expect("a loan has its slot until it is consumed"))
-    }
-
-    /// Tells, at any time later, whether the slot is free again: nobody is going to read it, and the streams of all who
-    /// did are past it. For who sends a name of other memory, which must stay as long.
-    ///
-    /// ```
-    /// # use warpipe::{Device, Domain, Publisher};
-    /// # let folder = std::env::temp_dir().join(format!("warpipe-returned-{}", std::process::id()));
-    /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-    /// let publisher = Publisher::builder("a").domain(&domain).device(&device).build()?;
-    /// let loan = publisher.loan(&warpipe::Layout::bytes_only(8)?)?;
-    /// let returned = loan.returned();
-    /// assert!(!returned.is_back()?);
-    /// drop(loan);
-    /// assert!(returned.is_back()?);
-    /// # drop(publisher); std::fs::remove_dir_all(folder).ok();
-    /// # Ok::<(), warpipe::Error>(())
-    /// ```
-    pub fn returned(&self) -> SlotReturn {
-        self.core.watch_slot(self.slot.expect("a loan has its slot until it is consumed"))
-    }
-
-    /// Sets up to 256 bytes that travel with the sample.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for more.
-    pub fn set_metadata(&mut self, bytes: &[u8]) -> Result<()> {
-        self.metadata = Metadata::new(bytes)?;
-        Ok(())
-    }
-
-    /// Copies the slot's whole contents from host memory, in the stream's order. `bytes` may be reused at once.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] unless there are exactly `layout().bytes()` bytes; [`Error::Driver`].
-    pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
-        check_length(&self.layout, bytes)?;
-        self.core.home.check()?;
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: the stream is live; the slot is this loan's alone and as long as the layout, and stays so until
-        // the stream has passed this copy (`send` and `discard` say when).
-        unsafe { stream.backend().upload(stream.raw(), self.address, bytes) }
-    }
-
-    /// Hands the tensor to every subscriber, behind the work enqueued on `stream` so far
-    /// (`cuStreamBatchMemOp`). Returns its sequence number, from 1. Does not wait for the device.
-    ///
-    /// # Errors
-    /// Gives the loan back inside the error, and nobody has got the sample: [`Error::Timeout`] or [`Error::Full`]
-    /// by the subscribers' [`Policy`], [`Error::Forked`]. When the driver itself fails ([`Error::Driver`]) there is
-    /// no loan to give back: whoever was told of the sample is told that it is lost.
-    pub fn send(mut self, stream: &Stream) -> Result<u64, SendError> {
-        let slot = self.slot.take().expect("a loan has its slot until it is consumed");
-        match self.core.send(slot, &self.layout, &self.metadata, stream) {
-            Ok(sequence) => Ok(sequence),
-            Err(unsent) => Err(self.unsent(slot, unsent)),
-        }
-    }
-
-    /// Tells every subscriber of the tensor *before* the work that fills it is enqueued, so that their streams are
-    /// waiting, their kernels launched, by the time it is done: what costs the most in a chain of processes on one
-    /// GPU is their CPUs taking turns.
-    ///
-    /// Enqueue that work at once and then [`Announced::send`]: until then the subscribers' streams stand still. A
-    /// stream that received the sample must not be the one that fills it; and with a subscriber in this very process,
-    /// the two streams must not share a hardware queue (the driver gives a context 8, more with
-    /// `CUDA_DEVICE_MAX_CONNECTIONS`), or the wait stands before the work that it waits for. [`send`](Self::send) has
-    /// no such conditions.
-    ///
-    /// # Errors
-    /// As [`send`](Self::send).
-    pub fn announce(mut self) -> Result<Announced, SendError> {
-        let slot = self.slot.take().expect("a loan has its slot until it is consumed");
-        match self.core.announce(slot, &self.layout, &self.metadata) {
-            Ok(pending) => Ok(Announced { address: self.ptr(), core: self.core.clone(), slot, pending: Some(pending) }),
-            Err(unsent) => Err(self.unsent(slot, unsent)),
-        }
-    }
-
-    pub(super) fn unsent(mut self, slot: SlotId, unsent: Unsent) -> SendError {
-        match unsent {
-            Unsent::Untold(error) => {
-                self.slot = Some(slot);
-                SendError { error, sample: Some(Box::new(self)) }
-            }
-            Unsent::Told(error) => SendError { error, sample: None },
-        }
-    }
-
-    /// Gives the slot back unsent, once the work enqueued on `stream` so far is done.
-    ///
-    /// # Errors
-    /// [`Error::Driver`]; the slot is back all the same.
-    pub fn discard(mut self, stream: &Stream) -> Result<()> {
-        self.core.home.check()?;
-        self.slot.take().map_or(Ok(()), |slot| self.core.return_slot(slot, Some(stream)))
-    }
-}
-
-/// Tells when a slot is free again. See [`SampleMut::returned`].
-#[derive(Debug, Clone)]
-pub struct SlotReturn {
-    pub(super) core: Weak<Core>,
-    pub(super) home: Home,
-    pub(super) slot: SlotId,
-    pub(super) serial: u64,
-}
-
-impl SlotReturn {
-    /// Whether it is. Looks, and does not wait.
-    ///
-    /// # Errors
-    /// [`Error::PublisherGone`] when the publisher was dropped before: nobody is left to know. [`Error::Forked`].
-    pub fn is_back(&self) -> Result<bool> {
-        self.home.check()?;
-        let pid = std::process::id() as i32;
-        let core = self.core.upgrade();
-        let core = core.ok_or_else(|| Error::PublisherGone { name: String::new(), pid, graceful: true })?;
-        Ok(core.is_back(self.slot, self.serial))
-    }
-}
-
-/// Keeps the memory of a loan mapped in this process. See [`SampleMut::hold`].
-pub struct SlotHold {
-    /// `None` only while dropping.
-    pub(super) region: Option<Arc<Region>>,
-    pub(super) streams: Arc<Streams>,
-    pub(super) watcher: Arc<Watcher>,
-    pub(super) home: Home,
-}
-
-impl fmt::Debug for SlotHold {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SlotHold").field("region", &self.region).finish_non_exhaustive()
-    }
-}
-
-impl Drop for SlotHold {
-    fn drop(&mut self) {
-        let Some(region) = self.region.take() else { return };
-        if !self.home.is_here() {
-            // A forked child: the parent's mapping is not ours to give up.
-            return std::mem::forget(region);
-        }
-        if Arc::strong_count(&region) > 1 {
-            return;
-        }
-        // The publisher has gone and this is the last hold: as there, our own streams first have to be past it.
-        let (streams, mut proof) = (self.streams.clone(), None);
-        self.watcher.retire(move || {
-            let _held = &region;
-            proof.get_or_insert_with(|| streams.mark()).is_passed()
-        });
-    }
-}
-
-impl Drop for SampleMut {
-    fn drop(&mut self) {
-        if let Some(slot) = self.slot.take().filter(|_| self.core.home.is_here()) {
-            let _ = self.core.return_slot(slot, None);
-        }
-    }
-}
-
-impl fmt::Debug for SampleMut {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SampleMut").field("layout", &self.layout).field("publisher", &self.core.name).finish()
-    }
-}
-
-/// A sample that its subscribers know of and whose data is not complete yet. See [`SampleMut::announce`].
-///
-/// Dropped without being sent, the sample is lost: its readers' streams go on and their [`finish`](crate::Sample::finish)
-/// says so.
-#[derive(Debug)]
-#[must_use = "an announced sample that is not sent is lost to its readers"]
-pub struct Announced {
-    core: Arc<Core>,
-    slot: SlotId,
-    address: DevicePtr,
-    /// `None` once it is sent.
-    pending: Option<Pending>,
-}
-
-impl Announced {
-    /// The device address of the element with all indices 0.
-    pub fn ptr(&self) -> DevicePtr {
-        self.address
-    }
-
-    /// Completes the sample behind the work enqueued on `stream` so far. Returns its sequence number.
-    ///
-    /// # Errors
-    /// [`Error::Driver`], and the sample is lost to its readers; [`Error::Forked`].
-    pub fn send(mut self, stream: &Stream) -> Result<u64> {
-        let Some(pending) = &self.pending else { unreachable!("consumed by this call only") };
-        self.core.complete(self.slot, pending, stream)?;
-        let sequence = pending.sequence;
-        self.pending = None;
-        Ok(sequence)
-    }
-}
-
-impl Drop for Announced {
-    fn drop(&mut self) {
-        if let Some(pending) = self.pending.take().filter(|_| self.core.home.is_here()) {
-            self.core.give_up(self.slot, &pending);
-        }
-    }
-}
-
-fn check_length(layout: &Layout, bytes: &[u8]) -> Result<()> {
-    if bytes.len() as u64 == layout.bytes() {
-        return Ok(());
-    }
-    let allowed = format!("exactly {}", layout.bytes());
-    Err(Error::argument("bytes", format!("{} bytes", bytes.len()), allowed))
-}
-
-/// A send that did not happen, and the loan, to try again with.
-#[derive(Debug, thiserror::Error)]
-#[error("{error}")]
-pub struct SendError {
-    /// Why.
-    #[source]
-    pub error: Error,
-    /// What was to be sent; `None` if the driver failed after subscribers had been told of it.
-    pub sample: Option<Box<SampleMut>>,
-}
-
-impl From<SendError> for Error {
-    fn from(failed: SendError) -> Error {
-        failed.error
     }
 }

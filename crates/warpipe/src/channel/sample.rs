@@ -103,10 +103,7 @@ impl Sample {
     /// another device; [`Error::Driver`]; [`Error::Forked`].
     pub fn wait_on(&self, stream: &Stream) -> Result<()> {
         self.inlet.home.check()?;
-        let (found, own) = (stream.device(), self.stream.device());
-        if found.info().id != own.info().id {
-            return Err(Error::argument("stream", found, format!("a stream of {own}, which this sample is read with")));
-        }
+        stream.check_of(self.stream.device())?;
         if self.inlet.admit(self.position, stream)? {
             return Ok(());
         }
@@ -194,8 +191,10 @@ impl Sample {
     /// made to wait for that one first.
     ///
     /// # Errors
-    /// As [`release`](Self::release).
+    /// As [`release`](Self::release); [`Error::Argument`] for a stream of another device, and it is released behind
+    /// its own.
     pub fn release_on(mut self, stream: &Stream) -> Result<Receipt> {
+        stream.check_of(self.stream.device())?;
         self.stream = stream.clone();
         self.release()
     }

@@ -337,10 +337,7 @@ impl Subscriber {
     /// One look, following the next incarnation if that is wanted.
     fn poll(&mut self, stream: &Stream) -> Result<Option<Sample>> {
         self.home.check()?;
-        if stream.device().info().id != self.device.info().id {
-            let allowed = format!("a stream of {}, which this subscriber reads with", self.device);
-            return Err(Error::argument("stream", stream.device(), allowed));
-        }
+        stream.check_of(&self.device)?;
         match &mut self.attached {
             Some(attached) => match attached.poll(stream, &mut self.discontinuity) {
                 Err(error) if self.options.reconnect && is_an_end(&error) => {

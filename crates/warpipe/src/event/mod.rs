@@ -219,10 +219,11 @@ impl Event {
     ///
     /// # Errors
     /// [`Error::OwnerGone`] when its maker has died or dropped it; [`Error::Refused`] when seven others record it;
-    /// [`Error::Driver`].
+    /// [`Error::Argument`] for a stream of another device; [`Error::Driver`].
     pub fn record(&self, stream: &Stream) -> Result<Recording> {
         let inner = &*self.inner;
         inner.home.check()?;
+        stream.check_of(&inner.device)?;
         let mut mine = inner.lane.lock().unwrap_or_else(PoisonError::into_inner);
         let (lane, raiser) = match &mut *mine {
             Some(lane) => lane,
@@ -250,8 +251,9 @@ impl Event {
     ///
     /// # Errors
     /// [`Error::EventNotRecorded`]; [`Error::EventLost`] when the recorder is gone and its work was not done;
-    /// [`Error::Driver`].
+    /// [`Error::Argument`] for a stream of another device; [`Error::Driver`].
     pub fn wait(&self, stream: &Stream) -> Result<Recording> {
+        stream.check_of(&self.inner.device)?;
         let recording = self.latest()?;
         // Work that is launched after the CPU has seen it complete is behind it without a wait on the device.
         if self.check(recording)? {

@@ -114,6 +114,11 @@ impl Mark {
             let what = "an event behind a stream's work".to_string();
             return Err(Error::Timeout { what, waited: Duration::ZERO });
         };
+        if self.stream.device().info().id.kind != stream.device().info().id.kind {
+            // An event of one driver is no event of another.
+            let allowed = format!("one of the backend of {}, which works on it, too", self.stream.device());
+            return Err(Error::argument("stream", format!("one of {}", stream.device()), allowed));
+        }
         // SAFETY: both handles are live. The event may be destroyed while it is waited for: the driver keeps it.
         unsafe { stream.backend().wait_event(stream.raw(), event) }
     }
@@ -143,6 +148,8 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::backend::testing::{Counting, Wrapped};
+    use crate::backend::{DeviceId, DeviceKind};
     use crate::device::Device;
 
     #[test]
@@ -182,6 +189,22 @@ mod tests {
         joining.synchronize(Duration::from_secs(5)).unwrap();
         // The work, not the stream's own count of it: that falls a moment after the event is complete.
         assert!(done.load(Relaxed));
+    }
+
+    #[test]
+    fn a_stream_never_waits_for_an_event_of_another_backend() {
+        let device = Device::host();
+        let id = DeviceId { kind: DeviceKind::Cuda, uuid: [1; 16] };
+        let other = Device::from_backend(Wrapped::posing_as(device.backend().clone(), Counting::default(), id));
+        let (busy, joining, streams) = (other.stream().unwrap(), device.stream().unwrap(), Streams::default());
+        let (go, wait) = mpsc::channel::<()>();
+        busy.call(move || assert!(wait.recv().is_err())).unwrap();
+        streams.note(&busy);
+        let refused = streams.join(&joining);
+        assert!(matches!(refused, Err(Error::Argument { argument: "stream", .. })), "{refused:?}");
+        drop(go);
+        busy.synchronize(Duration::from_secs(5)).unwrap();
+        streams.join(&joining).unwrap();
     }
 
     #[test]

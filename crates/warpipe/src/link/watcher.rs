@@ -14,7 +14,7 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{self, SyncSender, TrySendError};
+use std::sync::mpsc::{self, Sender, SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -84,10 +84,13 @@ struct Retired {
 /// What the attendant does, in order.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
-/// The most jobs that may wait for the attendant, and the most things for the reaper.
+/// The most jobs that may wait for the attendant.
 const JOBS_MAX: usize = 4096;
 
-/// What the reaper drops.
+/// What the reaper drops: once each, what somebody had. So as many can wait for him as there may be of them, and each
+/// has a descriptor, mapped memory or a place in its maker's limits until it is dropped; a count would be one more limit
+/// that says nothing new. And there would be nothing to do at it: who buries must not drop (it may be the watcher), must
+/// not wait for the reaper, whom a driver may hold up, and has nobody left to tell.
 pub(crate) type Remains = Box<dyn Send>;
 
 /// The watcher of this process.
@@ -96,7 +99,7 @@ pub(crate) struct Watcher {
     bell: Bell,
     tables: Mutex<Tables>,
     jobs: SyncSender<Job>,
-    remains: SyncSender<Remains>,
+    remains: Sender<Remains>,
     next_id: AtomicU64,
 }
 
@@ -147,7 +150,7 @@ impl Watcher {
         let epoll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| Error::os("epoll_create1", "the watcher", e))?;
         let (jobs, queue) = mpsc::sync_channel::<Job>(JOBS_MAX);
-        let (remains, graves) = mpsc::sync_channel::<Remains>(JOBS_MAX);
+        let (remains, graves) = mpsc::channel::<Remains>();
         let watcher = Arc::new(Watcher {
             epoll: PrivateFd::new(epoll),
             bell: Bell::new()?,
@@ -359,9 +362,12 @@ impl Watcher {
         }
     }
 
-    /// Leaves it to the reaper to drop something. Should he have too much to do, it is done here: late beats never.
+    /// Leaves it to the reaper to drop something, however much he has to do: never on this thread.
     pub(crate) fn bury(&self, remains: Remains) {
-        let _ = self.remains.try_send(remains);
+        if let Err(mpsc::SendError(remains)) = self.remains.send(remains) {
+            // No reaper any more: better it stays than that it calls the driver here.
+            std::mem::forget(remains);
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Tables> {
@@ -400,4 +406,43 @@ pub(crate) fn new_generation() -> [u8; 16] {
         filled += rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()).unwrap_or(0);
     }
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Grave(Arc<Mutex<Vec<Option<String>>>>);
+
+    impl Drop for Grave {
+        fn drop(&mut self) {
+            self.0.lock().unwrap().push(std::thread::current().name().map(str::to_string));
+        }
+    }
+
+    struct Stuck(mpsc::Receiver<()>);
+
+    impl Drop for Stuck {
+        fn drop(&mut self) {
+            let _ = self.0.recv();
+        }
+    }
+
+    #[test]
+    fn whoever_buries_drops_nothing_however_long_the_reaper_is_held_up() {
+        const COUNT: usize = 3 * JOBS_MAX;
+        let watcher = Watcher::start().unwrap();
+        let (go, wait) = mpsc::channel();
+        let dropped = Arc::new(Mutex::new(Vec::new()));
+        watcher.bury(Box::new(Stuck(wait)));
+        (0..COUNT).for_each(|_| watcher.bury(Box::new(Grave(dropped.clone()))));
+        assert!(dropped.lock().unwrap().is_empty());
+        drop(go);
+        let start = Instant::now();
+        while dropped.lock().unwrap().len() < COUNT {
+            assert!(start.elapsed() < Duration::from_secs(10));
+            std::thread::yield_now();
+        }
+        assert!(dropped.lock().unwrap().iter().all(|name| name.as_deref() == Some("warpipe-reaper")));
+    }
 }

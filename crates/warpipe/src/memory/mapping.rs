@@ -95,6 +95,7 @@ impl Mapping {
     /// Enqueues a copy from host memory to `offset`; `source` may be reused at once. The range has been checked.
     pub(crate) fn write(&self, stream: &Stream, offset: u64, source: &[u8]) -> Result<()> {
         self.check_home()?;
+        stream.check_of(&self.device)?;
         if source.is_empty() {
             return Ok(());
         }

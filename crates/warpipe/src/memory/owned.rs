@@ -105,7 +105,8 @@ impl Memory {
     /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be reused at once.
     ///
     /// # Errors
-    /// [`Error::Range`]; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Range`]; [`Error::Argument`] for a stream of another device; [`Error::Driver`]; [`Error::Forked`];
+    /// [`Error::Timeout`] when too much is on its way behind streams that stand still.
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         self.mapping.check("memory", offset, bytes.len() as u64)?;
         self.mapping.write(stream, offset, bytes)

@@ -82,7 +82,8 @@ impl SharedMemory {
     /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be reused at once.
     ///
     /// # Errors
-    /// [`Error::Range`]; [`Error::Argument`] for memory that was given for reading; [`Error::Driver`];
+    /// [`Error::Range`]; [`Error::Argument`] for memory that was given for reading, or a stream of another device;
+    /// [`Error::Timeout`] when too much is on its way behind streams that stand still; [`Error::Driver`];
     /// [`Error::Forked`].
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(&self.name, offset, bytes.len() as u64, self.bytes)?;

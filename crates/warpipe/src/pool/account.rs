@@ -371,7 +371,8 @@ impl LentBuffer {
     /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be reused at once.
     ///
     /// # Errors
-    /// [`Error::Range`]; [`Error::Argument`] for a block that was lent for reading; [`Error::Driver`];
+    /// [`Error::Range`]; [`Error::Argument`] for a block that was lent for reading, or a stream of another device;
+    /// [`Error::Timeout`] when too much is on its way behind streams that stand still; [`Error::Driver`];
     /// [`Error::Forked`].
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(self.name(), offset, bytes.len() as u64, self.bytes)?;
@@ -396,9 +397,11 @@ impl LentBuffer {
     /// (`cuStreamWriteValue64`). Does not wait: the owner hands it out again when that work is done.
     ///
     /// # Errors
-    /// [`Error::Driver`], and the block is let go as if it were dropped; [`Error::Forked`].
+    /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the block is let go as if it were
+    /// dropped; [`Error::Forked`].
     pub fn free(mut self, stream: &Stream) -> Result<()> {
         self.mapping.check_home()?;
+        stream.check_of(self.device())?;
         self.used_on(stream);
         self.streams.join(stream)?;
         self.claim.release_behind(stream)

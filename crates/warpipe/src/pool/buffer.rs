@@ -293,10 +293,12 @@ impl Buffer {
     /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be reused at once.
     ///
     /// # Errors
-    /// [`Error::Range`]; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Range`]; [`Error::Argument`] for a stream of another device; [`Error::Driver`]; [`Error::Forked`];
+    /// [`Error::Timeout`] when too much is on its way behind streams that stand still.
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(self.core.name.as_str(), offset, bytes.len() as u64, self.bytes)?;
         self.core.home.check()?;
+        stream.check_of(&self.core.device)?;
         if bytes.is_empty() {
             return Ok(());
         }
@@ -331,9 +333,11 @@ impl Buffer {
     /// (`cuStreamWriteValue64`). Does not wait: the block is handed out again when that work is done.
     ///
     /// # Errors
-    /// [`Error::Driver`], and the block is let go as if it were dropped; [`Error::Forked`].
+    /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the block is let go as if it were
+    /// dropped; [`Error::Forked`].
     pub fn free(mut self, stream: &Stream) -> Result<()> {
         self.core.home.check()?;
+        stream.check_of(&self.core.device)?;
         self.used_on(stream);
         self.streams.join(stream)?;
         self.core.let_go_behind(self.slot, stream)?;

@@ -298,7 +298,8 @@ impl Desk {
         let Ledger { known, seats, .. } = &mut *ledger;
         known.retain(|id| members.iter().any(|member| member.id == *id) || seats.iter().any(|seat| seat.id == *id));
         for member in &members {
-            if ledger.known.insert(member.id) {
+            // Who has no turn now is looked at when one ends, which is news.
+            if self.recruits.has_turn() && ledger.known.insert(member.id) {
                 self.recruit(*member);
             }
         }

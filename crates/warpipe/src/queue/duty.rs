@@ -297,7 +297,8 @@ impl Lease {
     /// leased with, or has been made to wait for that one.
     ///
     /// # Errors
-    /// [`Error::QueueGone`]; [`Error::Timeout`] when the owner holds too many earlier results; [`Error::Driver`].
+    /// [`Error::QueueGone`]; [`Error::Timeout`] when the owner holds too many earlier results; [`Error::Argument`] for a
+    /// stream of another device; [`Error::Driver`]. The attempt has failed then: [`Duty::complete`] can try again.
     pub fn complete(self, stream: &Stream) -> Result<()> {
         self.answer(Verdict::Completed, None, stream)
     }

@@ -37,9 +37,11 @@ impl JobHandle {
     ///
     /// # Errors
     /// [`Error::Timeout`], after which it can be waited for again; [`Error::Buried`]; [`Error::Rejected`];
-    /// [`Error::NoSuchJob`] when the outcome was taken before; [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`Error::NoSuchJob`] when the outcome was taken before; [`Error::Argument`] for a stream of another device, and
+    /// the outcome stays; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn wait(&self, stream: &Stream, timeout: Duration) -> Result<JobResult> {
         let desk = self.desk.upgrade().ok_or_else(|| Error::QueueClosed { name: self.name.clone() })?;
+        stream.check_of(desk.publisher.device())?;
         let late =
             || Error::Timeout { what: format!("the result of job {} of {:?}", self.id, self.name), waited: timeout };
         let (id, outcome) = desk.attend(timeout, |ledger| self.look(ledger), late)?;

@@ -265,8 +265,8 @@ impl Queue {
     /// Hands in a job behind the work enqueued on `stream`. Waits for room, not for a worker, nor for the device.
     ///
     /// # Errors
-    /// [`Error::QueueFull`], with the loan to try again with; [`Error::QueueClosed`]; [`Error::Driver`];
-    /// [`Error::Forked`].
+    /// [`Error::QueueFull`] and, for a stream of another device, [`Error::Argument`], with the loan to try again with;
+    /// [`Error::QueueClosed`]; [`Error::Driver`]; [`Error::Forked`].
     pub fn submit(&self, input: Loan, stream: &Stream) -> Result<JobHandle, SubmitError> {
         self.submit_before(input, stream, 0, self.desk.options.submit_timeout)
     }
@@ -320,8 +320,9 @@ impl Queue {
     ///
     /// # Errors
     /// [`Error::Timeout`], also when there is no job; [`Error::Buried`] and [`Error::Rejected`], once, in that job's
-    /// place; [`Error::QueueClosed`]; [`Error::Forked`].
+    /// place; [`Error::Argument`] for a stream of another device; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn next_result(&self, stream: &Stream, timeout: Duration) -> Result<JobResult> {
+        stream.check_of(self.device())?;
         let late = || Error::Timeout { what: format!("a result of {:?}", self.name()), waited: timeout };
         let (id, outcome) = self.desk.attend(timeout, |ledger| ledger.take_next().map(Ok), late)?;
         receive(self.name(), id, outcome, stream)

@@ -1,17 +1,48 @@
 //! How a queue finds a worker's answers: a subscriber of its jobs says in its greeting under which name it publishes.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::answers_of;
 use super::desk::Desk;
 use crate::channel::{Member, Subscriber};
 use crate::error::{Error, Result};
 
+/// The most newcomers that are attached to at once, each on a thread: one that is stopped keeps its own for as long as a
+/// handshake may take, whether it is still there or not.
+pub(super) const AT_ONCE: usize = 16;
+
 /// Workers whose answers have been attached to and who have no seat yet.
 #[derive(Debug, Default)]
-pub(super) struct Recruits(Mutex<Vec<(Member, Subscriber)>>);
+pub(super) struct Recruits {
+    ready: Mutex<Vec<(Member, Subscriber)>>,
+    under_way: AtomicUsize,
+}
+
+/// One of those [`AT_ONCE`]; when it ends, the next newcomer is looked at.
+struct Turn(Weak<Desk>);
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if let Some(desk) = self.0.upgrade() {
+            desk.recruits.under_way.fetch_sub(1, SeqCst);
+            desk.observer.tell();
+        }
+    }
+}
 
 impl Recruits {
+    /// Whether another newcomer can be attached to. Asked by one at a time, who has the ledger.
+    pub(super) fn has_turn(&self) -> bool {
+        self.under_way.load(SeqCst) < AT_ONCE
+    }
+
+    #[cfg(test)]
+    pub(super) fn under_way(&self) -> usize {
+        self.under_way.load(SeqCst)
+    }
+
     pub(super) fn take(&self) -> Vec<(Member, Subscriber)> {
         std::mem::take(&mut *self.lock())
     }
@@ -26,14 +57,16 @@ impl Recruits {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<(Member, Subscriber)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ready.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Desk {
     /// Attaches to a new worker's answers, on a thread of its own: it may be stopped, and others are not to wait for it.
+    /// To be called when [it has a turn](Recruits::has_turn).
     pub(super) fn recruit(self: &Arc<Self>, member: Member) {
-        let (desk, domain) = (Arc::downgrade(self), self.domain.clone());
+        self.recruits.under_way.fetch_add(1, SeqCst);
+        let (turn, domain) = (Turn(Arc::downgrade(self)), self.domain.clone());
         let (name, device) = (self.publisher.name().to_string(), self.publisher.device().clone());
         let timeout = self.options.handshake_timeout;
         let meet = move || {
@@ -42,14 +75,13 @@ impl Desk {
                 same_process(builder.handshake_timeout(timeout).build()?, member.pid)
             });
             // Gone meanwhile: what was attached goes, too.
-            let Some(desk) = desk.upgrade() else { return };
+            let Some(desk) = turn.0.upgrade() else { return };
             match met {
                 Ok(subscriber) => desk.recruits.add(member, subscriber),
                 Err(error) => {
                     desk.publisher.expel(member.id, &format!("{name:?} is a queue, for workers only: {error}"));
                 }
             }
-            desk.observer.tell();
         };
         if std::thread::Builder::new().name("warpipe-recruit".into()).spawn(meet).is_err() {
             self.publisher.expel(member.id, "its queue has no thread left to attach to it");

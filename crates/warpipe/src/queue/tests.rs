@@ -2,8 +2,11 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
+use super::recruit::AT_ONCE;
 use super::wire::{Answer, Ticket, Verdict};
 use super::{Queue, QueueBuilder, Worker, answers_of};
 use crate::channel::{Policy, Publisher, Sample, Subscriber};
@@ -306,4 +309,23 @@ fn a_worker_that_cannot_say_its_answer_loses_its_link_and_not_the_job() {
     let lease = other.lease(&place.stream).unwrap();
     assert_eq!((lease.job(), lease.attempt()), (job.id(), 2));
     drop((all_its_memory, mute));
+}
+
+#[test]
+fn of_more_newcomers_than_are_attached_to_at_once_each_gets_its_seat() {
+    const COUNT: usize = 3 * AT_ONCE;
+    let place = Place::new("newcomers");
+    let queue = place.queue();
+    let most = AtomicUsize::new(0);
+    let liars: Vec<Liar<'_>> = std::thread::scope(|scope| {
+        let coming: Vec<_> = (0..COUNT).map(|_| scope.spawn(|| Liar::new(&place))).collect();
+        let start = Instant::now();
+        while queue.state().unwrap().workers.len() < COUNT {
+            most.fetch_max(queue.desk.recruits.under_way(), SeqCst);
+            assert!(start.elapsed() < SOON, "{} seats", queue.state().unwrap().workers.len());
+        }
+        coming.into_iter().map(|it| it.join().unwrap()).collect()
+    });
+    assert!((1..=AT_ONCE).contains(&most.load(SeqCst)), "{most:?} at once");
+    drop(liars);
 }

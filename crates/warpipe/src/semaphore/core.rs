@@ -86,11 +86,7 @@ impl Core {
 
     /// The page is registered with this device's backend, and its addresses mean nothing to another.
     pub(super) fn check_stream(&self, stream: &Stream) -> Result<()> {
-        let (found, own) = (stream.device().info(), self.device.info());
-        if found.id == own.id {
-            return Ok(());
-        }
-        Err(Error::argument("stream", format!("one of {}", found.id), format!("one of {}, as it was opened", own.id)))
+        stream.check_of(&self.device)
     }
 
     pub(super) fn no_permit(&self, waited: Duration) -> Error {

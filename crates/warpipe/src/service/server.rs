@@ -187,9 +187,11 @@ impl Server {
     /// protocol, is let go, and nothing else is touched.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::Os`] when the directory cannot be read; [`Error::Forked`]; [`Error::Driver`].
+    /// [`Error::Timeout`]; [`Error::Os`] when the directory cannot be read; [`Error::Argument`] for a stream of another
+    /// device; [`Error::Forked`]; [`Error::Driver`].
     pub fn accept(&mut self, stream: &Stream, timeout: Duration) -> Result<Request> {
         self.home.check()?;
+        stream.check_of(&self.device)?;
         let start = Instant::now();
         loop {
             self.look_around()?;

@@ -11,6 +11,7 @@ use super::fault;
 use super::kernels::Kernels;
 use super::legacy::{EVENTS, Ledger};
 use super::memory::allocation;
+use super::staging::Staging;
 use super::sys::{self, CUcontext, CUdevice, CUresult, Driver};
 use crate::backend::{
     Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
@@ -30,6 +31,7 @@ pub struct CudaBackend {
     pub(super) granularity: u64,
     pub(super) kernels: Kernels,
     pub(super) broadcast: Broadcast,
+    pub(super) staging: Staging,
     /// Bytes of regions and plain memory given out and not yet released.
     pub(super) held: AtomicU64,
     pub(super) ledger: Ledger,
@@ -137,8 +139,9 @@ impl CudaBackend {
         let _current = enter(driver, context)?;
         let granularity = driver.allocation_granularity(&allocation(device))?.max(1);
         let broadcast = Broadcast::load(driver)?;
-        let (kernels, held, ledger) = (Kernels::default(), AtomicU64::new(0), Ledger::default());
-        Ok(CudaBackend { driver, device, context, info, granularity, kernels, broadcast, held, ledger })
+        let (kernels, staging, ledger) = (Kernels::default(), Staging::default(), Ledger::default());
+        let held = AtomicU64::new(0);
+        Ok(CudaBackend { driver, device, context, info, granularity, kernels, broadcast, staging, held, ledger })
     }
 
     /// Makes the device's context current on this thread until the result is dropped.

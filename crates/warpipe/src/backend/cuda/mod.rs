@@ -2,7 +2,7 @@
 //!
 //! Three layers: `sys` is the driver's header as Rust types and a table of function pointers; `result` has one
 //! function for each call, with `fault` to turn a status into a typed error; [`CudaBackend`] is the seam, in
-//! parts: `memory` (regions), `stream` (order and copies), `kernels` (modules), `broadcast` (many signals at once), `legacy`
+//! parts: `memory` (regions), `stream` (order), `copies` (to and from the host, through `staging`), `kernels` (modules), `broadcast` (many signals at once), `legacy`
 //! (plain memory, legacy handles, interprocess events).
 //!
 //! One primary context for each device is retained for the life of the process, the same that the CUDA runtime and
@@ -11,11 +11,13 @@
 
 mod backend;
 mod broadcast;
+mod copies;
 mod fault;
 mod kernels;
 mod legacy;
 mod memory;
 mod result;
+mod staging;
 mod stream;
 mod sys;
 #[cfg(test)]

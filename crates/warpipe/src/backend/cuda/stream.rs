@@ -1,4 +1,4 @@
-//! Order and copies: memory operations on words, uploads, downloads, functions on the CPU.
+//! Order: memory operations on words, functions on the CPU.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -9,7 +9,6 @@ use super::broadcast::WORDS_MAX;
 use super::sys::*;
 use crate::backend::{RawStream, StreamOp};
 use crate::error::{Error, Result};
-use crate::stream::Backoff;
 
 /// The most operations that the driver takes in one call.
 const BATCH_MAX: usize = 256;
@@ -93,62 +92,6 @@ impl CudaBackend {
             }
         }
         Ok(())
-    }
-
-    /// # Safety
-    /// As for [`crate::backend::Backend::upload`].
-    pub(super) unsafe fn upload_bytes(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8]) -> Result<()> {
-        if src.is_empty() {
-            return Ok(());
-        }
-        let _current = self.enter()?;
-        // The driver stages pageable memory before it returns, but reads page-locked memory when the stream gets there.
-        let late = self.driver.is_registered_host(src.as_ptr())?;
-        // SAFETY: the caller's promise on `dst`; `src` is read before this function returns, see below.
-        unsafe { self.driver.upload_async(dst, src.as_ptr(), src.len(), stream) }?;
-        if late {
-            // SAFETY: the stream is the caller's.
-            unsafe { self.wait_for_copy(stream) }?;
-        }
-        Ok(())
-    }
-
-    /// # Safety
-    /// As for [`crate::backend::Backend::download`].
-    pub(super) unsafe fn download_bytes(&self, stream: CUstream, dst: &mut [u8], src: CUdeviceptr) -> Result<()> {
-        if dst.is_empty() {
-            return Ok(());
-        }
-        let _current = self.enter()?;
-        // SAFETY: the caller's promise on `src`; `dst` is not left before the copy is done.
-        unsafe { self.driver.download_async(dst.as_mut_ptr(), src, dst.len(), stream) }?;
-        // SAFETY: the stream is the caller's.
-        unsafe { self.wait_for_copy(stream) }
-    }
-
-    /// Waits until what the stream has now is done. By an event and not by the stream's own state: another
-    /// thread may keep the stream busy.
-    ///
-    /// # Safety
-    /// The stream is live, the context current.
-    unsafe fn wait_for_copy(&self, stream: CUstream) -> Result<()> {
-        let event = self.driver.event_create()?;
-        // SAFETY: both are live.
-        let recorded = unsafe { self.driver.event_record(event, stream) };
-        let waited = recorded.and_then(|()| {
-            let mut backoff = Backoff::default();
-            loop {
-                // SAFETY: the event is live until the end of this function.
-                match unsafe { self.driver.event_query(event) } {
-                    Ok(false) => backoff.pause(),
-                    Ok(true) => return Ok(()),
-                    Err(fault) => return Err(fault),
-                }
-            }
-        });
-        // SAFETY: created above, destroyed here only.
-        let destroyed = unsafe { self.driver.event_destroy(event) };
-        Ok(waited.and(destroyed)?)
     }
 
     /// # Safety

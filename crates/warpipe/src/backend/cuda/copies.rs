@@ -1,0 +1,206 @@
+//! Copies between the device and the host. **This module is marked for unsafe**: it copies by address.
+//!
+//! `cuMemcpyHtoDAsync` from pageable memory may wait in the driver until the stream has come to it, and
+//! `cuMemcpyDtoHAsync` always does. A stream may stand still until somebody signals, perhaps the very thread that calls;
+//! and no time limit reaches into the driver. So what is copied on a stream that has work goes through page-locked memory
+//! of ours ([`staging`](super::staging)), which the driver only enqueues.
+
+use std::collections::VecDeque;
+use std::ptr;
+use std::time::{Duration, Instant};
+
+use super::backend::CudaBackend;
+use super::staging::{LARGEST, Lease, Purpose, UPLOADS_MAX};
+use super::sys::{CUdeviceptr, CUstream};
+use crate::error::{Error, Result};
+use crate::stream::Backoff;
+
+/// Pieces of one download that are under way at once.
+const WINDOW: usize = 4;
+
+/// How long a copy waits for room, or for the stream's earlier work.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A limited wait.
+struct Wait {
+    start: Instant,
+    backoff: Backoff,
+}
+
+impl Wait {
+    fn new() -> Wait {
+        Wait { start: Instant::now(), backoff: Backoff::default() }
+    }
+
+    fn pause(&mut self, what: impl FnOnce() -> String) -> Result<()> {
+        if self.start.elapsed() >= PATIENCE {
+            return Err(Error::Timeout { what: what(), waited: PATIENCE });
+        }
+        self.backoff.pause();
+        Ok(())
+    }
+}
+
+fn earlier_work() -> String {
+    "the stream's earlier work, and a copy behind it".into()
+}
+
+impl CudaBackend {
+    /// # Safety
+    /// As for [`crate::backend::Backend::upload`].
+    pub(super) unsafe fn upload_bytes(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8]) -> Result<()> {
+        if src.is_empty() {
+            return Ok(());
+        }
+        let _current = self.enter()?;
+        let mut wait = Wait::new();
+        loop {
+            // SAFETY: the caller's promise.
+            if unsafe { self.driver.stream_query(stream) }? {
+                // SAFETY: the caller's promise.
+                return unsafe { self.upload_at_once(stream, dst, src) };
+            }
+            if let Some(lease) = self.staging.lend(self.driver, src.len(), Purpose::Upload)? {
+                // SAFETY: the caller's promise.
+                return unsafe { self.upload_staged(stream, dst, src, lease) };
+            }
+            wait.pause(|| {
+                let (bytes, most) = (src.len(), UPLOADS_MAX);
+                format!(
+                    "room for {bytes} more bytes behind streams that stand still (let them go on, or upload less: {most} bytes may be under way)"
+                )
+            })?;
+        }
+    }
+
+    /// On a stream that has nothing to wait for.
+    ///
+    /// # Safety
+    /// As for `upload_bytes`; the context is current.
+    unsafe fn upload_at_once(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8]) -> Result<()> {
+        // The driver stages pageable memory before it returns, but reads page-locked memory when the stream gets there.
+        let late = self.driver.is_registered_host(src.as_ptr())?;
+        // SAFETY: the caller's promise on `dst`; `src` is read before this function returns, see below.
+        unsafe { self.driver.upload_async(dst, src.as_ptr(), src.len(), stream) }?;
+        if late {
+            // SAFETY: the stream is the caller's.
+            unsafe { self.wait_for_copy(stream) }?;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for `upload_bytes`; the context is current.
+    unsafe fn upload_staged(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8], lease: Lease) -> Result<()> {
+        let (mut at, mut copied) = (dst, Ok(()));
+        for (bytes, piece) in src.chunks(lease.piece_bytes).zip(&lease.pieces) {
+            // SAFETY: the piece is this lease's alone and at least as long.
+            unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), piece.place, bytes.len()) };
+            // SAFETY: the caller's promise on `dst`; the piece stays as it is until the word is written behind the copy.
+            copied = unsafe { self.driver.upload_async(at, piece.place, bytes.len(), stream) };
+            if copied.is_err() {
+                break;
+            }
+            at += bytes.len() as u64;
+        }
+        // Also behind a failure: the pieces before it are under way.
+        // SAFETY: the word is never unmapped.
+        let signalled = unsafe { self.driver.stream_write_value(stream, lease.word_ptr, lease.value) };
+        self.staging.leave(lease);
+        Ok(copied.and(signalled)?)
+    }
+
+    /// # Safety
+    /// As for [`crate::backend::Backend::download`].
+    pub(super) unsafe fn download_bytes(&self, stream: CUstream, dst: &mut [u8], src: CUdeviceptr) -> Result<()> {
+        let _current = self.enter()?;
+        let mut window = VecDeque::with_capacity(WINDOW);
+        // SAFETY: the caller's promise.
+        let outcome = unsafe { self.download_through(stream, dst, src, &mut window) };
+        window.into_iter().for_each(|(lease, _)| self.staging.leave(lease));
+        outcome
+    }
+
+    /// What is in `window` in the end is under way still.
+    ///
+    /// # Safety
+    /// As for `download_bytes`; the context is current.
+    unsafe fn download_through<'a>(
+        &self,
+        stream: CUstream,
+        dst: &'a mut [u8],
+        mut src: CUdeviceptr,
+        window: &mut VecDeque<(Lease, &'a mut [u8])>,
+    ) -> Result<()> {
+        for bytes in dst.chunks_mut(LARGEST) {
+            if window.len() == WINDOW {
+                self.finish_first(stream, window)?;
+            }
+            let mut wait = Wait::new();
+            let lease = loop {
+                match self.staging.lend(self.driver, bytes.len(), Purpose::Download)? {
+                    Some(lease) => break lease,
+                    None if !window.is_empty() => self.finish_first(stream, window)?,
+                    None => wait.pause(|| "page-locked memory for a copy to the host".into())?,
+                }
+            };
+            // SAFETY: the caller's promise on `src`; the one piece is this lease's alone, as long, and stays.
+            let copied = unsafe { self.driver.download_async(lease.pieces[0].place, src, bytes.len(), stream) };
+            if let Err(fault) = copied {
+                self.staging.give_back(lease);
+                return Err(fault.into());
+            }
+            // SAFETY: the word is never unmapped.
+            let signalled = unsafe { self.driver.stream_write_value(stream, lease.word_ptr, lease.value) };
+            src += bytes.len() as u64;
+            window.push_back((lease, bytes));
+            signalled?;
+        }
+        while !window.is_empty() {
+            self.finish_first(stream, window)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the first of `window` and takes it out.
+    fn finish_first(&self, stream: CUstream, window: &mut VecDeque<(Lease, &mut [u8])>) -> Result<()> {
+        let Some((lease, _)) = window.front() else { return Ok(()) };
+        let mut wait = Wait::new();
+        while !lease.is_past() {
+            if !wait.backoff.is_spinning() {
+                // A stream whose work has failed writes no word.
+                // SAFETY: the stream is live as long as the copy that it was given.
+                unsafe { self.driver.stream_query(stream) }?;
+            }
+            wait.pause(earlier_work)?;
+        }
+        if let Some((lease, bytes)) = window.pop_front() {
+            // SAFETY: the device has written the piece, which is as long and this lease's alone.
+            unsafe { ptr::copy_nonoverlapping(lease.pieces[0].place, bytes.as_mut_ptr(), bytes.len()) };
+            self.staging.give_back(lease);
+        }
+        Ok(())
+    }
+
+    /// Waits until what the stream has now is done. By an event and not by the stream's own state: another
+    /// thread may keep the stream busy.
+    ///
+    /// # Safety
+    /// The stream is live, the context current.
+    unsafe fn wait_for_copy(&self, stream: CUstream) -> Result<()> {
+        let event = self.driver.event_create()?;
+        // SAFETY: both are live.
+        let recorded = unsafe { self.driver.event_record(event, stream) };
+        let waited = recorded.map_err(Error::from).and_then(|()| {
+            let mut wait = Wait::new();
+            // SAFETY: the event is live until the end of this function.
+            while !unsafe { self.driver.event_query(event) }? {
+                wait.pause(earlier_work)?;
+            }
+            Ok(())
+        });
+        // SAFETY: created above, destroyed here only.
+        let destroyed = unsafe { self.driver.event_destroy(event) };
+        waited.and(destroyed.map_err(Error::from))
+    }
+}

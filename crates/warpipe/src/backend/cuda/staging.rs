@@ -1,0 +1,266 @@
+//! Page-locked memory for copies between the device and memory that is not. **This module is marked for unsafe**: it maps
+//! that memory and hands out pointers to it.
+//!
+//! It is registered as it is needed, in pieces of three sizes, and is never given back: `cuMemHostUnregister`
+//! (and with it whatever frees page-locked memory) stands still behind any stream that waits, `cuMemHostRegister` does not
+//! (both measured, see ARCHITECTURE.md). Behind each copy the stream writes a word of the copy's own: no event is made, no
+//! function is called on the CPU, and to see what is free again is a load.
+
+use std::ptr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use super::sys::{CUdeviceptr, Driver};
+use crate::backend::TimelineWord;
+use crate::error::{Error, Result};
+
+/// The sizes of pieces, in bytes. What is longer than the largest goes in several.
+const PIECES: [usize; 3] = [4 << 10, 64 << 10, LARGEST];
+
+pub(super) const LARGEST: usize = 1 << 20;
+
+/// The most pieces of one region, each with a word at the region's head.
+const PIECES_MAX: usize = LARGEST / PIECES[0];
+
+/// Where a region's pieces begin: behind its words, on a page of its own.
+const HEAD: usize = (PIECES_MAX * size_of::<TimelineWord>()).next_multiple_of(4096);
+
+/// The most bytes, counted in whole pieces, that may be on their way to one device behind streams that have work.
+pub(super) const UPLOADS_MAX: usize = 64 << 20;
+
+/// The most regions of one device: what uploads may take, and some for downloads, which streams that stand still must not
+/// hold up.
+const REGIONS_MAX: usize = UPLOADS_MAX / LARGEST + 16;
+
+const _: () = assert!(REGIONS_MAX * LARGEST > UPLOADS_MAX);
+const _: () = assert!(HEAD >= PIECES_MAX * size_of::<TimelineWord>());
+
+/// What memory is lent for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Purpose {
+    Upload,
+    Download,
+}
+
+/// One piece of a region.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Piece {
+    region: usize,
+    index: usize,
+    /// Its first byte.
+    pub(super) place: *mut u8,
+}
+
+/// Pieces on loan for one copy. Neither [returned](Staging::give_back) nor [left to the stream](Staging::leave), they
+/// are lost, which is what a failure in between should do: a device may yet use them.
+#[derive(Debug)]
+pub(super) struct Lease {
+    pub(super) pieces: Vec<Piece>,
+    pub(super) piece_bytes: usize,
+    purpose: Purpose,
+    /// Lives as long as the process.
+    word: &'static TimelineWord,
+    pub(super) word_ptr: CUdeviceptr,
+    /// What the word is at once the stream is past the pieces.
+    pub(super) value: u64,
+}
+
+impl Lease {
+    pub(super) fn is_past(&self) -> bool {
+        self.word.reached(self.value)
+    }
+}
+
+/// Page-locked memory, cut into pieces of one size. To be cut anew when all are free.
+#[derive(Debug)]
+struct Region {
+    base: *mut u8,
+    ptr: CUdeviceptr,
+    class: usize,
+    free: Vec<usize>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    regions: Vec<Region>,
+    /// Left to streams that may not be past them yet.
+    left: Vec<Lease>,
+    /// Bytes lent for uploads.
+    uploading: usize,
+    last_value: u64,
+}
+
+// SAFETY: the pointers are to mappings that live as long as the process; who may touch which piece is kept by the lock.
+unsafe impl Send for State {}
+
+/// The page-locked memory of one device.
+#[derive(Debug, Default)]
+pub(super) struct Staging {
+    state: Mutex<State>,
+}
+
+impl Region {
+    /// Maps and registers one. The context is current.
+    fn new(driver: &Driver) -> Result<Region> {
+        let (bytes, access) = (HEAD + LARGEST, ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: a new mapping, placed by the kernel.
+        let base = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }
+            .map_err(|e| Error::os("mmap", "memory for copies", e))?;
+        // A forked child would share the pages, and the next store here would leave the device with the child's.
+        // SAFETY: the mapping made above.
+        let kept = unsafe { rustix::mm::madvise(base, bytes, Advice::LinuxDontFork) };
+        let registered = kept
+            .map_err(|e| Error::os("madvise", "memory for copies", e))
+            // SAFETY: as above; it stays mapped.
+            .and_then(|()| Ok(unsafe { driver.host_register(base, bytes) }?));
+        if let Err(error) = registered {
+            // SAFETY: mapped above, and neither registered nor known to anybody.
+            let _ = unsafe { rustix::mm::munmap(base, bytes) };
+            return Err(error);
+        }
+        // Should this fail the memory stays: to unregister it might stand still.
+        let ptr = driver.host_device_pointer(base)?;
+        Ok(Region { base: base.cast(), ptr, class: 0, free: pieces_of(0) })
+    }
+
+    fn is_free(&self) -> bool {
+        self.free.len() == LARGEST / PIECES[self.class]
+    }
+
+    fn cut(&mut self, class: usize) {
+        (self.class, self.free) = (class, pieces_of(class));
+    }
+
+    fn piece(&self, region: usize, index: usize) -> Piece {
+        // SAFETY: HEAD + LARGEST bytes are mapped, and `index` is one of the pieces that lie in them.
+        let place = unsafe { self.base.add(HEAD + index * PIECES[self.class]) };
+        Piece { region, index, place }
+    }
+
+    fn word(&self, index: usize) -> (&'static TimelineWord, CUdeviceptr) {
+        let offset = index * size_of::<TimelineWord>();
+        // SAFETY: the head has a word for each piece, aligned and valid from zeros on, and is never unmapped; the device
+        // writes it as the word's atomics allow.
+        let word = unsafe { &*self.base.add(offset).cast::<TimelineWord>() };
+        (word, self.ptr + offset as u64)
+    }
+}
+
+fn pieces_of(class: usize) -> Vec<usize> {
+    (0..LARGEST / PIECES[class]).rev().collect()
+}
+
+/// The size of pieces for a copy of so many bytes, and how many it takes.
+fn pieces_for(bytes: usize) -> (usize, usize) {
+    let class = PIECES.iter().position(|&piece| bytes <= piece).unwrap_or(PIECES.len() - 1);
+    (class, bytes.div_ceil(PIECES[class]))
+}
+
+impl State {
+    /// Takes back what streams are past.
+    fn collect(&mut self) {
+        let left = std::mem::take(&mut self.left);
+        let (past, left) = left.into_iter().partition(Lease::is_past);
+        self.left = left;
+        past.into_iter().for_each(|lease| self.take_back(lease));
+    }
+
+    fn take_back(&mut self, lease: Lease) {
+        if lease.purpose == Purpose::Upload {
+            self.uploading -= lease.pieces.len() * lease.piece_bytes;
+        }
+        lease.pieces.iter().for_each(|piece| self.regions[piece.region].free.push(piece.index));
+    }
+
+    fn find(&mut self, class: usize) -> Option<Piece> {
+        let of_class = |region: &Region| region.class == class && !region.free.is_empty();
+        let position = self.regions.iter().position(of_class).or_else(|| self.regions.iter().position(Region::is_free));
+        let region = &mut self.regions[position?];
+        if region.class != class {
+            region.cut(class);
+        }
+        let index = region.free.pop()?;
+        Some(region.piece(position?, index))
+    }
+
+    /// One piece, of a new region if need be.
+    fn take(&mut self, driver: &Driver, class: usize) -> Result<Option<Piece>> {
+        if let Some(piece) = self.find(class) {
+            return Ok(Some(piece));
+        }
+        self.collect();
+        if let Some(piece) = self.find(class) {
+            return Ok(Some(piece));
+        }
+        if self.regions.len() < REGIONS_MAX {
+            self.regions.push(Region::new(driver)?);
+        }
+        Ok(self.find(class))
+    }
+
+    /// All that a copy needs, or nothing.
+    fn lend(&mut self, driver: &Driver, bytes: usize, purpose: Purpose) -> Result<Option<Lease>> {
+        let (class, count) = pieces_for(bytes);
+        let total = count * PIECES[class];
+        // Streams mostly pass what they were given in its order; to look at all of it each time would be dear.
+        if self.left.first().is_some_and(Lease::is_past) {
+            self.collect();
+        }
+        let is_too_much = |state: &State| purpose == Purpose::Upload && state.uploading + total > UPLOADS_MAX;
+        if is_too_much(self) {
+            self.collect();
+            if is_too_much(self) {
+                return Ok(None);
+            }
+        }
+        let mut pieces: Vec<Piece> = Vec::with_capacity(count);
+        while pieces.len() < count {
+            match self.take(driver, class) {
+                Ok(Some(piece)) => pieces.push(piece),
+                other => {
+                    pieces.iter().for_each(|piece| self.regions[piece.region].free.push(piece.index));
+                    return other.map(|_| None);
+                }
+            }
+        }
+        if purpose == Purpose::Upload {
+            self.uploading += total;
+        }
+        self.last_value += 1;
+        let (word, word_ptr) = self.regions[pieces[0].region].word(pieces[0].index);
+        Ok(Some(Lease { pieces, piece_bytes: PIECES[class], purpose, word, word_ptr, value: self.last_value }))
+    }
+}
+
+impl Staging {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The context is current.
+    pub(super) fn lend(&self, driver: &Driver, bytes: usize, purpose: Purpose) -> Result<Option<Lease>> {
+        self.lock().lend(driver, bytes, purpose)
+    }
+
+    /// What no device uses.
+    pub(super) fn give_back(&self, lease: Lease) {
+        self.lock().take_back(lease);
+    }
+
+    /// What is free once the lease's word is at its value.
+    pub(super) fn leave(&self, lease: Lease) {
+        self.lock().left.push(lease);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_takes_the_smallest_pieces_that_it_fits_in_and_else_the_largest() {
+        let taken: Vec<_> = [1, 4096, 4097, 65_536, 65_537, LARGEST, LARGEST + 1].map(pieces_for).into();
+        assert_eq!(taken, [(0, 1), (0, 1), (1, 1), (1, 1), (2, 1), (2, 1), (2, 2)]);
+    }
+}

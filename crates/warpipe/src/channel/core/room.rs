@@ -1,0 +1,81 @@
+//! How a sender waits for room: it looks, then sleeps until a reader rings.
+
+use super::*;
+
+impl Core {
+    /// Waits until every recipient that may not miss a sample has room for one.
+    pub(super) fn make_room(&self, to: Recipients) -> Result<MutexGuard<'_, State>> {
+        self.home.check()?;
+        let mut clock = Stopwatch::default();
+        let mut backoff = Backoff::spinning(LOOKS);
+        let mut state = self.lock();
+        loop {
+            if state.closed {
+                return Err(Error::PublisherGone { name: self.name.clone(), pid: own_pid(), graceful: true });
+            }
+            self.reclaim(&mut state, false);
+            to.check(&self.name, &mut state)?;
+            let Some(full) = state.first_full(to) else { return Ok(state) };
+            let subscriber = format!("process {}", full.peer.pid);
+            let Policy::Block { timeout } = full.policy else {
+                return Err(Error::Full { name: self.name.clone(), subscriber, depth: self.options.depth });
+            };
+            let left = timeout.saturating_sub(clock.elapsed());
+            if left.is_zero() {
+                let what = format!("room at subscriber {subscriber} of {:?}", self.name);
+                return Err(Error::Timeout { what, waited: timeout });
+            }
+            state = self.wait_for_release(state, left, &mut backoff, |outlet| to.await_it(outlet));
+        }
+    }
+
+    /// Sleeps until a subscriber that `concerns` us releases something, a link changes, or a slice of `left` has
+    /// passed. Nobody else is asked to ring: that is a system call for each release of each subscriber.
+    pub(super) fn wait_for_release<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        left: Duration,
+        backoff: &mut Backoff,
+        concerns: impl Fn(&Outlet) -> bool,
+    ) -> MutexGuard<'a, State> {
+        let pause = backoff.step();
+        if pause.is_zero() {
+            // The next release is mostly a moment away, and going to sleep is dearer than that.
+            drop(state);
+            (0..4).for_each(|_| std::hint::spin_loop());
+            return self.lock();
+        }
+        let before = state.freed_count();
+        state.outlets.iter().filter(|outlet| concerns(outlet)).for_each(|outlet| outlet.set_asleep(true));
+        // Whatever was released before the flags went up did not ring.
+        self.reclaim(&mut state, true);
+        if state.freed_count() == before {
+            // A device that completes a release cannot ring: while one is due, look again soon.
+            let awaited = || state.outlets.iter().filter(|outlet| concerns(outlet));
+            let device_owes = !state.arena.is_quiet() || awaited().any(Outlet::device_owes);
+            let slice = if device_owes { pause } else { SLICE }.min(left);
+            let wakes: Vec<Arc<Wake>> = awaited().map(|outlet| outlet.wake.clone()).collect();
+            drop(state);
+            self.sleep(&wakes, slice);
+            state = self.lock();
+        }
+        state.outlets.iter().for_each(|outlet| outlet.set_asleep(false));
+        state
+    }
+
+    /// Sleeps until a subscriber or the watcher rings, and takes in what rang: with many subscribers, to ask all
+    /// of them would cost more than the rest of a send. What rings later makes the next sleep a short one.
+    fn sleep(&self, wakes: &[Arc<Wake>], limit: Duration) {
+        let open: Vec<&Wake> = wakes.iter().map(|wake| &**wake).filter(|wake| !wake.is_closed()).collect();
+        let mut polls: Vec<_> = open.iter().map(|wake| PollFd::new(*wake, PollFlags::IN)).collect();
+        polls.push(PollFd::new(&self.bell, PollFlags::IN));
+        if rustix::event::poll(&mut polls, Some(&message::timespec(limit))).is_err() {
+            return;
+        }
+        let rang = |poll: &PollFd<'_>| !poll.revents().is_empty();
+        open.iter().zip(&polls).filter(|(_, poll)| rang(poll)).for_each(|(wake, _)| wake.drain());
+        if polls.last().is_some_and(rang) {
+            self.bell.drain();
+        }
+    }
+}

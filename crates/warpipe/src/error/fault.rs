@@ -1,0 +1,207 @@
+//! What exactly was wrong, where an error of its own kind has to say which of many things it was.
+
+use std::time::Duration;
+
+/// Who holds a name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Holder {
+    /// Its process id, if it could be learnt.
+    pub pid: Option<i32>,
+}
+
+impl std::fmt::Display for Holder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.pid {
+            Some(pid) => write!(f, "process {pid}"),
+            None => f.write_str("a live process of another PID namespace"),
+        }
+    }
+}
+
+/// What was wrong with a ticket's text.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TicketFault {
+    /// It does not begin as a ticket does.
+    #[error("it does not begin with `warpipe-ticket:`; pass on the whole text of a ticket")]
+    NoTicket,
+    /// A ticket of another version of this library.
+    #[error("it is of version {theirs}, this library reads version {ours}; run one version of warpipe on both sides")]
+    Version {
+        /// The ticket's version.
+        theirs: u16,
+        /// Ours.
+        ours: u16,
+    },
+    /// It was cut short or changed on its way.
+    #[error("it was cut short or changed on its way; pass on the whole text")]
+    Damaged,
+    /// It is longer than any may be.
+    #[error("it is longer than {limit} bytes")]
+    Oversized {
+        /// The limit.
+        limit: usize,
+    },
+    /// It was written on another machine, or before this one was started anew.
+    #[error("it was written on another machine, or before the last reboot; memory is shared within one machine")]
+    ForeignHost,
+}
+
+/// What has become of a ticket's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Expiry {
+    /// Its owner has closed it, or has died; nobody holds the name.
+    #[error("its owner {}", if *.died { "has died" } else { "has closed it" })]
+    Gone {
+        /// Whether the owner has left its name behind, as only the dead do.
+        died: bool,
+    },
+    /// Somebody else, or a later run of the owner, holds the name now.
+    #[error("the name is held by a later owner")]
+    Replaced,
+    /// The owner is there and has taken this block back.
+    #[error("its owner has taken the block back")]
+    Returned,
+}
+
+/// What was wrong with a handshake.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum HandshakeFault {
+    /// The peer speaks another version of the protocol.
+    #[error("it speaks protocol version {theirs}, this is {ours}; run one version of warpipe on both sides")]
+    Version {
+        /// The peer's version.
+        theirs: u16,
+        /// Ours.
+        ours: u16,
+    },
+    /// The bytes are not a handshake of this library at all.
+    #[error("it is not a warpipe endpoint (the greeting does not begin with the magic bytes)")]
+    Magic,
+    /// A message shorter than its contents.
+    #[error("a message of {bytes} bytes is cut short or garbled")]
+    Garbled {
+        /// Its length.
+        bytes: usize,
+    },
+    /// A message longer than any may be.
+    #[error("a message is longer than {limit} bytes")]
+    Oversized {
+        /// The limit.
+        limit: usize,
+    },
+    /// A message that has no business at this point.
+    #[error("{found} came where {wanted} was due")]
+    Unexpected {
+        /// What came.
+        found: String,
+        /// What was due.
+        wanted: &'static str,
+    },
+    /// Too few or too many descriptors.
+    #[error("{found} descriptors came where {wanted} are due")]
+    Descriptors {
+        /// How many came.
+        found: usize,
+        /// How many are due.
+        wanted: usize,
+    },
+    /// The link segment is not a sealed memfd of the right size and content.
+    #[error("the link segment is unusable: {0}")]
+    Segment(String),
+    /// The wake channel is not a socket.
+    #[error("the wake channel is unusable: {0}")]
+    Wake(String),
+    /// The two ends run on devices that cannot share memory.
+    #[error(
+        "publisher on {publisher}, subscriber on {subscriber}: no memory in common; choose the same backend on both sides"
+    )]
+    Device {
+        /// The publisher's device.
+        publisher: String,
+        /// The subscriber's device.
+        subscriber: String,
+    },
+    /// The other side refused.
+    #[error("the peer refused: {0}")]
+    Refused(String),
+    /// The other side closed without a word.
+    #[error("the peer closed the connection; it may be shutting down: try again")]
+    Closed,
+    /// The other side did not answer in time.
+    #[error("the peer did not answer within {0:?}; it may be stopped: see its state")]
+    Silent(Duration),
+    /// The peer's death could not be seen from here.
+    #[error("no pidfd for the peer ({0}); both must live under one kernel, 5.4 or newer")]
+    Unwatchable(String),
+}
+
+/// What is wrong with a legacy handle.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LegacyFault {
+    /// The text or the bytes are no handle at all, or were changed on their way.
+    #[error("it is garbled ({0}); pass it on as it was exported")]
+    Garbled(&'static str),
+    /// A handle cut short, or with something behind it.
+    #[error("it has {found} bytes where {wanted} are due; pass on all of it")]
+    Length {
+        /// Its length.
+        found: usize,
+        /// What is due.
+        wanted: usize,
+    },
+    /// Another version's handle.
+    #[error("it is of version {theirs}, this is {ours}; run one version of warpipe on both sides")]
+    Version {
+        /// The handle's version.
+        theirs: u16,
+        /// Ours.
+        ours: u16,
+    },
+    /// A range that does not lie in its allocation.
+    #[error(
+        "bytes {offset} to {offset}+{bytes} do not lie in an allocation of {allocation} bytes; export a range that does"
+    )]
+    Range {
+        /// Where the range begins.
+        offset: u64,
+        /// Its length.
+        bytes: u64,
+        /// The allocation's length.
+        allocation: u64,
+    },
+    /// It was exported on another machine, or before this one was started anew.
+    #[error(
+        "it comes from another machine, or from before a reboot; memory is shared within one machine: export it again"
+    )]
+    ForeignHost,
+    /// It names a device of another backend.
+    #[error("it names memory of {owner}, and {device} cannot open that; open it with the device that owns it")]
+    Device {
+        /// The device that owns the memory.
+        owner: String,
+        /// The device that was to open it.
+        device: String,
+    },
+    /// The device or its driver refuses it.
+    #[error("it cannot be opened ({0}); export it again")]
+    Refused(String),
+    /// The exporter lives, but the memory cannot be opened.
+    #[error(
+        "process {pid} lives, but its memory cannot be opened ({reason}): it has freed it, or runs as another user; export it again"
+    )]
+    Stale {
+        /// The exporter.
+        pid: i32,
+        /// What the device said.
+        reason: String,
+    },
+    /// An address that is not open (any more).
+    #[error("nothing is open at {ptr:#x}; close what was opened, once")]
+    NotOpen {
+        /// The address.
+        ptr: u64,
+    },
+}
