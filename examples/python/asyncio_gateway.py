@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import multiprocessing
 import tempfile
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ WORKERS = 2
 LIMIT_SECONDS = 60.0
 
 
-def framework(device):
+def framework(device: warpipe.Device) -> Any:
     """What computes on this device: NumPy on the host, PyTorch on a GPU, or CuPy if that is not there."""
     if device.kind == "host":
         return np
@@ -31,12 +32,12 @@ def framework(device):
     return found
 
 
-def array_of(memory):
+def array_of(memory: warpipe.Sample | warpipe.Loan) -> Any:
     """Memory of warpipe as an array of that framework, where it lies."""
     return getattr(memory, framework(memory.device).__name__)()
 
 
-def on(device, array):
+def on(device: warpipe.Device, array: Any) -> Any:
     """An array of NumPy's as one of that framework."""
     found = framework(device)
     if found is np:
@@ -44,7 +45,7 @@ def on(device, array):
     return found.asarray(array, device=f"cuda:{device.ordinal}") if found.__name__ == "torch" else found.asarray(array)
 
 
-def worker(domain, device):
+def worker(domain: str, device: str | None) -> None:
     """Writes the cumulative sums of each job's numbers into the result's memory, until the queue says goodbye."""
     with warpipe.Worker("sums", domain=domain, device=device, wait=LIMIT_SECONDS) as jobs:
         for lease in jobs:
@@ -52,7 +53,7 @@ def worker(domain, device):
                 framework(lease.device).cumsum(array_of(lease), 0, out=array_of(out))
 
 
-async def answer(queue, reader, writer):
+async def answer(queue: warpipe.Queue, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """One connection: its line of numbers goes to the workers, their result goes back."""
     numbers = np.array((await reader.readline()).split(), dtype=np.int64)
     with await queue.submit(on(queue.device, numbers)) as sums:
@@ -61,7 +62,7 @@ async def answer(queue, reader, writer):
     writer.close()
 
 
-async def client(port, number):
+async def client(port: int, number: int) -> None:
     """Sends its numbers, and checks what comes back."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     numbers = range(number, number + 10)
@@ -71,7 +72,7 @@ async def client(port, number):
     assert sums == np.cumsum(numbers).tolist(), f"client {number} got {sums}"
 
 
-async def gateway(queue, clients):
+async def gateway(queue: warpipe.Queue, clients: int) -> None:
     """Serves all clients at the same time, in this loop."""
     server = await asyncio.start_server(lambda *ends: answer(queue, *ends), "127.0.0.1", 0)
     async with server:
@@ -80,8 +81,8 @@ async def gateway(queue, clients):
         await asyncio.wait_for(everybody, LIMIT_SECONDS)
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--device", default=None, help="host, cuda or cuda:N; the first GPU by default, else the host")
     parser.add_argument("--domain", default=None, help="the directory of names; a temporary one by default")

@@ -10,6 +10,7 @@ computes on its own stream, which waits on the GPU for the image; no CPU does. P
 import argparse
 import multiprocessing
 import tempfile
+from typing import Any
 
 import warpipe
 
@@ -17,7 +18,7 @@ HEIGHT, WIDTH = 120, 160
 LIMIT_SECONDS = 60.0
 
 
-def array_of(frame):
+def array_of(frame: warpipe.Sample) -> Any:
     """The frame as an array of the framework at hand, where it lies."""
     try:
         return frame.torch()
@@ -25,7 +26,7 @@ def array_of(frame):
         return frame.numpy()
 
 
-def detector(domain, device, results):
+def detector(domain: str, device: str | None, results: Any) -> None:
     """Sees every frame: its brightness, which the camera wrote into it."""
     brightness = []
     with warpipe.Subscriber("camera/every", domain=domain, device=device, wait=LIMIT_SECONDS) as camera:
@@ -35,7 +36,7 @@ def detector(domain, device, results):
     results.put(("detector", brightness))
 
 
-def viewer(domain, device, results):
+def viewer(domain: str, device: str | None, results: Any) -> None:
     """Sees what it has time for, and knows from the sequence numbers what it has missed."""
     seen = missed = 0
     last = 0
@@ -49,7 +50,7 @@ def viewer(domain, device, results):
     results.put(("viewer", (seen, missed, last)))
 
 
-def camera(domain, device, frames):
+def camera(domain: str, device: str | None, frames: int) -> None:
     """Publishes images of growing brightness, to those who want all and to those who want the newest."""
     size = {"height": HEIGHT, "width": WIDTH}
     with (
@@ -64,8 +65,8 @@ def camera(domain, device, frames):
                     image[...] = number % 256
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--frames", type=int, default=100)
     parser.add_argument("--device", default=None, help="host, cuda or cuda:N; the first GPU by default, else the host")
     parser.add_argument("--domain", default=None, help="the directory of names; a temporary one by default")

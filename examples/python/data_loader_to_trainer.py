@@ -10,6 +10,7 @@ PyTorch or CuPy on a GPU and NumPy on the host. The loss must fall to the noise 
 import argparse
 import multiprocessing
 import tempfile
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +21,12 @@ NOISE = 0.1
 LIMIT_SECONDS = 60.0
 
 
-def truth():
+def truth() -> Any:
     """The weights that the trainer is to find."""
     return np.linspace(-1, 1, FEATURES, dtype=np.float32)
 
 
-def framework(device):
+def framework(device: warpipe.Device) -> Any:
     """What computes on this device: NumPy on the host, PyTorch on a GPU, or CuPy if that is not there."""
     if device.kind == "host":
         return np
@@ -36,12 +37,12 @@ def framework(device):
     return found
 
 
-def array_of(memory):
+def array_of(memory: warpipe.Sample | warpipe.Loan) -> Any:
     """Memory of warpipe as an array of that framework, where it lies."""
     return getattr(memory, framework(memory.device).__name__)()
 
 
-def on(device, array):
+def on(device: warpipe.Device, array: Any) -> Any:
     """An array of NumPy's as one of that framework."""
     found = framework(device)
     if found is np:
@@ -49,7 +50,7 @@ def on(device, array):
     return found.asarray(array, device=f"cuda:{device.ordinal}") if found.__name__ == "torch" else found.asarray(array)
 
 
-def loader(domain, device, batches):
+def loader(domain: str, device: str | None, batches: int) -> None:
     """Makes batches: the features, and in the last column what is to be predicted."""
     random = np.random.default_rng(1)
     with warpipe.Publisher("batches", domain=domain, device=device, policy="block", timeout=LIMIT_SECONDS) as publisher:
@@ -62,7 +63,7 @@ def loader(domain, device, batches):
                 batch.copy_from(on(batch.device, np.column_stack([features, targets])))
 
 
-def train(domain, device):
+def train(domain: str, device: str | None) -> tuple[list[float], list[int], Any]:
     """Takes one step for each batch; gives the losses, the batches' numbers and the weights."""
     losses, numbers = [], []
     weights = on(warpipe.Device(device), np.zeros(FEATURES, np.float32))
@@ -77,8 +78,8 @@ def train(domain, device):
     return [float(loss) for loss in losses], numbers, np.array(weights.tolist())
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--device", default=None, help="host, cuda or cuda:N; the first GPU by default, else the host")
     parser.add_argument("--domain", default=None, help="the directory of names; a temporary one by default")

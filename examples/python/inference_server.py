@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ SERVERS = 3
 LIMIT_SECONDS = 60.0
 
 
-def framework(device):
+def framework(device: warpipe.Device) -> Any:
     """What computes on this device: NumPy on the host, PyTorch on a GPU, or CuPy if that is not there."""
     if device.kind == "host":
         return np
@@ -34,12 +35,12 @@ def framework(device):
     return found
 
 
-def array_of(memory):
+def array_of(memory: warpipe.Sample | warpipe.Loan) -> Any:
     """Memory of warpipe as an array of that framework, where it lies."""
     return getattr(memory, framework(memory.device).__name__)()
 
 
-def on(device, array):
+def on(device: warpipe.Device, array: Any) -> Any:
     """An array of NumPy's as one of that framework."""
     found = framework(device)
     if found is np:
@@ -47,7 +48,7 @@ def on(device, array):
     return found.asarray(array, device=f"cuda:{device.ordinal}") if found.__name__ == "torch" else found.asarray(array)
 
 
-def server(domain, device, doomed, pipe):
+def server(domain: str, device: str | None, doomed: bool, pipe: Any) -> None:
     """Answers with ``inputs @ weights``, until it is told to stop. A doomed one dies of its first request."""
     with (
         warpipe.Subscriber("model/weights", domain=domain, device=device, wait=LIMIT_SECONDS) as model,
@@ -65,14 +66,15 @@ def server(domain, device, doomed, pipe):
         del weights
 
 
-def ask(domain, device, weights, requests):
-    """Sends all requests at once, and checks every reply. Gives who answered, and how often a request was tried again."""
+def ask(domain: str, device: str | None, weights: Any, requests: int) -> tuple[set[int], int]:
+    """Sends all requests at once, and checks every reply. Gives who answered, and how often one was tried again."""
     random = np.random.default_rng(2)
     inputs = [random.standard_normal((4, INPUTS), dtype=np.float32) for _ in range(requests)]
     with warpipe.Client("model/infer", domain=domain, device=device, timeout=LIMIT_SECONDS) as client:
         client.wait_for_servers(SERVERS, LIMIT_SECONDS)
         pending = [client.request(on(warpipe.Device(device), batch)) for batch in inputs]
-        answered_by, again = set(), 0
+        answered_by: set[int] = set()
+        again = 0
         for batch, request in zip(inputs, pending, strict=True):
             with request.result() as reply:
                 assert np.allclose(reply.numpy(), batch @ weights, atol=1e-4), "every reply is what NumPy computes"
@@ -81,8 +83,8 @@ def ask(domain, device, weights, requests):
     return answered_by, again
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--device", default=None, help="host, cuda or cuda:N; the first GPU by default, else the host")
     parser.add_argument("--domain", default=None, help="the directory of names; a temporary one by default")

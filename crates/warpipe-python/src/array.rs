@@ -1,6 +1,6 @@
 //! Memory as arrays of other frameworks: DLPack, the CUDA array interface, NumPy's, and conveniences for each.
 
-use pyo3::exceptions::PyAttributeError;
+use pyo3::exceptions::{PyAttributeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use warpipe::{DType, Layout};
@@ -8,6 +8,7 @@ use warpipe::{DType, Layout};
 use crate::device::is_cuda;
 use crate::dlpack;
 use crate::dtype::typestr;
+use crate::ending;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{Hold, Memory, Stay};
 use crate::stream::{Consumer, likely};
@@ -164,13 +165,41 @@ pub fn numpy<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny
         memory.clone()
     };
     let dtype = memory.layout.dtype();
+    let _inside = ending::enter(py);
     let numpy = py.import("numpy")?;
     if let Some(typestr) = typestr(dtype) {
         return numpy.call_method1("asarray", (View { memory, typestr },));
     }
     let element = extension(py, dtype)?;
-    let view = View { memory, typestr: if dtype.bytes() == 1 { "|u1".into() } else { "<u2".into() } };
+    // As numbers of the same width, so that every element stays one.
+    let order = if dtype.bytes() == 1 { '|' } else { '<' };
+    let view = View { memory, typestr: format!("{order}u{}", dtype.bytes()) };
     numpy.call_method1("asarray", (view,))?.call_method1("view", (element,))
+}
+
+/// For `np.asarray`: a NumPy array of this element type, if one is asked for. `copy` is NumPy's: True for a copy, False for
+/// none, None for one where it must be.
+pub fn numpy_as<'py>(
+    py: Python<'py>,
+    memory: &Memory,
+    dtype: Option<Bound<'py, PyAny>>,
+    copy: Option<bool>,
+) -> PyResult<Bound<'py, PyAny>> {
+    if copy == Some(false) && is_cuda(&memory.device) {
+        return Err(PyValueError::new_err("from a GPU to the host it must be copied, and `copy` is False"));
+    }
+    let array = numpy(py, memory)?;
+    let _inside = ending::enter(py);
+    let wanted = dtype.map(|dtype| py.import("numpy")?.call_method1("dtype", (dtype,))).transpose()?;
+    if let Some(wanted) = wanted
+        && !array.getattr("dtype")?.eq(&wanted)?
+    {
+        if copy == Some(false) {
+            return Err(PyValueError::new_err("as another element type it must be copied, and `copy` is False"));
+        }
+        return array.call_method1("astype", (wanted,));
+    }
+    if copy == Some(true) { array.call_method0("copy") } else { Ok(array) }
 }
 
 /// A NumPy array of a layout's shape, of values that NumPy spreads over it.
@@ -194,6 +223,7 @@ fn extension<'py>(py: Python<'py>, dtype: DType) -> PyResult<Bound<'py, PyAny>> 
 
 /// A CuPy array in place, on CuPy's current stream.
 pub fn cupy<'py>(slf: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let _inside = ending::enter(slf.py());
     slf.py().import("cupy")?.call_method1("from_dlpack", (slf,))
 }
 
@@ -201,6 +231,7 @@ pub fn cupy<'py>(slf: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
 /// done with it.
 pub fn jax<'py>(slf: &Bound<'py, PyAny>, memory: &Memory, copy: Option<bool>) -> PyResult<Bound<'py, PyAny>> {
     let py = slf.py();
+    let _inside = ending::enter(py);
     let aliased = py.import("jax.dlpack")?.call_method1("from_dlpack", (slf,))?;
     if !copy.unwrap_or(is_cuda(&memory.device)) {
         return Ok(aliased);

@@ -46,6 +46,12 @@ impl<T> Door<T> {
         Ok(self.lock()?.is_none())
     }
 
+    /// Lets go of it without its end, which would wait for what does not come.
+    pub fn abandon(&self) -> Outcome<()> {
+        std::mem::forget(self.lock()?.take());
+        Ok(())
+    }
+
     /// Closes it, without the interpreter: what is dropped may have to wait a moment.
     pub fn close(&self, py: Python<'_>) -> PyResult<()>
     where

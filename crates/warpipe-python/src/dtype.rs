@@ -3,10 +3,11 @@
 use std::sync::Mutex;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyFloat, PyInt, PyString, PyType};
+use pyo3::types::{PyBool, PyBytes, PyFloat, PyInt, PyString, PyType};
 use warpipe::DType;
 use warpipe::tensor::RANK_MAX;
 
+use crate::ending;
 use crate::errors::Fault;
 use crate::stream::imported;
 
@@ -24,6 +25,7 @@ pub fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<DType> {
     if let Some(dtype) = known(found) {
         return Ok(dtype);
     }
+    let _inside = ending::enter(found.py());
     let dtype = named(found)?;
     if is_constant(found)? {
         remember(found, dtype);
@@ -87,6 +89,10 @@ fn name_of(found: &Bound<'_, PyAny>) -> PyResult<String> {
     // `np.dtype`, and JAX's scalar types, which are classes with a `dtype` of their own.
     let holder = found.getattr("dtype").unwrap_or_else(|_| found.clone());
     if let Ok(name) = holder.getattr("name").and_then(|name| name.extract::<String>()) {
+        if holder.getattr("isnative").is_ok_and(|native| !native.is_truthy().unwrap_or(true)) {
+            let said = format!("is of the other byte order, and no device computes with that; ask for {name:?}");
+            return Err(Fault::dtype(found.repr()?, &said).into());
+        }
         return Ok(name);
     }
     match found.cast::<PyType>() {
@@ -98,29 +104,36 @@ fn name_of(found: &Bound<'_, PyAny>) -> PyResult<String> {
 /// The type of an array interface's `typestr`; `name` is the element type's own where the string cannot say it.
 pub fn from_typestr(typestr: &str, name: impl FnOnce() -> Option<String>) -> PyResult<DType> {
     let unknown = |next: &str| Fault::dtype(format!("{typestr:?}"), next);
+    let malformed = || unknown("is no type string of the array interface");
     let mut letters = typestr.chars();
-    let (order, kind) = (letters.next(), letters.next());
-    let bytes: Option<u16> = letters.as_str().parse().ok();
-    let (Some(order), Some(kind), Some(bytes)) = (order, kind, bytes) else {
-        return Err(unknown("is no type string of the array interface").into());
-    };
-    if order == '>' && bytes > 1 {
-        return Err(unknown("is big-endian, and no device computes with that; convert it with `.astype`").into());
-    }
+    let (Some(order), Some(kind)) = (letters.next(), letters.next()) else { return Err(malformed().into()) };
     let code = match kind {
         'i' => 0,
         'u' => 1,
         'f' => 2,
         'c' => 5,
         'b' => 6,
-        'V' => u8::MAX,
-        _ => return Err(unknown("has no numbers that a device knows; convert it with `.astype`").into()),
+        // Objects, texts and times.
+        'O' | 'S' | 'U' | 'a' | 't' | 'M' | 'm' => {
+            return Err(unknown("has no numbers that a device knows; convert it with `.astype`").into());
+        }
+        // Structures, and what has a letter of its own.
+        _ => u8::MAX,
     };
+    let bytes: u16 = letters.as_str().parse().map_err(|_| malformed())?;
+    if order == '>' && bytes > 1 {
+        return Err(unknown("is big-endian, and no device computes with that; convert it with `.astype`").into());
+    }
     let bits = u8::try_from(bytes.saturating_mul(8)).ok();
     let known = bits.and_then(|bits| DType::from_dlpack(code, bits));
     // What NumPy has from elsewhere is a structure to the letters, or a float of one byte.
-    let named = || name().and_then(|name| DType::from_name(&name)).filter(|named| named.bytes() == u64::from(bytes));
-    Ok(known.or_else(named).ok_or_else(|| unknown("is not one that can be sent; convert it with `.astype`"))?)
+    if let Some(known) = known {
+        return Ok(known);
+    }
+    let name = name();
+    let named = name.as_deref().and_then(DType::from_name).filter(|named| named.bytes() == u64::from(bytes));
+    let found = format!("{:?}", name.as_deref().unwrap_or(typestr));
+    Ok(named.ok_or_else(|| Fault::dtype(found, "is not one that can be sent; convert it with `.astype`"))?)
 }
 
 /// The array interface's `typestr`; `None` for what it has no letter for.
@@ -139,11 +152,20 @@ pub fn typestr(dtype: DType) -> Option<String> {
 
 /// A shape: one length, or a sequence of them.
 pub fn shape(found: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
-    if let Ok(length) = found.cast::<PyInt>() {
-        return Ok(vec![dimension(length.as_any())?]);
+    if found.is_instance_of::<PyInt>() {
+        return Ok(vec![dimension(found)?]);
     }
+    // Both can be iterated, and mean no lengths.
+    if found.is_instance_of::<PyString>() || found.is_instance_of::<PyBytes>() {
+        return Err(Fault::layout(format!("a shape of {}; give a tuple of lengths", found.repr()?)).into());
+    }
+    let lengths = match found.try_iter() {
+        Ok(lengths) => lengths,
+        // A number of another kind, NumPy's for example.
+        Err(error) => return found.extract::<i64>().map_err(|_| error).and_then(|_| Ok(vec![dimension(found)?])),
+    };
     let mut shape = Vec::new();
-    for length in found.try_iter()? {
+    for length in lengths {
         if shape.len() == RANK_MAX {
             return Err(Fault::layout(format!("more than {RANK_MAX} dimensions")).into());
         }

@@ -17,9 +17,10 @@ pub enum Fault {
 pub type Outcome<T> = Result<T, Fault>;
 
 impl Fault {
-    /// An endpoint that is used after `close`.
+    /// An endpoint that is used after `close`; `name` is empty for what has none.
     pub fn closed(what: &str, name: &str) -> Fault {
-        Fault::Own("ClosedError", format!("the {what} of {name:?} is closed; open a new one"))
+        let whose = if name.is_empty() { String::new() } else { format!(" of {name:?}") };
+        Fault::Own("ClosedError", format!("the {what}{whose} is closed; open a new one"))
     }
 
     /// Memory that is used after it was given back.

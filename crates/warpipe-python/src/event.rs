@@ -110,7 +110,7 @@ impl EventHandle {
 impl Event {
     fn of(inner: warpipe::Event) -> Event {
         let device = inner.device().clone();
-        Event { door: Door::new("event", "an event", inner), device }
+        Event { door: Door::new("event", "", inner), device }
     }
 }
 
@@ -205,8 +205,9 @@ impl Event {
     /// Raises ``TimeoutError``, ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let (event, timeout) = (self.door.get()?, optional(timeout, "timeout")?);
-        let done = in_slices(py, timeout, |slice| none_if_late(event.synchronize(slice)))?;
+        let timeout = optional(timeout, "timeout")?;
+        // Asked for anew in each slice, so that one that is closed meanwhile ends the wait.
+        let done = in_slices(py, timeout, |slice| none_if_late(self.door.get()?.synchronize(slice)))?;
         Ok(done.ok_or_else(|| late("the work recorded by the event".into(), timeout))?)
     }
 

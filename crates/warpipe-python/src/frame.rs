@@ -232,7 +232,9 @@ impl Frame {
         self.held.bytes(py)
     }
 
-    /// As ``numpy()``, for ``np.asarray``.
+    /// As ``numpy()``, for ``np.asarray``; of another element type it is a copy.
+    ///
+    /// Raises as ``numpy``, and ``ValueError`` if ``copy`` is False and it must be copied.
     #[pyo3(signature = (dtype = None, copy = None))]
     fn __array__<'py>(
         &self,
@@ -240,12 +242,7 @@ impl Frame {
         dtype: Option<Bound<'py, PyAny>>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let array = array::numpy(py, &self.held.memory()?)?;
-        let array = match dtype {
-            Some(dtype) => array.call_method1("astype", (dtype,))?,
-            None => array,
-        };
-        if copy == Some(true) { array.call_method0("copy") } else { Ok(array) }
+        array::numpy_as(py, &self.held.memory()?, dtype, copy)
     }
 
     #[pyo3(signature = (*_exception))]

@@ -19,6 +19,7 @@
 //! | `in_place` | tensors of others that are sent where they lie |
 //! | `source`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |
 //! | `errors`, `wait`, `turn`, `process` | exceptions; waits that Ctrl-C ends; threads; forks |
+//! | `ending` | threads that are inside of Python when that ends |
 //! | `testing` | private switches of the tests |
 //!
 //! An object asks which process it is in before it touches a lock (`process`). No wait holds the interpreter. What is
@@ -38,6 +39,7 @@ mod dlpack;
 mod domain;
 mod door;
 mod dtype;
+mod ending;
 mod errors;
 mod event;
 mod faces;
@@ -81,6 +83,7 @@ use pyo3::prelude::*;
 fn _warpipe(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("DTYPES", warpipe::DType::ALL.iter().map(|dtype| dtype.name()).collect::<Vec<_>>())?;
+    ending::prepare(module)?;
     register(module)?;
     copies::register(module)?;
     testing::register(module)

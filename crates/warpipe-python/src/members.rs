@@ -8,6 +8,7 @@ use pyo3::types::{PyBytes, PyTuple};
 
 use crate::domain::Domain;
 use crate::door::Door;
+use crate::ending;
 use crate::errors::Fault;
 use crate::publisher::word_of;
 use crate::wait::{in_slices, optional};
@@ -159,16 +160,6 @@ impl Change {
     }
 }
 
-/// Calls Python from a thread of the library's. What it raises goes to ``sys.unraisablehook``.
-fn call<T: for<'py> IntoPyObject<'py> + Send>(callback: &Py<PyAny>, argument: T) {
-    // Nobody is called while the interpreter ends.
-    let _ = Python::try_attach(|py| {
-        if let Err(error) = callback.call1(py, (argument,)) {
-            error.write_unraisable(py, Some(callback.bind(py)));
-        }
-    });
-}
-
 /// Who is in a domain, followed until this is closed: ``for change in Members.watch():``, ``async for``, or with
 /// callbacks.
 ///
@@ -179,10 +170,20 @@ pub struct Members {
     door: Door<warpipe::Members>,
 }
 
+impl Members {
+    fn end(&self, py: Python<'_>) -> PyResult<()> {
+        if ending::is_anybody_stuck() {
+            // Its thread would be waited for in vain.
+            return Ok(self.door.abandon()?);
+        }
+        self.door.close(py)
+    }
+}
+
 impl Drop for Members {
     fn drop(&mut self) {
         // The end of a watch waits for its thread, which may want the interpreter.
-        let _ = Python::try_attach(|py| drop(self.door.close(py)));
+        let _ = Python::try_attach(|py| drop(self.end(py)));
     }
 }
 
@@ -204,7 +205,7 @@ impl Members {
         let domain = Domain::from_argument(domain)?;
         let mut builder = warpipe::Members::builder(&domain).clean(clean);
         if let Some(callback) = on {
-            builder = builder.on(move |change| call(&callback, Change::of(change)));
+            builder = builder.on(move |change| ending::call(&callback, Change::of(change)));
         }
         let started = py.detach(|| builder.start()).map_err(Fault::from)?;
         Ok(Members { door: Door::new("watch", domain.path().display().to_string(), started) })
@@ -244,7 +245,7 @@ impl Members {
     ///
     /// Raises ``InvalidNameError``, ``ArgumentError`` beyond 4096 at a time, ``ClosedError``.
     fn on_death_of(&self, name: &str, cleanup: Py<PyAny>) -> PyResult<()> {
-        let called = move |member: &warpipe::MemberInfo| call(&cleanup, MemberInfo::of(member));
+        let called = move |member: &warpipe::MemberInfo| ending::call(&cleanup, MemberInfo::of(member));
         Ok(self.door.get()?.on_death_of(name, called).map_err(Fault::from)?)
     }
 
@@ -279,7 +280,7 @@ impl Members {
 
     /// Ends the watch. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.door.close(py)
+        self.end(py)
     }
 
     fn __iter__(slf: Py<Members>) -> Py<Members> {

@@ -1,8 +1,10 @@
 //! The small dict that travels with a tensor: a JSON object of at most 256 bytes, readable from every language.
 
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
+use crate::ending;
 use crate::errors::Fault;
 
 /// The most bytes there may be beside a frame.
@@ -28,6 +30,7 @@ pub fn encode(found: Option<&Bound<'_, PyAny>>, limit: usize) -> PyResult<Vec<u8
 
 fn dump(found: &Bound<'_, PyAny>) -> PyResult<String> {
     let py = found.py();
+    let _inside = ending::enter(py);
     let options = PyDict::new(py);
     options.set_item("separators", (",", ":"))?;
     options.set_item("ensure_ascii", false)?;
@@ -36,16 +39,18 @@ fn dump(found: &Bound<'_, PyAny>) -> PyResult<String> {
         let said = format!("the metadata is a {}; give a dict, or bytes", found.get_type().name()?);
         return Err(Fault::Own("MetadataError", said).into());
     };
-    match py.import("json")?.call_method("dumps", (found,), Some(&options)) {
-        Ok(text) => text.extract(),
-        Err(error) => {
-            let said = format!(
-                "the metadata cannot be JSON: {}; use str, int, float, bool, None, list, dict",
-                error.value(py)
-            );
-            Err(Fault::Own("MetadataError", said).into())
-        }
+    let text = py.import("json")?.call_method("dumps", (found,), Some(&options));
+    // A text of half a character is no text to others.
+    text.and_then(|text| text.extract()).map_err(|error| refusal(py, error))
+}
+
+/// Why there is no JSON of it; what ends the program goes on.
+fn refusal(py: Python<'_>, error: PyErr) -> PyErr {
+    if !error.is_instance_of::<PyException>(py) {
+        return error;
     }
+    let next = "use str, int, float, bool, None, list, dict";
+    Fault::Own("MetadataError", format!("the metadata cannot be JSON: {}; {next}", error.value(py))).into()
 }
 
 /// The dict that the bytes stand for. They are the sender's word.
@@ -53,7 +58,11 @@ pub fn decode<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyDict>
     if bytes.is_empty() {
         return Ok(PyDict::new(py));
     }
-    let parsed = py.import("json")?.call_method1("loads", (PyBytes::new(py, bytes),)).ok();
+    let _inside = ending::enter(py);
+    let parsed = match py.import("json")?.call_method1("loads", (PyBytes::new(py, bytes),)) {
+        Err(error) if !error.is_instance_of::<PyException>(py) => return Err(error),
+        parsed => parsed.ok(),
+    };
     let dict = parsed.and_then(|parsed| parsed.cast_into::<PyDict>().ok());
     let said = || format!("the metadata is {} bytes that are no JSON object; read metadata_bytes", bytes.len());
     dict.ok_or_else(|| Fault::Own("MetadataError", said()).into())

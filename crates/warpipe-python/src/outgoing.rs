@@ -29,7 +29,11 @@ pub fn dispatch(py: Python<'_>, slot: Slot, stream: &warpipe::Stream, block: Opt
             }
             Err(SendError { error, sample: back }) => {
                 sample = back.map(|back| *back);
-                Err(error.into())
+                Err(match error {
+                    // Its own publisher, which was closed here.
+                    Error::PublisherGone { name, .. } => Fault::closed("publisher", &name),
+                    error => error.into(),
+                })
             }
         }
     });

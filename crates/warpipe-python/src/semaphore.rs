@@ -1,12 +1,12 @@
 //! Semaphores and their permits as Python holds them.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use warpipe::Error;
 
 use crate::device::Device;
 use crate::domain::Domain;
@@ -65,17 +65,6 @@ impl Semaphore {
     }
 }
 
-fn take(
-    semaphore: &warpipe::Semaphore,
-    consumer: Option<&Consumer>,
-    timeout: Duration,
-) -> Result<warpipe::Permit, Error> {
-    match consumer {
-        Some(consumer) => semaphore.acquire(consumer.linked(), timeout),
-        None => semaphore.acquire_host(timeout),
-    }
-}
-
 fn take_now(semaphore: &warpipe::Semaphore, consumer: Option<&Consumer>) -> Outcome<Option<warpipe::Permit>> {
     Ok(match consumer {
         Some(consumer) => semaphore.try_acquire(consumer.linked())?,
@@ -83,23 +72,37 @@ fn take_now(semaphore: &warpipe::Semaphore, consumer: Option<&Consumer>) -> Outc
     })
 }
 
-/// Waits on a thread of its own, which keeps its place in the line while this one looks at signals. A permit that comes
-/// after Ctrl-C is handed on.
+/// Calls the wait of a thread off when its owner goes, whatever for.
+struct CallOff(Arc<AtomicBool>);
+
+impl Drop for CallOff {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Waits on a thread of its own, which keeps its place in the line while this one looks at signals, and whether the
+/// semaphore is closed meanwhile. Then the thread gives its place up; a permit that has come by then is handed on.
 fn line_up(
     py: Python<'_>,
-    semaphore: Arc<warpipe::Semaphore>,
+    door: &Door<warpipe::Semaphore>,
     consumer: Option<Consumer>,
     timeout: Duration,
 ) -> PyResult<warpipe::Permit> {
-    let (hand, taken) = channel();
-    let wait = move || drop(hand.send(take(&semaphore, consumer.as_ref(), timeout)));
+    let (semaphore, (hand, taken)) = (door.get()?, channel());
+    let call_off = CallOff(Arc::default());
+    let called_off = call_off.0.clone();
+    let wait = move || {
+        let stream = consumer.as_ref().map(Consumer::linked);
+        drop(hand.send(semaphore.acquire_unless(stream, timeout, &called_off)));
+    };
     std::thread::Builder::new().name("warpipe-permit".into()).spawn(wait)?;
     // Shared with the closure that runs without the interpreter.
     let taken = Mutex::new(taken);
     let come =
         in_slices(py, None, |slice| match taken.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(slice) {
             Ok(result) => Ok(Some(result?)),
-            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Timeout) => door.get().map(|_| None),
             Err(RecvTimeoutError::Disconnected) => Err(Fault::Own("Error", "the thread that waited has gone".into())),
         })?;
     Ok(come.ok_or_else(|| Fault::Own("Error", "a wait without end has ended".into()))?)
@@ -190,7 +193,8 @@ impl Semaphore {
         if let Some(permit) = take_now(&semaphore, consumer.as_ref())? {
             return self.permit(permit, consumer);
         }
-        let permit = line_up(py, semaphore, consumer.clone(), timeout)?;
+        drop(semaphore);
+        let permit = line_up(py, &self.door, consumer.clone(), timeout)?;
         self.permit(permit, consumer)
     }
 

@@ -1,13 +1,15 @@
 //! What is sent: any object that speaks DLPack or an array interface, found where it lies and checked.
 //! **This module is marked for unsafe**: it reads memory that such an object names.
 
+use pyo3::exceptions::{PyIndexError, PyOverflowError, PyTypeError, PyUnicodeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes, PyDict, PyTuple};
+use pyo3::types::{PyByteArray, PyBytes, PyDict, PyTuple, PyType};
 use warpipe::{DType, Layout};
 
 use crate::device::is_cuda;
 use crate::dlpack::{self, Imported};
 use crate::dtype;
+use crate::ending;
 use crate::errors::{Fault, Outcome};
 use crate::stream::{Consumer, cupy_stream, imported, torch_stream};
 
@@ -77,11 +79,20 @@ struct Extent {
 impl Wanted<'_> {
     /// Finds the tensor behind `found`.
     pub fn find(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
+        let _inside = ending::enter(found.py());
         if let Ok(bytes) = found.cast::<PyBytes>() {
             return Source::bytes(bytes.as_bytes().to_vec());
         }
         if let Ok(bytes) = found.cast::<PyByteArray>() {
             return Source::bytes(bytes.to_vec());
+        }
+        if found.is_instance_of::<PyType>() {
+            return Err(no_tensor(found)?.into());
+        }
+        if is_masked(found)? {
+            return Err(
+                Fault::layout("it is masked, and a mask does not travel; fill it first, with `.filled()`").into()
+            );
         }
         if let Some(interface) = interface(found, "__array_interface__")? {
             return self.of_host(&Stated::of_interface(found, &interface)?, Keep::Object(found.clone().unbind()));
@@ -95,9 +106,7 @@ impl Wanted<'_> {
         if found.hasattr("__array__")? {
             return self.of_numpy(found);
         }
-        let said = format!("a {} is no tensor that can be sent", found.get_type().name()?);
-        let next = "give something with __dlpack__ or an array interface, for example numpy.asarray(it), or bytes";
-        Err(Fault::Own("NotATensorError", format!("{said}; {next}")).into())
+        Err(no_tensor(found)?.into())
     }
 
     /// By way of NumPy, which knows element types that the protocols of some do not.
@@ -113,7 +122,10 @@ impl Wanted<'_> {
 
     fn of_dlpack(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
         let Wanted { device, stream, own, .. } = self;
-        let (kind, ordinal): (i32, i32) = found.call_method0("__dlpack_device__")?.extract()?;
+        let said = found.call_method0("__dlpack_device__")?;
+        let (kind, ordinal): (i32, i32) = said.extract().map_err(|_| {
+            Fault::Own("ExportError", format!("`__dlpack_device__` gave {said}; a device type and a number are due"))
+        })?;
         if matches!(kind, dlpack::CPU | dlpack::CUDA_HOST) {
             let tensor = match capsule(found, None).and_then(|capsule| dlpack::import(&capsule)) {
                 Ok(tensor) => tensor,
@@ -221,21 +233,24 @@ impl Stated {
         if get("mask")?.is_some() {
             return Err(Fault::layout("it is masked; fill it first").into());
         }
-        let typestr: String = get("typestr")?.ok_or_else(|| missing("typestr"))?.extract()?;
+        let typestr = get("typestr")?.ok_or_else(|| missing("typestr"))?;
+        let typestr: String = stated("typestr", &typestr, typestr.extract())?;
         let named =
             || owner.getattr("dtype").and_then(|dtype| dtype.getattr("name")).and_then(|name| name.extract()).ok();
         let dtype = dtype::from_typestr(&typestr, named)?;
-        let shape = dtype::shape(&get("shape")?.ok_or_else(|| missing("shape"))?)?;
+        let shape = get("shape")?.ok_or_else(|| missing("shape"))?;
+        let shape = stated("shape", &shape, dtype::shape(&shape))?;
         let data = get("data")?.ok_or_else(|| missing("data"))?;
         let Ok(data) = data.cast::<PyTuple>() else {
             return Err(
                 Fault::layout("its array interface gives a buffer and no address; send numpy.asarray(it)").into()
             );
         };
-        let address: Option<u64> = data.get_item(0)?.extract()?;
+        let address = data.get_item(0).and_then(|address| address.extract());
+        let address: Option<u64> = stated("data", data, address)?;
         let strides = match get("strides")? {
             None => dlpack::row_major(&shape),
-            Some(strides) => in_elements(&strides, dtype)?,
+            Some(strides) => stated("strides", &strides, in_elements(&strides, dtype))?,
         };
         if strides.len() != shape.len() {
             return Err(Fault::layout(format!("{} dimensions but {} strides", shape.len(), strides.len())).into());
@@ -302,6 +317,36 @@ impl Stated {
             index[turned + 1..].fill(0);
         }
     }
+}
+
+/// What an interface says under a key, as it was read; a value that is none of its kind is said to be that.
+fn stated<T>(key: &str, value: &Bound<'_, PyAny>, read: PyResult<T>) -> PyResult<T> {
+    let py = value.py();
+    read.map_err(|error| {
+        let wrong = error.is_instance_of::<PyTypeError>(py)
+            || error.is_instance_of::<PyOverflowError>(py)
+            || error.is_instance_of::<PyIndexError>(py)
+            || error.is_instance_of::<PyUnicodeError>(py);
+        if wrong { Fault::layout(format!("its array interface gives {value} as {key}")).into() } else { error }
+    })
+}
+
+fn no_tensor(found: &Bound<'_, PyAny>) -> PyResult<Fault> {
+    let said = match found.cast::<PyType>() {
+        Ok(class) => format!("the class {} is no tensor", class.name()?),
+        Err(_) => format!("a {} is no tensor that can be sent", found.get_type().name()?),
+    };
+    let next = "give something with __dlpack__ or an array interface, for example numpy.asarray(it), or bytes";
+    Ok(Fault::Own("NotATensorError", format!("{said}; {next}")))
+}
+
+/// Whether some of an array's elements are not to be seen. NumPy's array interface does not say that.
+fn is_masked(found: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let Some(masks) = imported(found.py(), "numpy.ma")? else { return Ok(false) };
+    if !found.is_instance(&masks.getattr("MaskedArray")?)? {
+        return Ok(false);
+    }
+    masks.call_method1("is_masked", (found,))?.is_truthy()
 }
 
 fn in_elements(strides: &Bound<'_, PyAny>, dtype: DType) -> PyResult<Vec<i64>> {

@@ -11,6 +11,7 @@ use pyo3::types::{PyDict, PyInt};
 
 use crate::device::{Device, is_cuda};
 use crate::errors::{Fault, Outcome};
+use crate::process::Home;
 use crate::torch;
 use crate::wait::{in_slices, late, none_if_late, seconds};
 
@@ -29,7 +30,16 @@ const KNOWN_MAX: usize = 256;
 #[pyclass(frozen, module = "warpipe")]
 #[derive(Debug)]
 pub struct Stream {
-    pub inner: warpipe::Stream,
+    home: Home,
+    inner: warpipe::Stream,
+}
+
+impl Stream {
+    /// The stream, in the process that made it: nobody works for it in another.
+    pub fn inner(&self) -> Outcome<&warpipe::Stream> {
+        self.home.check()?;
+        Ok(&self.inner)
+    }
 }
 
 #[pymethods]
@@ -38,7 +48,7 @@ impl Stream {
     #[pyo3(signature = (device = None))]
     fn new(device: Option<&Bound<'_, PyAny>>) -> PyResult<Stream> {
         let device = Device::from_argument(device)?;
-        Ok(Stream { inner: device.inner.stream().map_err(Fault::from)? })
+        Ok(Stream { home: Home::here(), inner: device.inner.stream().map_err(Fault::from)? })
     }
 
     /// Its device.
@@ -57,7 +67,7 @@ impl Stream {
     ///
     /// Raises ``DriverError``, also for a fault of earlier work.
     fn is_idle(&self) -> PyResult<bool> {
-        Ok(self.inner.is_idle().map_err(Fault::from)?)
+        Ok(self.inner()?.is_idle().map_err(Fault::from)?)
     }
 
     /// Waits on the CPU until all work enqueued so far is done, at most ``timeout`` seconds (None: as long as it takes).
@@ -66,7 +76,7 @@ impl Stream {
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = timeout.map(|timeout| seconds(timeout, "timeout")).transpose()?;
-        let done = in_slices(py, timeout, |slice| none_if_late(self.inner.synchronize(slice)))?;
+        let done = in_slices(py, timeout, |slice| none_if_late(self.inner()?.synchronize(slice)))?;
         Ok(done.ok_or_else(|| late("the end of the stream's work".into(), timeout))?)
     }
 
@@ -74,8 +84,9 @@ impl Stream {
     ///
     /// Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
     fn wait_for(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<()> {
-        let other = Consumer::from_argument(py, self.inner.device(), other)?;
-        Ok(self.inner.wait_for(&other.stream).map_err(Fault::from)?)
+        let inner = self.inner()?;
+        let other = Consumer::from_argument(py, inner.device(), other)?;
+        Ok(inner.wait_for(&other.stream).map_err(Fault::from)?)
     }
 
     /// The CUDA stream protocol: ``(version, handle)``.
@@ -115,7 +126,7 @@ impl Consumer {
     /// What an argument names, see [`Stream`].
     pub fn from_argument(py: Python<'_>, device: &warpipe::Device, found: &Bound<'_, PyAny>) -> PyResult<Consumer> {
         if let Ok(stream) = found.cast::<Stream>() {
-            let stream = &stream.get().inner;
+            let stream = stream.get().inner()?;
             if stream.device().info().id != device.info().id {
                 return Err(Fault::argument("stream", stream.device(), format!("a stream of {device}")).into());
             }

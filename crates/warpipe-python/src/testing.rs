@@ -33,7 +33,7 @@ fn _slow_fill(loan: &Bound<'_, Loan>, stream: &Bound<'_, Stream>, seed: u64, del
     let delay = seconds(delay, "delay")?;
     // SAFETY: the words lie in the loan, which is this caller's to write until it is sent behind this stream.
     let filled = unsafe {
-        warpipe_kernels::slow_fill(&stream.get().inner, memory.lowest, memory.layout.bytes() / 8, seed, delay)
+        warpipe_kernels::slow_fill(stream.get().inner()?, memory.lowest, memory.layout.bytes() / 8, seed, delay)
     };
     Ok(filled.map_err(Fault::from)?)
 }
@@ -47,7 +47,7 @@ fn _pattern(seed: u64, index: u64) -> u64 {
 /// Loads the kernels of these tests, so that no later launch loads them behind a stream that waits.
 #[pyfunction]
 fn _preload(stream: &Bound<'_, Stream>) -> PyResult<()> {
-    Ok(warpipe_kernels::preload(stream.get().inner.device()).map_err(Fault::from)?)
+    Ok(warpipe_kernels::preload(stream.get().inner()?.device()).map_err(Fault::from)?)
 }
 
 /// The kernel of the benchmark and of tests, on one stream: float32 ``i`` of a target becomes that of a source plus

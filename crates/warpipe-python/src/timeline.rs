@@ -133,7 +133,9 @@ impl Timeline {
             timeline.wait(consumer.linked(), value).map_err(Fault::from)?;
             return Ok(consumer.lead()?);
         }
-        let come = in_slices(py, timeout, |slice| none_if_late(timeline.wait_host(value, slice)))?;
+        drop(timeline);
+        // Asked for anew in each slice, so that one that is closed meanwhile ends the wait.
+        let come = in_slices(py, timeout, |slice| none_if_late(self.door.get()?.wait_host(value, slice)))?;
         Ok(come.ok_or_else(|| late(format!("value {value} of timeline {:?}", self.name()), timeout))?)
     }
 

@@ -50,7 +50,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Timeout {
 /// `value` seconds as a duration.
 pub fn seconds(value: f64, argument: &str) -> PyResult<Duration> {
     let allowed = "a number of seconds from 0, or None to wait as long as it takes";
-    Duration::try_from_secs_f64(value).map_err(|_| Fault::argument(argument, value, allowed).into())
+    // As Python writes it: not three hundred digits of one that is far too large.
+    Duration::try_from_secs_f64(value).map_err(|_| Fault::argument(argument, format!("{value:?}"), allowed).into())
 }
 
 /// The same of an argument that may be `None`.

@@ -273,3 +273,19 @@ def test_what_is_no_capsule_is_refused(link):
 
     with pytest.raises(warpipe.ExportError, match="no DLPack capsule"):
         link[0].send(Wrong())
+
+
+def test_an_array_of_another_type_is_a_copy_and_none_if_that_was_forbidden(link, device):
+    publisher, subscriber = link
+    publisher.send(np.arange(3, dtype=np.int32))
+    frame = subscriber.receive()
+    assert frame.__array__(np.float64).tolist() == [0.0, 1.0, 2.0]
+    with pytest.raises(ValueError, match="copy"):
+        frame.__array__(np.float64, copy=False)
+    assert frame.__array__(np.int32, copy=True).flags.writeable
+    if device.kind == "cuda":
+        with pytest.raises(ValueError, match="copy"):
+            frame.__array__(copy=False)
+    else:
+        # The same type needs none.
+        assert frame.__array__("int32", copy=False).ctypes.data == frame.__array__("i4").ctypes.data == frame.ptr

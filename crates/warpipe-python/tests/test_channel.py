@@ -77,7 +77,16 @@ def test_metadata_is_a_small_dict(link):
         raw.metadata
 
 
-@pytest.mark.parametrize("metadata", [{"a": "x" * 300}, {"a": float("nan")}, {"a": object()}, [1], "text"])
+def test_what_ends_the_program_is_no_error_of_metadata(link):
+    class Ending(dict):
+        def items(self):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        link[0].send(b"x", metadata=Ending(a=1))
+
+
+@pytest.mark.parametrize("metadata", [{"a": "x" * 300}, {"a": float("nan")}, {"a": object()}, [1], "text", {"a": "\ud800"}])
 def test_metadata_that_cannot_travel_is_refused_and_nothing_is_sent(link, metadata):
     publisher, subscriber = link
     with pytest.raises(warpipe.MetadataError):
@@ -168,7 +177,7 @@ def test_a_loan_of_a_closed_publisher_cannot_be_sent(link):
     publisher, _subscriber = link
     loan = publisher.loan(4, "uint8")
     publisher.close()
-    with pytest.raises(warpipe.PublisherGoneError):
+    with pytest.raises(warpipe.ClosedError):
         loan.send()
 
 

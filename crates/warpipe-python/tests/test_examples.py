@@ -55,3 +55,15 @@ def test_an_asyncio_gateway_serves_all_its_clients(device):
     needs_a_framework(device)
     said = run(example("asyncio_gateway.py"), "--clients", "60", "--device", device.kind)
     assert "60 clients served by 2 workers" in said
+
+
+def test_the_examples_are_typed_and_mypy_is_content_with_them():
+    pytest.importorskip("mypy")
+    names = ["camera_to_two_models.py", "data_loader_to_trainer.py", "inference_server.py", "asyncio_gateway.py"]
+    # The frameworks of a GPU machine need not be here.
+    flags = ["--strict", "--no-incremental", "--ignore-missing-imports"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *flags, *(str(example(name)) for name in names)],
+        capture_output=True, text=True, timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

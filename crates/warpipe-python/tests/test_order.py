@@ -11,6 +11,7 @@ from test_processes import kills, place  # noqa: F401
 from test_waits import Interrupted, a_signal_soon
 
 import warpipe
+from warpipe import _warpipe
 
 
 @pytest.fixture
@@ -41,6 +42,66 @@ def test_a_stream_waits_for_a_value_of_another(where, streams):
         reading.synchronize()
         frames.wait(2)
         assert frames.value == 2
+
+
+def waiter(wait):
+    """A thread that waits, and what becomes of that."""
+    ended = []
+
+    def run():
+        try:
+            wait()
+        except warpipe.Error as error:
+            ended.append(type(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, ended
+
+
+def test_closing_ends_the_waits_of_other_threads_and_gives_the_name_up(where, device):
+    stream = warpipe.Stream(device)
+    publisher = warpipe.Publisher("late", **where)
+    loan = publisher.loan((8,), "uint64")
+    _warpipe._slow_fill(loan, stream, 1, 2.0)
+    timeline, event = warpipe.Timeline.create("t", **where), warpipe.Event.create(**where)
+    semaphore = warpipe.Semaphore.create("s", 1, **where)
+    event.record(stream)
+    permit = semaphore.acquire()
+    waits = [
+        (timeline, lambda: timeline.wait(1, timeout=None)),
+        (event, lambda: event.synchronize(None)),
+        (semaphore, lambda: semaphore.acquire(timeout=None)),
+        (semaphore, lambda: semaphore.acquire(warpipe.Stream(device), timeout=None)),
+    ]
+    waiting = [(*waiter(wait), closed) for closed, wait in waits]
+    until(lambda: semaphore.waiting == 2, "two who wait for a permit")
+    for _thread, _ended, closed in waiting:
+        closed.close()
+    for thread, ended, _closed in waiting:
+        thread.join(LIMIT_SECONDS)
+        assert ended == [warpipe.ClosedError]
+    permit.release()
+    loan.discard(stream)
+    publisher.close()
+    warpipe.Timeline.create("t", **where).close()
+
+    def is_free():
+        try:
+            warpipe.Semaphore.create("s", 1, **where).close()
+            return True
+        except warpipe.NameTakenError:
+            return False
+
+    # Who waited in the line leaves it on a thread of its own.
+    until(is_free, "the semaphore's name")
+
+
+def test_who_is_interrupted_leaves_the_line(where):
+    with warpipe.Semaphore.create("s", 1, **where) as semaphore, semaphore.acquire():
+        with pytest.raises(Interrupted), a_signal_soon():
+            semaphore.acquire(timeout=None)
+        until(lambda: semaphore.waiting == 0, "an empty line")
 
 
 def test_what_a_timeline_cannot_do_is_said(where, streams):

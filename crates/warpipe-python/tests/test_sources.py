@@ -6,8 +6,8 @@ import pytest
 
 import warpipe
 
-# NumPy and ml_dtypes have no complex of two half floats.
-NUMPY_DTYPES = [name for name in warpipe.DTYPES if name != "complex32"]
+# NumPy has no complex of two half floats, and ml_dtypes not for long.
+NUMPY_DTYPES = [name for name in warpipe.DTYPES if name != "complex32" or hasattr(ml_dtypes, name)]
 
 
 def numpy_dtype(name):
@@ -62,6 +62,21 @@ def test_an_element_type_that_cannot_be_sent_is_refused_with_the_list(link, give
     assert isinstance(refused.value, (TypeError, ValueError))
 
 
+def test_an_element_type_of_the_other_byte_order_is_refused(link):
+    with pytest.raises(warpipe.DTypeError, match="byte order"):
+        link[0].loan((2,), np.dtype(">f4"))
+
+
+@pytest.mark.parametrize(
+    "data, name",
+    [(np.array([object()]), "O"), (np.zeros(2, "datetime64[s]"), "M8"), (np.zeros(2, ml_dtypes.int4), "int4")],
+    ids=["objects", "times", "int4"],
+)
+def test_an_element_type_is_refused_by_its_name_and_with_the_next_step(link, data, name):
+    with pytest.raises(warpipe.DTypeError, match=f"{name}.*astype"):
+        link[0].send(data)
+
+
 @pytest.mark.parametrize(
     "data",
     [np.array(["a"]), np.array([object()]), np.zeros(2, "datetime64[s]"), np.zeros(2, ">f4"), np.zeros(2, "i4,f4"),
@@ -84,6 +99,17 @@ def test_every_shape_makes_the_round_trip(link, shape):
     with publisher.loan(shape, "int32") as out:
         assert out.shape == shape
     assert subscriber.receive().shape == shape
+
+
+@pytest.mark.parametrize("length", [np.int64(3), np.uint8(3), np.array(3)], ids=lambda length: type(length).__name__)
+def test_one_length_may_be_any_whole_number(link, length):
+    assert link[0].loan(length, "int8").shape == (3,)
+
+
+@pytest.mark.parametrize("shape", ["", "33", b"", b"ab"])
+def test_a_text_is_no_shape(link, shape):
+    with pytest.raises(warpipe.LayoutError, match="tuple of lengths"):
+        link[0].loan(shape, "int8")
 
 
 @pytest.mark.parametrize("shape", [-1, (2, -3), (1,) * 9, (2**40, 2**40), "ab", (1.5,), None])
@@ -169,12 +195,52 @@ class Interface:
     "interface",
     [{"data": (0, False)}, {"data": b"1234"}, {"typestr": "f"}, {"typestr": "<f999"}, {"strides": (3,)},
      {"strides": (4, 4)}, {"mask": np.zeros(2)}, {"shape": (2**62, 8)}, {"shape": (-1,)}, {"shape": None},
-     {"strides": (2**63 - 4,)}, {"strides": (-(2**40),)}],
+     {"strides": (2**63 - 4,)}, {"strides": (-(2**40),)}, {"typestr": 4}, {"shape": "ab"}, {"shape": (1.5,)},
+     {"shape": (2**64,)}, {"data": ()}, {"data": (-1, False)}, {"data": ("x", False)}, {"strides": "ab"},
+     {"strides": (2**64,)}],
     ids=str,
 )
 def test_an_array_interface_that_cannot_be_is_refused(link, interface):
     with pytest.raises(warpipe.LayoutError):
         link[0].send(Interface(**interface))
+
+
+@pytest.mark.parametrize("place", [None, "abc", (1,), ("host", 0), (2**40, 0)], ids=str)
+def test_a_device_that_is_none_is_refused(link, place):
+    class Tensor:
+        def __dlpack_device__(self):
+            return place
+
+        def __dlpack__(self, **_options):
+            raise AssertionError("never asked")
+
+    with pytest.raises(warpipe.ExportError, match="__dlpack_device__"):
+        link[0].send(Tensor())
+
+
+def test_a_class_is_no_tensor(link):
+    with pytest.raises(warpipe.NotATensorError, match="the class ndarray"):
+        link[0].send(np.ndarray)
+
+
+def test_what_is_masked_is_not_sent_without_its_mask(link):
+    publisher, subscriber = link
+    values = np.ma.masked_array([1, 2, 3], mask=[False, True, False])
+    with pytest.raises(warpipe.LayoutError, match="masked"):
+        publisher.send(values)
+    publisher.send(values.filled(7))
+    publisher.send(np.ma.masked_array([1, 2, 3]))
+    assert [subscriber.receive().numpy().tolist() for _ in range(2)] == [[1, 7, 3], [1, 2, 3]]
+
+
+def test_an_exception_of_the_tensor_itself_comes_through(link):
+    class Tensor:
+        @property
+        def __array_interface__(self):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        link[0].send(Tensor())
 
 
 def test_a_tensor_of_another_device_is_refused_with_both_places(link, device):

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -157,7 +159,32 @@ def test_closing_ends_the_blocked_send_of_another_thread(open_publisher, open_su
     sender.start()
     publisher.close()
     sender.join(SECONDS)
-    assert len(ended) == 1
+    assert [type(error) for error in ended] == [warpipe.ClosedError]
+    assert "open a new one" in str(ended[0])
+
+
+def test_a_stream_of_the_parent_is_a_clear_error_in_a_forked_child(device):
+    if device.kind == "cuda":
+        pytest.skip("CUDA does not outlive a fork")
+    code = """
+import os, sys
+import warpipe
+stream, other = warpipe.Stream("host"), warpipe.Stream("host")
+child = os.fork()
+if child == 0:
+    uses = [stream.is_idle, stream.synchronize, lambda: stream.wait_for(other),
+            lambda: warpipe.Stream("host").wait_for(stream)]
+    for use in uses:
+        try:
+            use()
+            os._exit(1)
+        except warpipe.ForkedError:
+            pass
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
 
 
 def test_async_iteration_receives_everything_and_ends_with_the_publisher(link):

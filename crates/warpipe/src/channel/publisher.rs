@@ -206,8 +206,8 @@ impl PublisherBuilder {
         if self.history > self.depth {
             return Err(Error::argument("history", self.history, format!("0 to the depth, {}", self.depth)));
         }
-        if self.evict_after.is_some_and(|silence| silence < Duration::from_millis(500)) {
-            return Err(Error::argument("evict_after", format!("{:?}", self.evict_after), "at least 500 ms"));
+        if let Some(silence) = self.evict_after.filter(|&silence| silence < Duration::from_millis(500)) {
+            return Err(Error::argument("evict_after", format!("{silence:?}"), "at least 500 ms, or none"));
         }
         Ok(())
     }

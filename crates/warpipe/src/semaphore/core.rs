@@ -1,7 +1,8 @@
 //! What one process's handles and permits of a semaphore share.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::time::Duration;
 
 use super::SPINS;
@@ -92,14 +93,22 @@ impl Core {
         Error::Timeout { what: format!("a permit of {:?}", self.name), waited }
     }
 
-    pub(super) fn wait_at(&self, place: Place, timeout: Duration, clock: &mut Stopwatch) -> Result<(u32, u64)> {
+    /// Waits at a place in the line until it is served, the time is over, or it is called off.
+    pub(super) fn wait_at(
+        &self,
+        place: Place,
+        timeout: Duration,
+        clock: &mut Stopwatch,
+        called_off: Option<&AtomicBool>,
+    ) -> Result<(u32, u64)> {
+        let is_called_off = || called_off.is_some_and(|off| off.load(Relaxed));
         // Behind others the turn is far off, and a CPU that spins is one that a holder may need.
         let mut backoff = Backoff::spinning(if self.room.is_first_in_line() { SPINS } else { 0 });
         // A permit may have become free while nobody was to be seen.
         self.room.serve(self.member);
         loop {
             let left = timeout.saturating_sub(clock.elapsed());
-            let give_up = left.is_zero() || self.is_over();
+            let give_up = left.is_zero() || self.is_over() || is_called_off();
             let look =
                 if give_up { self.room.withdraw(place, self.member) } else { self.room.look(place, self.member) };
             match look {

@@ -271,6 +271,28 @@ fn a_permit_that_is_held_makes_others_time_out_until_it_is_released() {
 }
 
 #[test]
+fn who_is_called_off_leaves_the_line_and_the_next_is_served() {
+    let (stage, device) = (Stage::new("called-off"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let held = member.acquire_host(WAIT).unwrap();
+    let called_off = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| creator.acquire_unless(None, WAIT, &called_off));
+        while creator.waiting() == 0 {
+            std::thread::yield_now();
+        }
+        called_off.store(true, SeqCst);
+        let error = waiter.join().unwrap().unwrap_err();
+        assert!(matches!(error, Error::Timeout { .. }), "{error}");
+    });
+    assert_eq!((creator.available(), creator.waiting()), (0, 0));
+    drop(held);
+    let stream = device.stream().unwrap();
+    called_off.store(false, SeqCst);
+    drop(creator.acquire_unless(Some(&stream), WAIT, &called_off).unwrap());
+}
+
+#[test]
 fn who_waits_is_handed_the_permit_and_nobody_overtakes_it() {
     let (stage, device) = (Stage::new("queue"), Device::host());
     let (creator, member) = stage.both(&device, 1);

@@ -1,0 +1,161 @@
+"""The end of the program: whatever is open, whoever is in the middle of something, it ends as it should."""
+
+import subprocess
+import sys
+
+import pytest
+
+LIMIT_SECONDS = 120.0
+
+OPEN = """
+import sys, threading, time
+import warpipe
+domain, device = warpipe.Domain(sys.argv[1]), warpipe.Device(sys.argv[2])
+where = dict(domain=domain, device=device)
+publisher = warpipe.Publisher("a", timeout=1.0, **where)
+subscriber = warpipe.Subscriber("a", **where)
+publisher.wait_for_subscribers()
+
+class Slow:
+    # The interpreter ends slowly, so that other threads want it meanwhile.
+    def __del__(self):
+        time.sleep(0.3)
+
+def forever(work):
+    def run():
+        while True:
+            try:
+                work()
+            except warpipe.Error:
+                pass
+    threading.Thread(target=run, daemon=True).start()
+"""
+
+
+def ends(tmp_path, device, program):
+    """Runs a program to its end. Returns what it wrote."""
+    options = {"capture_output": True, "text": True, "timeout": LIMIT_SECONDS}
+    kind = f"cuda:{device.ordinal}" if device.kind == "cuda" else "host"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", OPEN + program, tmp_path / "domain", kind], **options)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def test_the_program_ends_while_threads_wait(tmp_path, device):
+    ends(tmp_path, device, """
+queue = warpipe.Queue("q", **where)
+worker = warpipe.Worker("q", **where)
+timeline = warpipe.Timeline.create("t", **where)
+semaphore = warpipe.Semaphore.create("s", 1, **where)
+permit = semaphore.acquire()
+forever(lambda: subscriber.receive(None).release())
+forever(lambda: publisher.send(b"x"))
+forever(lambda: worker.lease(None))
+forever(lambda: timeline.wait(1, timeout=None))
+forever(lambda: semaphore.acquire(timeout=None))
+time.sleep(0.1)
+sys.slow = Slow()
+""")
+
+
+def test_the_program_ends_while_threads_have_python_run_below_a_call(tmp_path, device):
+    ends(tmp_path, device, """
+class Metadata(dict):
+    def items(self):
+        time.sleep(0)
+        return super().items()
+
+class NoTensor:
+    def __array__(self, *_arguments, **_options):
+        time.sleep(0)
+        raise warpipe.LayoutError("none")
+
+for _ in range(8):
+    forever(lambda: publisher.send(b"x", metadata=Metadata(a=1)))
+    forever(lambda: publisher.send(NoTensor()))
+time.sleep(0.1)
+sys.slow = Slow()
+""")
+
+
+def test_the_program_ends_while_callbacks_run_and_frames_are_held(tmp_path, device):
+    ends(tmp_path, device, """
+watch = warpipe.Members.watch(domain, on=lambda change: time.sleep(0.001))
+members = [warpipe.Member.join(f"m{number}", domain=domain) for number in range(8)]
+publisher.send(b"held")
+frame = subscriber.receive()
+class Cycle:
+    pass
+cycle = Cycle()
+cycle.itself, cycle.held = cycle, (frame, frame.__dlpack__(), publisher, watch)
+sys.modules["cycle"] = cycle
+del watch, members, frame, cycle
+sys.slow = Slow()
+""")
+
+
+def test_no_callback_begins_once_the_program_ends_and_one_that_runs_is_waited_for(tmp_path, device):
+    said = ends(tmp_path, device, """
+import atexit
+begun = threading.Event()
+def slow(change):
+    begun.set()
+    time.sleep(0.3)
+    print("done", flush=True)
+watch = warpipe.Members.watch(domain, on=slow)
+members = [warpipe.Member.join(f"m{number}", domain=domain) for number in range(8)]
+assert begun.wait(30)
+""")
+    assert 1 <= said.count("done") <= 2
+
+
+def test_what_exits_use_is_still_there(tmp_path, device):
+    said = ends(tmp_path, device, """
+import atexit
+publisher.send(b"late")
+frame = subscriber.receive()
+def leave():
+    print(frame.tobytes().decode(), publisher.send(b"later", metadata={"a": 1}), subscriber.receive().metadata["a"])
+    frame.release()
+    subscriber.close()
+    publisher.close()
+atexit.register(leave)
+""")
+    assert said == "late 2 1\n"
+
+
+def test_a_forked_child_ends_while_its_parent_is_inside_a_call(tmp_path, device):
+    if device.kind == "cuda":
+        pytest.skip("CUDA does not outlive a fork")
+    ends(tmp_path, device, """
+import os
+class Metadata(dict):
+    def items(self):
+        time.sleep(0.2)
+        return super().items()
+forever(lambda: publisher.send(b"x", metadata=Metadata(a=1)))
+time.sleep(0.05)
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+""")
+
+
+def test_another_interpreter_of_the_process_is_refused_in_words():
+    interpreters = pytest.importorskip("_xxsubinterpreters" if sys.version_info < (3, 13) else "_interpreters")
+    program = f"""
+import sys
+sys.path = {sys.path!r}
+try:
+    import warpipe
+except ImportError as error:
+    assert "interpreter" in str(error), error
+else:
+    raise AssertionError("imported")
+"""
+    other = interpreters.create()
+    try:
+        assert interpreters.run_string(other, program) is None
+    finally:
+        interpreters.destroy(other)
