@@ -249,7 +249,9 @@ fn untouched_raw(context: &Context) -> Result<()> {
     event.record(&stream)?;
     ensure!(recorded() == 0, "a guest recorded CUDA's own event");
     event.synchronize(PATIENCE)?;
-    Event::create(&context.domain, &device)?.record(&stream)?;
+    // It lives until the count is taken: whoever lets something go records events, too.
+    let own = Event::create(&context.domain, &device)?;
+    own.record(&stream)?;
     ensure!(recorded() == 1, "a maker records CUDA's own event along");
     stream.synchronize(PATIENCE)?;
     peer.dismiss()

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::DeviceKind;
 use warpipe::backend::testing::{Delaying, Wrapped};
-use warpipe::{Device, Error, JobHandle, JobResult, Order as ResultOrder, Queue, Stream};
+use warpipe::{Device, Error, JobHandle, JobResult, Order as ResultOrder, Queue, QueueState, Stream};
 
 use super::Case;
 use crate::PATIENCE;
@@ -293,18 +293,14 @@ fn back_pressure(context: &Context) -> Result<()> {
 
 fn lease_timeout(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context.queue("jobs").credits(1).lease_timeout(Some(Duration::from_millis(300))).build()?;
+    let options = context.queue("jobs").credits(1).max_attempts(HEIRS + 2);
+    let queue = options.lease_timeout(Some(Duration::from_millis(300))).build()?;
     let mut hung = worker(context, "jobs")?;
     queue.wait_for_workers(1, PATIENCE)?;
     let job = submit(&queue, &stream, 1, Duration::ZERO)?;
     ensure!(hung.lease(Task::Lease)? == (job.id(), 1), "it has the job");
     hung.stop()?;
-    let mut heir = worker(context, "jobs")?;
-    ensure!(heir.lease(Task::Lease)? == (job.id(), 2), "another one gets it");
-    heir.task(complete())?;
-    let result = wait(&job, &stream, 1, 2)?;
-    ensure!(result.worker_pid() == heir.id() as i32, "the other one did it");
-    heir.dismiss()?;
+    let (result, attempt) = inherit(context, &queue, &job, &stream)?;
     // While it has not answered it gets nothing, though it is the only one.
     let next = submit(&queue, &stream, 2, Duration::ZERO)?;
     ensure!(matches!(next.wait(&stream, Duration::from_millis(50)), Err(Error::Timeout { .. })), "nobody does it");
@@ -313,10 +309,44 @@ fn lease_timeout(context: &Context) -> Result<()> {
     hung.task(complete())?;
     ensure!(hung.lease(Task::Lease)? == (next.id(), 1), "it has answered, and gets the next");
     hung.task(complete())?;
-    drop(wait(&next, &stream, 2, 1)?);
-    expect(&result, 1, 2)?;
+    // On a busy machine that may have been late, too: then it does it once more.
+    hung.tell(&Order::Task(Task::Work { slow_us: 0 }))?;
+    let done = next.wait(&stream, PATIENCE)?;
+    expect(&done, 2, done.attempt())?;
+    expect(&result, 1, attempt)?;
     ensure!(queue.state()?.finished == 0, "the late result was discarded");
+    drop((done, queue));
+    leased_lines(&mut hung)?;
     hung.dismiss()
+}
+
+/// The most that are tried as heirs of a job, one after the other.
+const HEIRS: u32 = 20;
+
+/// Has another one do the job of who was late with it, and returns its result and which attempt that was. An heir may
+/// itself be late on a busy machine; then the next one is.
+fn inherit(context: &Context, queue: &Queue, job: &JobHandle, stream: &Stream) -> Result<(JobResult, u32)> {
+    for _ in 0..HEIRS {
+        let mut heir = worker(context, "jobs")?;
+        let (id, attempt) = heir.lease(Task::Lease)?;
+        ensure!(id == job.id() && attempt > 1, "another one gets the job, as another attempt");
+        heir.task(complete())?;
+        let pid = heir.id() as i32;
+        heir.dismiss()?;
+        // It has left, and the job is done or somebody else's to do.
+        let is_over = |state: QueueState| !state.workers.contains(&pid) && state.waiting + state.finished == 1;
+        ensure!(eventually(PATIENCE, || queue.state().is_ok_and(is_over)), "its answer is dealt with");
+        match job.wait(stream, Duration::ZERO) {
+            Ok(result) => {
+                expect(&result, 1, attempt)?;
+                ensure!(result.worker_pid() == pid, "the other one did it");
+                return Ok((result, attempt));
+            }
+            Err(Error::Timeout { .. }) => {}
+            Err(error) => bail!(error),
+        }
+    }
+    bail!("{HEIRS} in turn were late")
 }
 
 fn come_and_go(context: &Context) -> Result<()> {

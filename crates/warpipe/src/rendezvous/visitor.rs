@@ -181,7 +181,13 @@ impl Visitor {
         // Before the first look, so that an arrival in between is not missed.
         let arrivals = if wait.is_zero() { None } else { Some(PrivateFd::new(at.domain.arrivals()?)) };
         loop {
-            let absent = match Visitor::attach_now(at, device, body) {
+            let first = Visitor::attach_now(at, device, body);
+            // Who closes without a word is about to go: by now there is nobody, or another one.
+            let again = match first {
+                Err(Error::Handshake { fault: HandshakeFault::Closed, .. }) => Visitor::attach_now(at, device, body),
+                other => other,
+            };
+            let absent = match again {
                 Err(error @ (Error::NoOwner { .. } | Error::Handshake { fault: HandshakeFault::Closed, .. })) => error,
                 other => return other,
             };
@@ -243,9 +249,14 @@ impl Visitor {
         }
         desk.open.insert(serial, None);
         drop(desk);
-        if let Err(error) = inner.send(&Message::Ask { serial, body: body.to_vec() }) {
-            inner.lock().open.remove(&serial);
-            return Err(error);
+        match inner.send(&Message::Ask { serial, body: body.to_vec() }) {
+            // It has closed: what it said before, its goodbye for one, is the watcher's to read, who then ends our wait.
+            Err(Error::OwnerGone { .. }) => drop(rustix::net::shutdown(&inner.socket, rustix::net::Shutdown::Both)),
+            Err(error) => {
+                inner.lock().open.remove(&serial);
+                return Err(error);
+            }
+            Ok(()) => {}
         }
         inner.wait_for(serial, timeout)
     }
@@ -458,6 +469,29 @@ mod tests {
         }
 
         fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
+    }
+
+    #[test]
+    fn who_asks_a_keeper_that_has_just_left_is_told_that_it_said_goodbye() {
+        let folder = std::env::temp_dir().join(format!("warpipe-visitor-left-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("left").unwrap());
+        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
+        let keeper = Keeper::open(&at, Admission::default(), Arc::new(Mute)).unwrap();
+        // It does not listen: the watcher's part is played here, after the question.
+        let (visitor, _) = Visitor::attach(&at, None, &[], Duration::ZERO).unwrap();
+        drop(keeper);
+        let told = std::thread::scope(|scope| {
+            let asking = scope.spawn(|| visitor.ask(b"anybody?", Duration::from_secs(10)));
+            while visitor.inner.lock().open.is_empty() && !asking.is_finished() {
+                std::thread::yield_now();
+            }
+            while visitor.inner.on_socket() == Next::Keep {
+                std::thread::yield_now();
+            }
+            asking.join().unwrap()
+        });
+        assert!(matches!(told, Err(Error::OwnerGone { graceful: true, .. })), "{told:?}");
+        let _ = std::fs::remove_dir_all(folder);
     }
 
     #[test]
