@@ -17,6 +17,7 @@ const BUILDERS: &[&str] = &["maturin==1.16.0"];
 /// What builds the wheel for others: Zig binds to the C library of `manylinux2014` (glibc 2.17), whatever this machine's.
 const WHEEL_BUILDERS: &[&str] = &["maturin==1.16.0", "ziglang==0.17.0"];
 const PLATFORM: &str = "manylinux2014";
+const ZIG_TARGET: &str = "x86_64-linux-gnu.2.17";
 
 /// What the tests use. PyTorch, CuPy and Numba are used if this machine has them already.
 const TESTED_WITH: &[&str] =
@@ -37,32 +38,60 @@ const INSTALL_LIMIT: Duration = Duration::from_secs(900);
 const BUILD_LIMIT: Duration = Duration::from_secs(3600);
 const TEST_LIMIT: Duration = Duration::from_secs(1800);
 
-/// Builds the wheel that is given away, in `target/wheels/`. Returns its path.
+/// Builds the wheel that is given away, in `target/wheels/`, and sees that a program with it ends well. Returns its path.
 pub fn wheel(workspace: &Workspace) -> Outcome<PathBuf> {
     let folder = workspace.target.join("wheels");
-    let options = ["--release", "--strip", "--zig", "--compatibility", PLATFORM];
     let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[])?;
-    let wheel = build(workspace, &tools, &folder, &options)?;
+    let link = format!("link-arg={}", unwinder(workspace, &tools)?.display());
+    let options = ["--release", "--strip", "--zig", "--compatibility", PLATFORM];
+    let wheel = build(workspace, &tools, &folder, &options, &["--", "-C", &link])?;
+    try_ends(workspace, &wheel)?;
     println!("{}", wheel.display());
     Ok(wheel)
+}
+
+/// The system's unwinder to link with. Zig would put one of its own into the library; but a thread that the interpreter's
+/// end unwinds (`pthread_exit`) is unwound by the system's, and two that meet in one stack crash.
+fn unwinder(workspace: &Workspace, tools: &Path) -> Outcome<PathBuf> {
+    let (source, folder) = (workspace.root.join("xtask/wheel"), workspace.target.join("unwinder"));
+    fs::create_dir_all(&folder).map_err(|error| format!("{} not made: {error}", folder.display()))?;
+    let made = folder.join("libgcc_s.so.1");
+    let versions = format!("-Wl,--version-script={}", source.join("unwinder.map").display());
+    let compile = Task::new(tools.join("bin/python"))
+        .args(["-m", "ziglang", "cc", "-target", ZIG_TARGET, "-shared", "-nostdlib", "-Wl,-soname,libgcc_s.so.1"])
+        .args([versions.as_str(), "-o"])
+        .args([&made, &source.join("unwinder.c")]);
+    if !compile.run(&workspace.root, BUILD_LIMIT)?.success {
+        return Err("Zig did not compile xtask/wheel/unwinder.c; its words are above".into());
+    }
+    Ok(made)
+}
+
+/// Runs the tests in which the interpreter ends with threads at work, on the host.
+fn try_ends(workspace: &Workspace, wheel: &Path) -> Outcome<()> {
+    let environment = tested(workspace)?;
+    install(workspace, &environment, wheel)?;
+    let ends = ["exit", "ending", "faces_after_fork"].map(|name| format!("tests/test_{name}.py"));
+    let counts = counted(workspace, pytest(&environment).args(ends).env("WARPIPE_TEST_DEVICE", "host"))?;
+    if counts.failed > 0 || counts.passed == 0 {
+        return Err(format!("{} does not end well; what pytest said is above", wheel.display()));
+    }
+    Ok(())
 }
 
 /// Builds the package as it stands, without optimisation, installs it in an environment and runs its tests there.
 pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
     let (tools, folder) = (environment(workspace, "python-build", BUILDERS, &[])?, workspace.target.join("python-dev"));
-    let wheel = build(workspace, &tools, &folder, &["--profile", "dev", "--compatibility", "linux"])?;
-    let environment = environment(workspace, "python-tests", TESTED_WITH, &["--system-site-packages"])?;
-    let install = pip(&environment).args(["--force-reinstall", "--no-deps"]).args([&wheel]);
-    if !install.run(&workspace.root, INSTALL_LIMIT)?.success {
-        return Err(format!("pip did not install {}", wheel.display()));
-    }
+    let wheel = build(workspace, &tools, &folder, &["--profile", "dev", "--compatibility", "linux"], &[])?;
+    let environment = tested(workspace)?;
+    install(workspace, &environment, &wheel)?;
     counted(workspace, pytest(&environment).args(["tests"]).env("WARPIPE_TEST_DEVICE", "host"))
 }
 
 /// Runs the tests again on the driver's double in `folder`, after [`tests`]: without the files that ask nothing of a
 /// device, and without the benchmark, which needs PyTorch there.
 pub fn tests_on_double(workspace: &Workspace, folder: &Path) -> Outcome<Counts> {
-    let environment = environment(workspace, "python-tests", TESTED_WITH, &["--system-site-packages"])?;
+    let environment = tested(workspace)?;
     let left_out = ["package", "bench", "examples"].map(|name| format!("--ignore=tests/test_{name}.py"));
     let pytest = pytest(&environment)
         .args(["tests"])
@@ -73,6 +102,19 @@ pub fn tests_on_double(workspace: &Workspace, folder: &Path) -> Outcome<Counts> 
         // A stream of the double is a thread, and each word of it costs a switch.
         .env("WARPIPE_TEST_FRAMES", "5000");
     counted(workspace, pytest)
+}
+
+/// What the tests run in.
+fn tested(workspace: &Workspace) -> Outcome<PathBuf> {
+    environment(workspace, "python-tests", TESTED_WITH, &["--system-site-packages"])
+}
+
+fn install(workspace: &Workspace, environment: &Path, wheel: &Path) -> Outcome<()> {
+    let install = pip(environment).args(["--force-reinstall", "--no-deps"]).args([wheel]);
+    if !install.run(&workspace.root, INSTALL_LIMIT)?.success {
+        return Err(format!("pip did not install {}", wheel.display()));
+    }
+    Ok(())
 }
 
 /// Two files at a time, as this takes long.
@@ -104,8 +146,8 @@ pub fn carry(workspace: &Workspace, folder: &Path) -> Outcome<()> {
     Ok(())
 }
 
-/// Runs the maturin of `tools` with `options` and leaves one wheel in `folder`.
-fn build(workspace: &Workspace, tools: &Path, folder: &Path, options: &[&str]) -> Outcome<PathBuf> {
+/// Runs the maturin of `tools` with `options`, and `last` for the compiler, and leaves one wheel in `folder`.
+fn build(workspace: &Workspace, tools: &Path, folder: &Path, options: &[&str], last: &[&str]) -> Outcome<PathBuf> {
     let _ = fs::remove_dir_all(folder);
     let path = std::env::var("PATH").unwrap_or_default();
     let maturin = Task::new(tools.join("bin/maturin"))
@@ -113,6 +155,7 @@ fn build(workspace: &Workspace, tools: &Path, folder: &Path, options: &[&str]) -
         .args(options.iter().copied())
         .args(["--out"])
         .args([folder])
+        .args(last.iter().copied())
         .env("VIRTUAL_ENV", tools)
         // maturin finds Zig by the python of the search path.
         .env("PATH", format!("{}:{path}", tools.join("bin").display()));

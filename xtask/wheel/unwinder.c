@@ -1,0 +1,16 @@
+/* The names of libgcc_s that Rust's runtime asks for, to link with; the system's own library is loaded in its place. */
+#define NAME(name) void name(void) {}
+NAME(_Unwind_Backtrace)
+NAME(_Unwind_DeleteException)
+NAME(_Unwind_FindEnclosingFunction)
+NAME(_Unwind_GetCFA)
+NAME(_Unwind_GetDataRelBase)
+NAME(_Unwind_GetIP)
+NAME(_Unwind_GetIPInfo)
+NAME(_Unwind_GetLanguageSpecificData)
+NAME(_Unwind_GetRegionStart)
+NAME(_Unwind_GetTextRelBase)
+NAME(_Unwind_RaiseException)
+NAME(_Unwind_Resume)
+NAME(_Unwind_SetGR)
+NAME(_Unwind_SetIP)
