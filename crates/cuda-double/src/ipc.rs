@@ -93,9 +93,14 @@ fn map(fd: &OwnedFd, bytes: usize) -> Outcome<usize> {
     mapped.map(|start| start.expose_provenance()).map_err(|_| OPERATING_SYSTEM)
 }
 
+/// The addresses stay the device's, as a driver's do: the next mapping of somebody else's, a thread's stack perhaps, is
+/// not where memory of the device was.
 fn unmap(base: usize, bytes: usize) -> Outcome {
-    // SAFETY: this library's own mapping of that length, which was in the table once.
-    unsafe { rustix::mm::munmap(ptr::with_exposed_provenance_mut(base), pages(bytes)?) }.map_err(|_| OPERATING_SYSTEM)
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
+    let (start, bytes) = (ptr::with_exposed_provenance_mut(base), pages(bytes)?);
+    // SAFETY: this library's own mapping of that length, which was in the table once, is replaced.
+    let replaced = unsafe { rustix::mm::mmap_anonymous(start, bytes, ProtFlags::empty(), flags) };
+    replaced.map(|_| ()).map_err(|_| OPERATING_SYSTEM)
 }
 
 fn allocate(kind: Kind, bytes: usize) -> Outcome<u64> {
