@@ -296,15 +296,23 @@ mod tests {
     #[test]
     fn who_sees_a_streams_last_event_complete_finds_the_stream_idle() {
         let stream = HostStream::start().unwrap();
-        for _ in 0..2000 {
+        // To wake them takes the stream's thread a while, between the event and its count.
+        let waiters: Vec<_> = (0..8).map(|_| HostStream::start().unwrap()).collect();
+        for _ in 0..200 {
             let event = Arc::new(HostEvent::default());
             let turn = event.next_turn();
+            let (go, wait) = mpsc::channel::<()>();
+            stream.push(Op::Call(Box::new(move || drop(wait.recv())))).unwrap();
             stream.push(Op::Record(event.clone(), turn)).unwrap();
+            waiters.iter().for_each(|waiter| waiter.push(Op::Await(event.clone(), turn)).unwrap());
+            (0..50).for_each(|_| std::thread::yield_now());
+            drop(go);
             while !event.is_done(turn) {
                 std::hint::spin_loop();
             }
             assert!(stream.has_finished());
         }
         stream.close();
+        waiters.iter().for_each(|waiter| waiter.close());
     }
 }
