@@ -70,12 +70,15 @@ impl Stream {
 
     fn work(&self) {
         while let Some(work) = self.next() {
+            // Whoever is told, and asks whether the stream is idle, finds the count without it: as on a GPU.
+            let telling = matches!(work, Work::Record { .. } | Work::Tell(_));
+            let telling = telling.then(|| self.queue.lock().unwrap_or_else(PoisonError::into_inner));
             // SAFETY: that memory outlives the work enqueued on it is the program's duty, as on a GPU.
             let ran = catch_unwind(AssertUnwindSafe(|| unsafe { work.run() }));
             if ran.is_err() {
                 FAULT.store(LAUNCH_FAILED.0, Ordering::Release);
             }
-            self.queue.lock().unwrap_or_else(PoisonError::into_inner).unfinished -= 1;
+            telling.unwrap_or_else(|| self.queue.lock().unwrap_or_else(PoisonError::into_inner)).unfinished -= 1;
         }
     }
 

@@ -286,7 +286,7 @@ def test_what_cannot_be_is_an_error_at_once(open_queue, domain, device):
 
 
 def test_a_hung_worker_loses_its_job_and_its_late_answer_does_not_count(open_queue, open_worker):
-    queue = open_queue(lease_timeout=0.2, credits=1)
+    queue = open_queue(lease_timeout=0.2, credits=1, max_attempts=1000)
     slow = open_worker()
     handle = queue.submit(b"x")
     lease = slow.lease()
@@ -294,7 +294,17 @@ def test_a_hung_worker_loses_its_job_and_its_late_answer_does_not_count(open_que
     again = other.lease()
     assert (again.job, again.attempt) == (lease.job, 2)
     lease.complete(b"late")
+    slow.close()
     again.complete(b"in time")
+
+    def is_done():
+        # On a busy machine the other one was late itself, and is given the job again.
+        if not queue.state.finished:
+            with contextlib.suppress(warpipe.TimeoutError):
+                other.lease(timeout=0.01).complete(b"in time")
+        return queue.state.finished == 1
+
+    until(is_done, "the other's result")
     assert handle.result(LIMIT_SECONDS).tobytes() == b"in time"
 
 

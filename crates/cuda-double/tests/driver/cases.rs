@@ -430,6 +430,13 @@ fn event() {
         words[0].store(1);
         second.synchronize(PATIENCE).unwrap();
         assert!(backend.query_event(event).unwrap());
+        for _ in 0..2000 {
+            backend.record_event(event, first.raw()).unwrap();
+            while !backend.query_event(event).unwrap() {
+                std::hint::spin_loop();
+            }
+            assert!(first.is_idle().unwrap(), "the event was the last of its work");
+        }
         backend.destroy_event(event).unwrap();
     }
 }

@@ -19,6 +19,11 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a killed publisher's samples stay readable while they are held", held_samples_survive).ends_clients(),
     Case::new("a sample whose writer is killed is lost, and the reader's stream goes on", unfinished_samples_are_lost)
         .ends_clients(),
+    Case::new(
+        "a stream that waits for a sample whose writer is killed goes on, though sample and subscriber are gone",
+        left_before_the_death,
+    )
+    .ends_clients(),
     Case::new("a publisher killed between loan and send has sent nothing", killed_between_loan_and_send),
     Case::new("a subscriber killed while it holds samples returns its slots", killed_holder_returns_its_slots)
         .ends_clients(),
@@ -109,6 +114,23 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
         }
     }
     stream.synchronize(PATIENCE).context("the reader's stream goes on")
+}
+
+fn left_before_the_death(context: &Context) -> Result<()> {
+    context.warm_up()?;
+    let guard = context.guard();
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of("mortal"))?;
+    let mut subscriber = context.subscriber("mortal").build()?;
+    let stream = context.stream()?;
+    peer.ask(&Order::Send(Batch::of(1, WORDS, 1).slow(Duration::from_secs(5))))?;
+    drop(subscriber.receive(&stream)?);
+    drop(subscriber);
+    peer.kill()?;
+    stream.synchronize(PATIENCE).context("who waited for the dead is let go")?;
+    drop((stream, peer));
+    context.domain.clean()?;
+    guard.settles()
 }
 
 fn killed_between_loan_and_send(context: &Context) -> Result<()> {

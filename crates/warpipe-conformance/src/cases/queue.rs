@@ -33,6 +33,8 @@ pub(super) const CASES: &[Case] = &[
     Case::new("workers come and go while jobs are done", come_and_go),
     Case::new("a queue is drained, and takes no more when it is shut", drain_and_shutdown),
     Case::new("a worker whose queue's owner is killed is told", killed_owner).ends_clients(),
+    Case::new("a result that nobody takes any more stays mapped until its kernels are done", untold_result)
+        .ends_clients(),
     Case::new("a job that waits for a worker is ordered behind the work that fills it", redispatch_is_ordered),
     Case::new("a result is ordered behind the work that computes it", result_is_ordered),
     Case::new("a plain subscriber of a queue is turned away, and no job is lost to it", plain_subscriber),
@@ -430,6 +432,28 @@ fn killed_owner(context: &Context) -> Result<()> {
     drop(stream);
     guard.settles()?;
     Ok(())
+}
+
+fn untold_result(context: &Context) -> Result<()> {
+    context.warm_up()?;
+    let guard = context.guard();
+    let mut owner = context.peer()?;
+    owner.task(Task::Submit { queue: "jobs".into(), batch: Batch::of(1, WORDS, 1) })?;
+    let stream = context.stream()?;
+    let mut worker = context.worker("jobs").build()?;
+    let held = worker.lease(&stream)?;
+    held.to_vec(PATIENCE)?;
+    owner.kill()?;
+    let end = worker.lease(&stream).map(drop);
+    ensure!(matches!(end, Err(Error::QueueGone { .. })), "a worker of a dead queue is told {end:?}");
+    drop(worker);
+    let output = work(&held, Duration::from_millis(300))?;
+    let answered = held.complete_with(output, &stream);
+    ensure!(matches!(answered, Ok(()) | Err(Error::QueueGone { .. })), "an answer to the dead gave {answered:?}");
+    stream.synchronize(PATIENCE).context("the kernels of a result that nobody takes")?;
+    drop((stream, owner));
+    context.domain.clean()?;
+    guard.settles()
 }
 
 /// What comes of a job that was filled late, when the owner's and the worker's devices are these.

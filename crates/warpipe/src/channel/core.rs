@@ -190,7 +190,7 @@ impl Core {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn note(&self, stream: &Stream) {
+    pub(super) fn note(&self, stream: &Stream) {
         self.streams.note(stream);
     }
 

@@ -1,14 +1,17 @@
 //! The subscriber's end of one link: the handshake, the regions, and what its publisher's death means here.
 
 mod handshake;
+mod vigil;
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use self::handshake::{Greeter, Welcome, import};
+pub(super) use self::vigil::Standing;
+use self::vigil::Vigil;
 use crate::backend::{Access, DeviceId, StreamOp};
 use crate::clock::now_ns;
 use crate::device::Device;
@@ -26,41 +29,14 @@ use crate::link::watcher::{Next, STALLED_AFTER, Watch, Watched, Watcher};
 use crate::memory::region::Region;
 use crate::stream::Stream;
 
+/// The tag of what [`Inlet`] watches.
 const SOCKET: u64 = 0;
-const PIDFD: u64 = 1;
 
 /// Regions announced and not mapped yet; memory doubles with each, so nobody honest comes near.
 const MAPPING_MAX: u32 = 128;
 
 /// Messages taken from the socket before other links have their turn.
 const MESSAGES_AT_ONCE: usize = 16;
-
-/// How a link stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub(super) enum Standing {
-    Open = 0,
-    /// The publisher said goodbye; what it sent will still complete.
-    Closed = 1,
-    /// The publisher closed this link alone.
-    Evicted = 2,
-    /// This side closed it, for the fault kept beside.
-    Failed = 3,
-    /// The socket closed without a goodbye.
-    Suspect = 4,
-}
-
-impl Standing {
-    fn from_bits(bits: u8) -> Standing {
-        match bits {
-            0 => Standing::Open,
-            1 => Standing::Closed,
-            2 => Standing::Evicted,
-            3 => Standing::Failed,
-            _ => Standing::Suspect,
-        }
-    }
-}
 
 /// Why this link ended: the error, for the first who asks, and its reason for all after that.
 #[derive(Debug, Default)]
@@ -85,6 +61,11 @@ impl Fault {
 /// What keeps the link's memory; let go when no stream uses it any more.
 #[derive(Debug)]
 struct Memory {
+    /// Declared first: it ends before its descriptor is closed.
+    death: OnceLock<Watch>,
+    #[expect(dead_code, reason = "held, not used: its death is watched for")]
+    peer: Arc<Peer>,
+    vigil: Arc<Vigil>,
     segment: Arc<Segment>,
     regions: Mutex<Vec<Arc<Region>>>,
     /// All that have waited for or released a sample, or read one in between.
@@ -97,28 +78,21 @@ struct Memory {
 /// One link, as its subscriber and all its samples share it.
 #[derive(Debug)]
 pub(crate) struct Inlet {
-    /// Declared first: watches end before their descriptors are closed.
-    watches: Mutex<Vec<Watch>>,
+    /// Declared first: it ends before its descriptor is closed.
+    words: OnceLock<Watch>,
     me: Weak<Inlet>,
     /// Announcements of regions that the attendant has not dealt with.
     mapping: AtomicU32,
     pub(super) home: Home,
     pub(super) name: String,
-    pub(super) peer: Peer,
+    pub(super) peer: Arc<Peer>,
     pub(super) lossless: bool,
     owner: DeviceId,
     access: Access,
     device: Device,
     pub(super) wake: Wake,
     bell: Arc<Bell>,
-    standing: AtomicU8,
-    /// The publisher is proven dead and stuck streams have been rescued.
-    dead: AtomicBool,
     fault: Mutex<Fault>,
-    /// For each entry, the position handed out here that a stream may be waiting for.
-    held: Vec<AtomicU64>,
-    /// For each entry, the position that the publisher's death left incomplete.
-    lost: Vec<AtomicU64>,
     socket: Arc<PrivateFd>,
     watcher: Arc<Watcher>,
     /// What copies to the host run on, made for the first of them: a stream for each copy would cost more than
@@ -169,18 +143,19 @@ impl Inlet {
         peer: Peer,
         watcher: Arc<Watcher>,
     ) -> Result<Arc<Inlet>> {
-        let depth = welcome.segment.depth() as usize;
-        let words = || (0..depth).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
-        let socket = Arc::new(socket);
-        welcome.segment.header().receiver.heartbeat_ns.store(now_ns(), Relaxed);
+        let (socket, peer, segment) = (Arc::new(socket), Arc::new(peer), Arc::new(welcome.segment));
+        segment.header().receiver.heartbeat_ns.store(now_ns(), Relaxed);
         let memory = Memory {
-            segment: Arc::new(welcome.segment),
+            death: OnceLock::new(),
+            peer: peer.clone(),
+            vigil: Arc::new(Vigil::new(&segment, bell)),
+            segment,
             regions: Mutex::new(regions),
             streams: Streams::default(),
             socket: socket.clone(),
         };
         let inlet = Arc::new_cyclic(|me: &Weak<Inlet>| Inlet {
-            watches: Mutex::default(),
+            words: OnceLock::new(),
             me: me.clone(),
             mapping: AtomicU32::new(0),
             home: Home::here(),
@@ -192,20 +167,17 @@ impl Inlet {
             device: device.clone(),
             wake: welcome.wake,
             bell: bell.clone(),
-            standing: AtomicU8::new(Standing::Open as u8),
-            dead: AtomicBool::new(false),
             fault: Mutex::default(),
-            held: words(),
-            lost: words(),
             socket,
             watcher: watcher.clone(),
             copies: OnceLock::new(),
             memory: Some(memory),
         });
         let me: Weak<dyn Watched> = Arc::downgrade(&inlet) as Weak<dyn Watched>;
-        let watches =
-            [watcher.watch(inlet.socket.as_fd(), &me, SOCKET)?, watcher.watch(inlet.peer.pidfd(), &me, PIDFD)?];
-        inlet.watches.lock().unwrap_or_else(PoisonError::into_inner).extend(watches);
+        let vigil: Weak<dyn Watched> = Arc::downgrade(&inlet.memory().vigil) as Weak<dyn Watched>;
+        let (words, death) =
+            (watcher.watch(inlet.socket.as_fd(), &me, SOCKET)?, watcher.watch(inlet.peer.pidfd(), &vigil, 0)?);
+        let _ = (inlet.words.set(words), inlet.memory().death.set(death));
         watcher.tick(me);
         Ok(inlet)
     }
@@ -225,7 +197,12 @@ impl Inlet {
 
     #[inline]
     pub(super) fn standing(&self) -> Standing {
-        Standing::from_bits(self.standing.load(SeqCst))
+        self.vigil().standing()
+    }
+
+    #[inline]
+    fn vigil(&self) -> &Vigil {
+        &self.memory().vigil
     }
 
     /// Samples that the publisher did not give to this subscriber because of its policy.
@@ -236,7 +213,7 @@ impl Inlet {
     pub(super) fn peer_state(&self) -> PeerState {
         let beat = self.segment().header().sender.heartbeat_ns.load(Relaxed);
         match self.standing() {
-            _ if self.dead.load(SeqCst) || self.peer.is_proven_dead() => PeerState::Dead,
+            _ if self.is_dead() || self.peer.is_proven_dead() => PeerState::Dead,
             Standing::Suspect | Standing::Failed => PeerState::Suspect,
             Standing::Closed | Standing::Evicted => PeerState::Leaving,
             Standing::Open if now_ns().saturating_sub(beat) > STALLED_AFTER.as_nanos() as u64 => PeerState::Stalled,
@@ -264,12 +241,9 @@ impl Inlet {
     pub(super) fn admit(&self, position: u64, stream: &Stream) -> Result<bool> {
         let index = self.segment().index(position) as usize;
         let entry = self.segment().entry(position);
-        // First in the table, then the look at `dead`: `rescue` sets it first and then reads the table, so one of
-        // the two sees the other, and no stream is left waiting.
-        self.held[index].store(position, SeqCst);
-        if self.dead.load(SeqCst) {
+        if self.vigil().hold(index, position) {
             // A death between announcing and sending leaves `ready` unreached, so this asks for both.
-            return Ok(entry.ready.reached(position) && self.lost[index].load(SeqCst) != position);
+            return Ok(entry.ready.reached(position) && !self.vigil().has_lost(index, position));
         }
         // Work that is launched after the CPU has seen the word is behind the data without a wait on the device.
         if entry.ready.reached(position) {
@@ -287,18 +261,15 @@ impl Inlet {
     /// die first, [`completion`](Self::completion) says so.
     pub(super) fn keep(&self, position: u64) {
         let index = self.segment().index(position) as usize;
-        self.held[index].store(position, SeqCst);
-        // As in `admit`: one of the two sees the other. What `rescue` did not see is let go here.
-        let entry = self.segment().entry(position);
-        if self.dead.load(SeqCst) && !entry.ready.reached(position) {
-            self.lost[index].store(position, SeqCst);
-            entry.ready.store(position);
+        if self.vigil().hold(index, position) {
+            // What its rescue did not see is let go here.
+            self.vigil().let_go(index, position);
         }
     }
 
     /// Whether the publisher is proven dead, and what waited for it has been let go.
     pub(super) fn is_dead(&self) -> bool {
-        self.dead.load(SeqCst)
+        self.vigil().is_dead()
     }
 
     fn note(&self, stream: &Stream) {
@@ -351,7 +322,7 @@ impl Inlet {
         let entry = self.segment().entry(position);
         // `ready` first: a rescue, and a sender that gives up, mark the loss before the word is stored.
         let reached = entry.ready.reached(position);
-        if self.lost[index].load(SeqCst) == position || entry.aborted.load(Acquire) == position {
+        if self.vigil().has_lost(index, position) || entry.aborted.load(Acquire) == position {
             return Err(Error::SampleLost { name: self.name.clone(), sequence, pid: self.peer.pid });
         }
         Ok(reached)
@@ -398,7 +369,7 @@ impl Inlet {
             fault.keep(error);
         }
         drop(fault);
-        self.stand(Standing::Failed);
+        self.vigil().stand(Standing::Failed);
     }
 
     pub(super) fn violation(&self, violation: Violation) -> Error {
@@ -409,27 +380,6 @@ impl Inlet {
     /// No more samples, please; those held stay valid.
     pub(super) fn leave(&self) {
         let _ = message::send(self.socket.as_fd().as_fd(), &Message::Bye(Farewell::Closed), &[]);
-    }
-
-    /// Moves away from `Open`, once.
-    fn stand(&self, standing: Standing) {
-        let _ = self.standing.compare_exchange(Standing::Open as u8, standing as u8, SeqCst, SeqCst);
-        self.bell.ring();
-    }
-
-    /// The publisher is proven dead: what was ready by now is whole and counts; a stream that waits for anything
-    /// else is let go, and its sample is lost.
-    fn rescue(&self) {
-        self.dead.store(true, SeqCst);
-        for index in 0..self.held.len() {
-            let position = self.held[index].load(SeqCst);
-            let Some(entry) = (position != 0).then(|| self.segment().entry(position)) else { continue };
-            if !entry.ready.reached(position) {
-                self.lost[index].store(position, SeqCst);
-                entry.ready.store(position);
-            }
-        }
-        self.stand(Standing::Suspect);
     }
 
     fn on_message(&self) -> Next {
@@ -448,7 +398,7 @@ impl Inlet {
                     return Next::Stop;
                 }
                 Ok(Received::End) => {
-                    self.stand(Standing::Suspect);
+                    self.vigil().stand(Standing::Suspect);
                     return Next::Stop;
                 }
                 Err(error) => {
@@ -494,26 +444,19 @@ impl Inlet {
 
     fn on_farewell(&self, farewell: Farewell) {
         match farewell {
-            Farewell::Closed => self.stand(Standing::Closed),
+            Farewell::Closed => self.vigil().stand(Standing::Closed),
             Farewell::Evicted(reason) | Farewell::Failed(reason) => {
                 let error = Error::Evicted { name: self.name.clone(), reason };
                 self.fault.lock().unwrap_or_else(PoisonError::into_inner).keep(error);
-                self.stand(Standing::Evicted);
+                self.vigil().stand(Standing::Evicted);
             }
         }
     }
 }
 
 impl Watched for Inlet {
-    fn on_ready(&self, tag: u64) -> Next {
-        match tag {
-            _ if !self.home.is_here() => Next::Stop,
-            PIDFD => {
-                self.rescue();
-                Next::Stop
-            }
-            _ => self.on_message(),
-        }
+    fn on_ready(&self, _: u64) -> Next {
+        if self.home.is_here() { self.on_message() } else { Next::Stop }
     }
 
     fn on_tick(&self, now_ns: u64) {
@@ -529,6 +472,7 @@ impl Drop for Inlet {
             return std::mem::forget((memory, copies));
         }
         // Never here, even if all is quiet: to unregister memory, a driver may wait for a stream that waits for a peer.
+        // The vigil goes on until then: such a stream may wait for this one's publisher, and is let go by its death.
         let mut proof = None;
         self.watcher.retire(move || {
             // All of it: a closure takes along only the fields that it names.

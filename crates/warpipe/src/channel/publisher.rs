@@ -294,7 +294,14 @@ impl Publisher {
     /// [`Error::Forked`].
     pub fn loan(&self, layout: &Layout) -> Result<SampleMut> {
         let (slot, address) = self.core.take_slot(layout.bytes())?;
-        Ok(SampleMut { core: self.core.clone(), slot: Some(slot), address, layout: *layout, metadata: Metadata::EMPTY })
+        Ok(SampleMut {
+            core: self.core.clone(),
+            slot: Some(slot),
+            address,
+            layout: *layout,
+            metadata: Metadata::EMPTY,
+            behind: None,
+        })
     }
 
     /// Loans, copies `bytes` in and sends, as a one-dimensional `uint8` tensor. Returns the sequence number.

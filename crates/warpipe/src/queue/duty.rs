@@ -52,8 +52,13 @@ impl Answers {
     /// Sends an answer behind the work on `stream`.
     fn send(&self, ticket: Ticket, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<(), Unsaid> {
         self.home.check()?;
-        let owner = self.publisher.member_of(self.queue_pid);
-        let owner = owner.ok_or_else(|| self.gone(format!("process {} takes no answers", self.queue_pid), false))?;
+        let mut output = output;
+        // Whatever becomes of the answer: what fills the output is on its way.
+        output.iter_mut().for_each(|output| output.sample.stay_behind(stream));
+        let Some(owner) = self.publisher.member_of(self.queue_pid) else {
+            let error = self.gone(format!("process {} takes no answers", self.queue_pid), false);
+            return Err(Unsaid { error, is_told: false, output: output.map(Box::new) });
+        };
         let answer = Answer { job: ticket.job, number: ticket.number, verdict };
         let has_output = output.is_some();
         let Loan { sample, metadata } = match output {
@@ -346,7 +351,9 @@ impl Lease {
 
     fn answer(self, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<()> {
         let Lease { duty, input } = self;
-        duty.answer(verdict, output, stream)?;
-        input.release_on(stream).map(drop)
+        let answered = duty.answer(verdict, output, stream).map_err(Error::from);
+        // Answered or not, the work on `stream` reads it.
+        let released = input.release_on(stream).map(drop);
+        answered.and(released)
     }
 }

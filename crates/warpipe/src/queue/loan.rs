@@ -10,7 +10,8 @@ use super::wire::check_user;
 
 /// Device memory on loan: of the queue for a job's input ([`Queue::loan`](super::Queue::loan)), or of the worker for
 /// its result ([`Lease::output`](super::Lease::output)). Fill it on a stream, then submit or complete with it on that
-/// stream. Dropped, it goes back.
+/// stream. Dropped, it goes back: at once, or behind the work on the stream of the last call that took both, also one
+/// that failed.
 #[derive(Debug)]
 #[must_use = "a loan that is not used goes back"]
 pub struct Loan {

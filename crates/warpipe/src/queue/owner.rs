@@ -309,11 +309,14 @@ impl Queue {
         let full = || Error::QueueFull { name: self.name().to_string(), limit, waited: timeout };
         let mut enter = enter;
         let entered = desk.attend(timeout, |ledger| enter(ledger).map(Ok), full);
-        match entered {
-            Ok(Ok(id)) => Ok(JobHandle::new(&self.desk, id)),
-            Ok(Err(failed)) => Err(SubmitError { loan: failed.loan.or(input.map(Box::new)), ..failed }),
-            Err(error) => Err(SubmitError { error, loan: input.map(Box::new) }),
-        }
+        let failed = match entered {
+            Ok(Ok(id)) => return Ok(JobHandle::new(&self.desk, id)),
+            Ok(Err(failed)) => failed,
+            Err(error) => SubmitError { error, loan: None },
+        };
+        // Nobody has it, and what fills it is on its way.
+        input.iter_mut().for_each(|input| input.sample.stay_behind(stream));
+        Err(SubmitError { loan: failed.loan.or(input.map(Box::new)), ..failed })
     }
 
     /// The next result, in the builder's [`Order`], of a job whose [`JobHandle`] has not taken it. Waits for it.

@@ -191,7 +191,7 @@ impl Backend for HostBackend {
 
     unsafe fn query(&self, raw: RawStream) -> Result<bool> {
         // SAFETY: the caller promises a live stream.
-        Ok(unsafe { stream(raw)? }.is_idle())
+        Ok(unsafe { stream(raw)? }.has_finished())
     }
 
     fn create_event(&self) -> Result<RawEvent> {

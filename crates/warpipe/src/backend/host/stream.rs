@@ -110,6 +110,15 @@ impl HostStream {
         self.unfinished.load(Ordering::Acquire) == 0
     }
 
+    /// [`is_idle`](Self::is_idle), also for who has seen an event complete that was the last of its work.
+    pub(super) fn has_finished(&self) -> bool {
+        self.is_idle() || {
+            // An event completes under the lock, and the count falls with it.
+            let _completing = self.lock();
+            self.is_idle()
+        }
+    }
+
     pub(super) fn push(&self, op: Op) -> Result<()> {
         let queue = self.lock();
         let full = |queue: &mut Queue| queue.ops.len() >= QUEUE_MAX;
@@ -190,6 +199,8 @@ impl HostStream {
             let op = queue.ops.pop_front();
             drop(queue);
             if let Some(op) = op {
+                // Whoever sees the event complete, and asks, finds the count without it.
+                let _completing = matches!(op, Op::Record(..)).then(|| self.lock());
                 // SAFETY: whoever enqueued the operation promised that its memory outlives it.
                 unsafe { execute(op) };
                 self.unfinished.fetch_sub(1, Ordering::Release);
@@ -275,5 +286,33 @@ unsafe fn execute(op: Op) {
                 event.done.park(turn, PARK_MAX);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_sees_a_streams_last_event_complete_finds_the_stream_idle() {
+        let stream = HostStream::start().unwrap();
+        // To wake them takes the stream's thread a while, between the event and its count.
+        let waiters: Vec<_> = (0..8).map(|_| HostStream::start().unwrap()).collect();
+        for _ in 0..200 {
+            let event = Arc::new(HostEvent::default());
+            let turn = event.next_turn();
+            let (go, wait) = mpsc::channel::<()>();
+            stream.push(Op::Call(Box::new(move || drop(wait.recv())))).unwrap();
+            stream.push(Op::Record(event.clone(), turn)).unwrap();
+            waiters.iter().for_each(|waiter| waiter.push(Op::Await(event.clone(), turn)).unwrap());
+            (0..50).for_each(|_| std::thread::yield_now());
+            drop(go);
+            while !event.is_done(turn) {
+                std::hint::spin_loop();
+            }
+            assert!(stream.has_finished());
+        }
+        stream.close();
+        waiters.iter().for_each(|waiter| waiter.close());
     }
 }

@@ -18,7 +18,8 @@ use crate::tensor::Layout;
 /// A slot on loan. Fill it on a stream, then [`send`](Self::send) it on that stream.
 ///
 /// Dropped without being sent, it returns at once: if kernels may still be writing it, [`discard`](Self::discard)
-/// it on their stream instead.
+/// it on their stream instead. After [`write`](Self::write), or when it could not be sent, it returns once the work
+/// enqueued on that stream is done.
 #[must_use = "a loan that is not sent goes back"]
 pub struct SampleMut {
     pub(in crate::channel) core: Arc<Core>,
@@ -27,6 +28,8 @@ pub struct SampleMut {
     pub(super) address: DevicePtr,
     pub(in crate::channel) layout: Layout,
     pub(in crate::channel) metadata: Metadata,
+    /// Whose work it returns behind, if it is dropped.
+    pub(super) behind: Option<Stream>,
 }
 
 impl SampleMut {
@@ -93,6 +96,7 @@ impl SampleMut {
         if bytes.is_empty() {
             return Ok(());
         }
+        self.stay_behind(stream);
         // SAFETY: the stream is live; the slot is this loan's alone and as long as the layout, and stays so until
         // the stream has passed this copy (`send` and `discard` say when).
         unsafe { stream.backend().upload(stream.raw(), self.address, bytes) }
@@ -110,7 +114,7 @@ impl SampleMut {
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");
         match self.core.send(slot, &self.layout, &self.metadata, stream) {
             Ok(sequence) => Ok(sequence),
-            Err(unsent) => Err(self.unsent(slot, unsent)),
+            Err(unsent) => Err(self.unsent(slot, unsent, Some(stream))),
         }
     }
 
@@ -130,14 +134,25 @@ impl SampleMut {
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");
         match self.core.announce(slot, &self.layout, &self.metadata) {
             Ok(pending) => Ok(Announced { address: self.ptr(), core: self.core.clone(), slot, pending: Some(pending) }),
-            Err(unsent) => Err(self.unsent(slot, unsent)),
+            Err(unsent) => Err(self.unsent(slot, unsent, None)),
         }
     }
 
-    pub(in crate::channel) fn unsent(mut self, slot: SlotId, unsent: Unsent) -> SendError {
+    /// Dropped from here on, it returns behind the work on `stream`, which may be writing it: who gives a loan and a
+    /// stream to a call that fails has no other chance to say so.
+    pub(crate) fn stay_behind(&mut self, stream: &Stream) {
+        if stream.check_of(&self.core.device).is_ok() && self.behind.as_ref().is_none_or(|known| !known.is_same(stream))
+        {
+            self.core.note(stream);
+            self.behind = Some(stream.clone());
+        }
+    }
+
+    pub(in crate::channel) fn unsent(mut self, slot: SlotId, unsent: Unsent, stream: Option<&Stream>) -> SendError {
         match unsent {
             Unsent::Untold(error) => {
                 self.slot = Some(slot);
+                stream.into_iter().for_each(|stream| self.stay_behind(stream));
                 SendError { error, sample: Some(Box::new(self)) }
             }
             Unsent::Told(error) => SendError { error, sample: None },
@@ -214,7 +229,7 @@ impl Drop for SlotHold {
 impl Drop for SampleMut {
     fn drop(&mut self) {
         if let Some(slot) = self.slot.take().filter(|_| self.core.home.is_here()) {
-            let _ = self.core.return_slot(slot, None);
+            let _ = self.core.return_slot(slot, self.behind.as_ref());
         }
     }
 }

@@ -1,0 +1,132 @@
+//! The watch over a publisher's life: what this process's streams wait for, and that it is let go by the publisher's
+//! proven death.
+//!
+//! It is kept until those streams are past the link, which may be long after the subscriber and its samples are gone.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64};
+
+use crate::fork::Home;
+use crate::link::segment::Segment;
+use crate::link::wake::Bell;
+use crate::link::watcher::{Next, Watched};
+
+/// How a link stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(in crate::channel) enum Standing {
+    Open = 0,
+    /// The publisher said goodbye; what it sent will still complete.
+    Closed = 1,
+    /// The publisher closed this link alone.
+    Evicted = 2,
+    /// This side closed it, for the fault kept beside.
+    Failed = 3,
+    /// The socket closed without a goodbye.
+    Suspect = 4,
+}
+
+impl Standing {
+    fn from_bits(bits: u8) -> Standing {
+        match bits {
+            0 => Standing::Open,
+            1 => Standing::Closed,
+            2 => Standing::Evicted,
+            3 => Standing::Failed,
+            _ => Standing::Suspect,
+        }
+    }
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(super) struct Vigil {
+    home: Home,
+    segment: Arc<Segment>,
+    bell: Arc<Bell>,
+    standing: AtomicU8,
+    /// The publisher is proven dead and stuck streams have been rescued.
+    dead: AtomicBool,
+    /// For each entry, the position handed out here that a stream may be waiting for.
+    held: Vec<AtomicU64>,
+    /// For each entry, the position that the publisher's death left incomplete.
+    lost: Vec<AtomicU64>,
+}
+
+impl Vigil {
+    pub(super) fn new(segment: &Arc<Segment>, bell: &Arc<Bell>) -> Vigil {
+        let words = || (0..segment.depth()).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
+        Vigil {
+            home: Home::here(),
+            segment: segment.clone(),
+            bell: bell.clone(),
+            standing: AtomicU8::new(Standing::Open as u8),
+            dead: AtomicBool::new(false),
+            held: words(),
+            lost: words(),
+        }
+    }
+
+    #[inline]
+    pub(super) fn standing(&self) -> Standing {
+        Standing::from_bits(self.standing.load(SeqCst))
+    }
+
+    /// Moves away from `Open`, once.
+    pub(super) fn stand(&self, standing: Standing) {
+        let _ = self.standing.compare_exchange(Standing::Open as u8, standing as u8, SeqCst, SeqCst);
+        self.bell.ring();
+    }
+
+    /// Takes note of a position that is handed out. Whether the publisher is dead, and no rescue will come.
+    #[inline]
+    pub(super) fn hold(&self, index: usize, position: u64) -> bool {
+        // First in the table, then the look at `dead`: `rescue` sets it first and then reads the table, so one of
+        // the two sees the other, and no stream is left waiting.
+        self.held[index].store(position, SeqCst);
+        self.is_dead()
+    }
+
+    #[inline]
+    pub(super) fn is_dead(&self) -> bool {
+        self.dead.load(SeqCst)
+    }
+
+    #[inline]
+    pub(super) fn has_lost(&self, index: usize, position: u64) -> bool {
+        self.lost[index].load(SeqCst) == position
+    }
+
+    /// Lets a position of a dead publisher go, and notes that it is lost, unless it was ready.
+    pub(super) fn let_go(&self, index: usize, position: u64) {
+        let entry = self.segment.entry(position);
+        if !entry.ready.reached(position) {
+            self.lost[index].store(position, SeqCst);
+            entry.ready.store(position);
+        }
+    }
+
+    /// The publisher is proven dead: what was ready by now is whole and counts; a stream that waits for anything
+    /// else is let go, and its sample is lost.
+    fn rescue(&self) {
+        self.dead.store(true, SeqCst);
+        for (index, held) in self.held.iter().enumerate() {
+            let position = held.load(SeqCst);
+            if position != 0 {
+                self.let_go(index, position);
+            }
+        }
+        self.stand(Standing::Suspect);
+    }
+}
+
+impl Watched for Vigil {
+    /// The publisher's pidfd.
+    fn on_ready(&self, _: u64) -> Next {
+        if self.home.is_here() {
+            self.rescue();
+        }
+        Next::Stop
+    }
+}
