@@ -302,7 +302,7 @@ mod tests {
             let event = Arc::new(HostEvent::default());
             let turn = event.next_turn();
             let (go, wait) = mpsc::channel::<()>();
-            stream.push(Op::Call(Box::new(move || drop(wait.recv())))).unwrap();
+            stream.push(Op::Call(Box::new(move || assert!(wait.recv().is_err())))).unwrap();
             stream.push(Op::Record(event.clone(), turn)).unwrap();
             waiters.iter().for_each(|waiter| waiter.push(Op::Await(event.clone(), turn)).unwrap());
             (0..50).for_each(|_| std::thread::yield_now());
