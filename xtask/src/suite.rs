@@ -54,6 +54,8 @@ impl Suite<'_> {
         self.cargo("clippy", &[&["clippy", "--workspace", "--all-targets"], &deny[..]].concat(), Dialect::ExitCode);
         let cudarc = ["clippy", "-p", "warpipe", "--features", "cudarc", "--all-targets"];
         self.cargo("clippy, feature cudarc", &[&cudarc[..], &deny].concat(), Dialect::ExitCode);
+        let docs = Task::new(cargo()).args(["doc", "-p", "warpipe", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings");
+        self.program("documentation", docs, BUILD_LIMIT, Dialect::ExitCode);
         self.check("PTX is fresh", ptx::check_fresh);
         self.check("PTX atomics are .sys", ptx::check_scope);
     }

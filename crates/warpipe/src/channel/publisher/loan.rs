@@ -107,7 +107,7 @@ impl SampleMut {
     ///
     /// # Errors
     /// Gives the loan back inside the error, and nobody has got the sample: [`Error::Timeout`] or [`Error::Full`]
-    /// by the subscribers' [`Policy`], [`Error::Argument`] for a stream of another device than the publisher's,
+    /// by the subscribers' [`Policy`](crate::Policy), [`Error::Argument`] for a stream of another device than the publisher's,
     /// [`Error::Forked`]. When the driver itself fails ([`Error::Driver`]) there is
     /// no loan to give back: whoever was told of the sample is told that it is lost.
     pub fn send(mut self, stream: &Stream) -> Result<u64, SendError> {

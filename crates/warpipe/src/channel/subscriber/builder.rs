@@ -42,7 +42,7 @@ impl SubscriberBuilder {
     }
 
     /// Follow the next incarnation when the publisher goes; off by default. Its first sample carries a
-    /// [`Discontinuity`].
+    /// [`Discontinuity`](crate::Discontinuity).
     pub fn reconnect(mut self, reconnect: bool) -> Self {
         self.reconnect = reconnect;
         self
@@ -76,8 +76,10 @@ impl SubscriberBuilder {
     /// Finds the publisher and attaches.
     ///
     /// # Errors
-    /// [`Error::NoPublisher`], [`Error::Handshake`], [`Error::AccessDenied`], [`Error::PeerAccess`],
-    /// [`Error::NotDeviceMemory`], [`Error::DescriptorLimit`], or what the device says. Nothing is left behind.
+    /// [`NoPublisher`](crate::Error::NoPublisher), [`Handshake`](crate::Error::Handshake),
+    /// [`AccessDenied`](crate::Error::AccessDenied), [`PeerAccess`](crate::Error::PeerAccess),
+    /// [`NotDeviceMemory`](crate::Error::NotDeviceMemory), [`DescriptorLimit`](crate::Error::DescriptorLimit), or what the
+    /// device says. Nothing is left behind.
     pub fn build(self) -> Result<Subscriber> {
         let name = EndpointName::new(&self.name)?;
         let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
