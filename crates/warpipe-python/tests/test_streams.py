@@ -1,7 +1,11 @@
 """Streams: a consumer that does not wait reads what a slow producer wrote; without the library's wait it does not."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
+from conftest import until
 
 import warpipe
 from warpipe import _warpipe
@@ -123,8 +127,6 @@ def test_a_slot_is_released_behind_the_work_of_its_user(device, link, stream, op
     frame.release(stream)
     assert publisher.subscribers[0].in_flight == 1
     stream.synchronize()
-    from conftest import until
-
     until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
     loan.discard(stream)
 
@@ -176,3 +178,67 @@ def test_the_kernel_of_the_benchmark_takes_no_stream_of_another_device(device):
         pytest.skip("streams of two devices need two GPUs")
     with pytest.raises(warpipe.ArgumentError, match="stream"):
         _warpipe._Adder(device, 7, 1, 1.0)
+
+
+class Foreign:
+    """A stream of somebody else's, which ends with its object."""
+
+    def __init__(self, device):
+        self.stream = warpipe.Stream(device)
+
+    def __cuda_stream__(self):
+        return 0, self.stream.ptr
+
+
+@pytest.fixture
+def make_foreign(device):
+    """A function: what a fixture returns, it keeps."""
+    if device.kind == "host":
+        pytest.skip("the host has no streams of others")
+    return lambda: Foreign(device)
+
+
+def released(publisher):
+    return publisher.subscribers[0].in_flight == 0
+
+
+def test_a_stream_that_is_a_number_may_end_when_its_array_has_gone(link, make_foreign):
+    (publisher, subscriber), foreign = link, make_foreign()
+    publisher.send(np.zeros(8))
+    frame = subscriber.receive()
+    capsule = frame.__dlpack__(stream=foreign.stream.ptr, max_version=(1, 0))
+    del capsule
+    foreign.stream.synchronize()
+    # The number means nothing from now on.
+    del foreign.stream
+    frame.release()
+    until(lambda: released(publisher), "the release")
+
+
+def test_a_stream_that_is_an_object_is_kept_while_memory_waits_for_it_and_no_longer(device, make_foreign):
+    foreign = make_foreign()
+    memory = warpipe.Memory.allocate(4096, device=device)
+    memory.used_on(foreign)
+    kept = weakref.ref(foreign)
+    del foreign
+    gc.collect()
+    assert kept() is not None
+    memory.release()
+    del memory
+    gc.collect()
+    until(lambda: kept() is None, "the end of the stream")
+
+
+def test_arrays_of_one_frame_on_several_foreign_streams_each_hold_it(link, make_foreign):
+    publisher, subscriber = link
+    publisher.send(np.zeros(8))
+    frame = subscriber.receive()
+    others = [make_foreign() for _ in range(3)]
+    capsules = [frame.__dlpack__(stream=other.stream.ptr, max_version=(1, 0)) for other in others]
+    frame.release()
+    while capsules:
+        assert not released(publisher)
+        del capsules[0]
+        # It may end now.
+        others.pop(0).stream.synchronize()
+    until(lambda: released(publisher), "the release")
