@@ -50,6 +50,10 @@ pub struct Lease {
 }
 
 /// An answer, as often as it is tried.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one for each answer, on the stack; a box would be an allocation for each"
+)]
 enum Word {
     Complete(Option<warpipe::Loan>, warpipe::Stream),
     Fail(String),
