@@ -42,12 +42,18 @@ def kill(child):
 
 
 def publish_some(pipe, domain, device, count):
-    """Publishes ``count`` frames of their own number once somebody listens, and waits to be killed."""
+    """Publishes ``count`` frames of the pattern of their number once somebody listens, and waits to be killed when they
+    are complete."""
     publisher = warpipe.Publisher("a", domain=domain, device=device)
+    stream = warpipe.Stream(device)
+    warpipe._warpipe._preload(stream)
     pipe.send("ready")
     publisher.wait_for_subscribers(1, LIMIT_SECONDS)
     for number in range(count):
-        publisher.send(np.full(16, number, np.int32))
+        loan = publisher.loan(16, "uint64")
+        warpipe._warpipe._slow_fill(loan, stream, number, 0.0)
+        loan.send(stream)
+    stream.synchronize(LIMIT_SECONDS)
     pipe.send("sent")
     pipe.recv()
 

@@ -21,6 +21,7 @@ from peers import (
 )
 
 import warpipe
+from warpipe import _warpipe
 
 FRAMES = int(os.environ.get("WARPIPE_TEST_FRAMES", 100_000))
 
@@ -48,7 +49,8 @@ def test_frames_of_a_killed_publisher_are_received_and_then_its_end(open_subscri
         subscriber = open_subscriber()
         assert said(pipe) == "sent"
         kill(child)
-        assert [int(subscriber.receive().numpy()[0]) for _ in range(3)] == [0, 1, 2]
+        found = [int(subscriber.receive().numpy()[0]) for _ in range(3)]
+        assert found == [_warpipe._pattern(number, 0) for number in range(3)]
         with pytest.raises(warpipe.PublisherGoneError, match="has died") as gone:
             subscriber.receive()
         assert (gone.value.pid, gone.value.graceful) == (child.pid, False)
