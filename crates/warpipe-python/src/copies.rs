@@ -2,13 +2,14 @@
 //! **This module is marked for unsafe**: it enqueues copies from addresses that others name.
 
 use std::ffi::{c_int, c_void};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
 use pyo3::ffi;
 use pyo3::prelude::*;
 
+use crate::ending;
 use crate::errors::{Fault, Outcome};
 use crate::slot::Slot;
 use crate::source::{Keep, Place, Source};
@@ -66,7 +67,7 @@ impl Copying {
     fn done(mut self) {
         let keep = self.keep.take();
         DONE.lock().unwrap_or_else(PoisonError::into_inner).extend(keep);
-        if !ENDING.load(Ordering::Acquire) {
+        if !ending::has_begun() {
             // SAFETY: may be called without the interpreter, while there is one; `sweep_later` takes any argument. If too
             // much is pending, that will sweep, or the next copy.
             unsafe { ffi::Py_AddPendingCall(Some(sweep_later), std::ptr::null_mut()) };
@@ -85,9 +86,6 @@ impl Drop for Copying {
 /// What has been copied and waits to be let go.
 static DONE: Mutex<Vec<Keep>> = Mutex::new(Vec::new());
 
-/// Whether the interpreter is about to end, and takes no more calls.
-static ENDING: AtomicBool = AtomicBool::new(false);
-
 /// Lets go of what has been copied. What is dropped may be anybody's, and runs without the lock.
 fn sweep(_: Python<'_>) {
     let done = match DONE.try_lock() {
@@ -104,19 +102,6 @@ extern "C" fn sweep_later(_: *mut c_void) -> c_int {
     // A panic must not unwind into the interpreter.
     let _ = std::panic::catch_unwind(|| Python::attach(sweep));
     0
-}
-
-/// From now on nothing is asked of the interpreter.
-#[pyfunction]
-fn _end_of_copies() {
-    ENDING.store(true, Ordering::Release);
-}
-
-/// Has the interpreter tell of its end.
-pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    let told = wrap_pyfunction!(_end_of_copies, module)?;
-    module.py().import("atexit")?.call_method1("register", (told,))?;
-    Ok(())
 }
 
 impl Copies {

@@ -66,7 +66,7 @@ fn is_anybody_inside() -> bool {
 
 /// Whether this thread, which has just been counted, came too late.
 fn is_over() -> bool {
-    ENDING.load(Ordering::SeqCst) == std::process::id() && !ENDS_IT.get() && DEPTH.get() == 1
+    has_begun() && !ENDS_IT.get() && DEPTH.get() == 1
 }
 
 /// To be held while Python runs below. A thread that comes when the program ends stays here: it is one that the program
@@ -87,9 +87,14 @@ fn park() -> ! {
     }
 }
 
+/// Whether the program has begun to end: nothing new is asked of the interpreter.
+pub fn has_begun() -> bool {
+    ENDING.load(Ordering::SeqCst) == std::process::id()
+}
+
 /// Whether somebody is inside who does not come out any more.
 pub fn is_anybody_stuck() -> bool {
-    ENDING.load(Ordering::SeqCst) == std::process::id() && is_anybody_inside()
+    has_begun() && is_anybody_inside()
 }
 
 /// Calls Python from a thread of the library's, unless the program ends. What it raises goes to ``sys.unraisablehook``.

@@ -85,7 +85,6 @@ fn _warpipe(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("DTYPES", warpipe::DType::ALL.iter().map(|dtype| dtype.name()).collect::<Vec<_>>())?;
     ending::prepare(module)?;
     register(module)?;
-    copies::register(module)?;
     testing::register(module)
 }
 
