@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::backend::DevicePtr;
-use warpipe::{Announced, DType, Device, Layout, Lease, Loan, Publisher, Sample, SampleMut, SlotHold, Stream};
+use warpipe::{DType, Device, Layout, Lease, Loan, Publisher, Sample, SampleMut, SlotHold, Stream};
 use warpipe_kernels as kernels;
 
 use crate::PATIENCE;
@@ -105,36 +105,6 @@ impl Payload {
     /// Those of [`Publisher::loan`] and [`SampleMut::send`].
     pub fn send(self, publisher: &Publisher, stream: &Stream) -> warpipe::Result<u64> {
         Ok(self.loan(publisher, stream)?.send(stream)?)
-    }
-}
-
-/// A sample that its subscribers know of and that nobody has begun to write.
-#[derive(Debug)]
-pub struct Announcement {
-    announced: Announced,
-    payload: Payload,
-}
-
-impl Announcement {
-    /// Loans a slot and announces it, marked, with whatever it holds.
-    ///
-    /// # Errors
-    /// Those of [`Publisher::loan`] and [`SampleMut::announce`].
-    pub fn of(payload: Payload, publisher: &Publisher) -> warpipe::Result<Announcement> {
-        let mut sample = publisher.loan(&Layout::contiguous(DType::U64, &[payload.mark.count])?)?;
-        sample.set_metadata(&payload.mark.to_bytes())?;
-        Ok(Announcement { announced: sample.announce()?, payload })
-    }
-
-    /// Enqueues the kernel that fills it, and completes it behind that.
-    ///
-    /// # Errors
-    /// Those of a launch and of [`Announced::send`].
-    pub fn complete(self, stream: &Stream) -> warpipe::Result<u64> {
-        let Payload { mark, slow } = self.payload;
-        // SAFETY: the slot is that long (see `of`) and nobody else's to write until it is sent behind this kernel.
-        unsafe { fill_words(stream, self.announced.ptr(), mark.count, mark.seed, slow)? };
-        self.announced.send(stream)
     }
 }
 

@@ -28,7 +28,7 @@
 //! | room | what is in it |
 //! | --- | --- |
 //! | [`Publisher`], [`Subscriber`] | the channel: loan, send, receive, release; one [`Policy`] for each subscriber |
-//! | [`SampleMut`], [`Announced`], [`Sample`], [`Receipt`] | a tensor on its way: lent, told of, received, given back |
+//! | [`SampleMut`], [`Sample`], [`Receipt`] | a tensor on its way: lent, received, given back |
 //! | [`Timeline`] | a named number that only grows, signalled by one process's streams and waited for by others' |
 //! | [`Event`], [`EventHandle`] | interprocess events that tell never recorded and lost from complete |
 //! | [`Layout`], [`DType`] ([`tensor`]) | what a slot holds: element type, shape, strides, offset, in DLPack's terms |
@@ -112,8 +112,8 @@ pub mod tensor;
 mod timeline;
 
 pub use channel::{
-    Announced, Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut, Samples,
-    SendError, SlotHold, SlotReturn, Subscriber, SubscriberBuilder, SubscriberInfo,
+    Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut, Samples, SendError,
+    SlotHold, SlotReturn, Subscriber, SubscriberBuilder, SubscriberInfo,
 };
 pub use device::Device;
 pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};

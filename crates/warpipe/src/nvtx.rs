@@ -32,7 +32,7 @@ pub(crate) const SEND: &CStr = c"warpipe.send";
 pub(crate) const RECEIVE: &CStr = c"warpipe.receive";
 /// A job is waited for and taken on.
 pub(crate) const LEASE: &CStr = c"warpipe.lease";
-/// What was announced, or taken on, is completed.
+/// A job is completed.
 pub(crate) const COMPLETE: &CStr = c"warpipe.complete";
 
 /// Names a profiler's library.

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use warpipe::backend::{DeviceId, DevicePtr};
-use warpipe::{DType, Device, Domain, Layout, Publisher, Sample, SampleMut, Stream, Subscriber};
+use warpipe::{DType, Device, Domain, Layout, Publisher, Sample, Stream, Subscriber};
 
 use super::figure::{Figure, Wanted};
 use super::partner::{Control, Partner};
@@ -32,21 +32,11 @@ pub enum Answer {
     Copy,
 }
 
-/// When a subscriber is told of a sample.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Telling {
-    /// By `send`, behind the kernel.
-    Sent,
-    /// By `announce`, before the kernel is launched.
-    Announced,
-}
-
 /// What both processes agree on.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Terms {
     pub place: Place,
     pub answer: Answer,
-    pub telling: Telling,
     /// Of A's tensors, of which the kernels touch the first 4 KiB.
     pub bytes: u64,
     /// Round trips that may be under way in the channels.
@@ -73,18 +63,15 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let mut figures = Vec::new();
     for (name, place) in places {
         for (answer, hop) in [(Answer::Kernel, "kernel -> kernel"), (Answer::Copy, "kernel -> copy to host")] {
-            for (telling, how) in [(Telling::Sent, "sent"), (Telling::Announced, "announced")] {
-                figures.push(case(setup, format!("{hop}, {name}, {how}"), place.clone(), answer, telling)?);
-            }
+            figures.push(case(setup, format!("{hop}, {name}, sent"), place.clone(), answer)?);
         }
     }
     Ok(figures)
 }
 
-fn case(setup: &Setup, name: String, place: Place, answer: Answer, telling: Telling) -> anyhow::Result<Figure> {
+fn case(setup: &Setup, name: String, place: Place, answer: Answer) -> anyhow::Result<Figure> {
     let (piped, single) = (setup.times(1000), setup.times(200));
-    let terms =
-        Terms { place, answer, telling, bytes: KERNEL_BYTES, depth: IN_FLIGHT, rounds: setup.rounds(), piped, single };
+    let terms = Terms { place, answer, bytes: KERNEL_BYTES, depth: IN_FLIGHT, rounds: setup.rounds(), piped, single };
     let measured = measure(setup, &terms)?;
     let note = format!(
         "single, awaited by the CPU: {:.1} us beside {:.1} us (p50)",
@@ -180,29 +167,6 @@ pub fn subscriber(name: &str, domain: &Domain, device: &Device) -> anyhow::Resul
         .build()?)
 }
 
-impl End {
-    /// Fills a loan with `work` and hands it over.
-    fn hand_over(
-        &self,
-        loan: SampleMut,
-        telling: Telling,
-        work: impl FnOnce(DevicePtr) -> warpipe::Result<()>,
-    ) -> anyhow::Result<()> {
-        match telling {
-            Telling::Sent => {
-                work(loan.slot_ptr())?;
-                loan.send(&self.stream)?;
-            }
-            Telling::Announced => {
-                let announced = loan.announce()?;
-                work(announced.ptr())?;
-                announced.send(&self.stream)?;
-            }
-        }
-        Ok(())
-    }
-}
-
 /// A's part.
 impl End {
     /// A's kernel: reads B's answer, or if B copies, writes a pattern that B can check.
@@ -259,7 +223,8 @@ impl End {
             let begun = Instant::now();
             let loan = self.publisher.loan(&self.layout)?;
             let input = last.as_ref().map_or(self.theirs.ptr(), Sample::slot_ptr);
-            self.hand_over(loan, terms.telling, |out| self.work(terms.answer, out, input, trip as u64))?;
+            self.work(terms.answer, loan.slot_ptr(), input, trip as u64)?;
+            loan.send(&self.stream)?;
             drop(last.take());
             let pong = self.subscriber.receive(&self.stream)?;
             if let Some(singles) = &mut singles {
@@ -341,7 +306,8 @@ impl End {
         for trip in 0..trips {
             let ping = self.subscriber.receive(&self.stream)?;
             let loan = self.publisher.loan(&self.layout)?;
-            self.hand_over(loan, terms.telling, |out| self.answer_with(terms.answer, out, ping.slot_ptr(), host))?;
+            self.answer_with(terms.answer, loan.slot_ptr(), ping.slot_ptr(), host)?;
+            loan.send(&self.stream)?;
             if terms.answer == Answer::Copy && trip + 1 == trips {
                 self.check_copy(&ping, trip as u64, host)?;
             }

@@ -1,7 +1,7 @@
 //! 4 KiB and 1 GiB: the same hand-over, since nothing is copied.
 
 use super::figure::{Figure, Wanted};
-use super::handoff::{Answer, Measured, Telling, Terms, measure, p50_us};
+use super::handoff::{Answer, Measured, Terms, measure, p50_us};
 use super::setup::Setup;
 
 const SMALL: u64 = 4 << 10;
@@ -35,6 +35,6 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 
 fn terms(setup: &Setup, bytes: u64) -> Terms {
     let (piped, single) = (setup.times(400), setup.times(200));
-    let (answer, telling) = (Answer::Kernel, Telling::Sent);
-    Terms { place: setup.place(), answer, telling, bytes, depth: DEPTH, rounds: setup.rounds().min(3), piped, single }
+    let answer = Answer::Kernel;
+    Terms { place: setup.place(), answer, bytes, depth: DEPTH, rounds: setup.rounds().min(3), piped, single }
 }

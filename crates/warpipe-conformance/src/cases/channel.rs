@@ -1,11 +1,13 @@
 //! What a channel does while everybody lives.
 
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::event::epoll;
-use warpipe::{DType, Error, Layout};
+use warpipe::backend::testing::{Failing, Wrapped};
+use warpipe::{Device, Error};
 
 use super::{Case, all_whole, skip};
 use crate::PATIENCE;
@@ -25,8 +27,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("the iterator ends when the publisher says goodbye", iterator_ends),
     Case::new("poll and epoll wake up for a sample and for the end", pollable),
     Case::new("a receipt says when the data was complete", receipts),
-    Case::new("an announced sample is received before it is filled, and is whole", announced),
-    Case::new("an announced sample that is never sent is lost to its readers", announced_and_dropped),
+    Case::new("a sample whose signal the driver refuses is lost to its readers", refused_signal),
     Case::new("a sample that was given up keeps its place in the history, as lost", lost_history),
     Case::new("samples outlive their subscriber, and a loan its publisher", handles_outlive_each_other),
     Case::new("a receive without a sample times out, and a try returns at once", timeouts),
@@ -249,51 +250,43 @@ fn receipts(context: &Context) -> Result<()> {
     peer.dismiss()
 }
 
-fn announced(context: &Context) -> Result<()> {
-    let publisher = context.publisher("announced").build()?;
-    let stream = context.stream()?;
-    let mut peer = context.peer()?;
-    peer.subscribe("announced")?;
-    for seed in 1..=5 {
-        let mark = Payload::of(WORDS, seed).mark;
-        let mut loan = publisher.loan(&Layout::contiguous(DType::U64, &[WORDS])?)?;
-        loan.set_metadata(&mark.to_bytes())?;
-        let announced = loan.announce()?;
-        peer.hold(1)?;
-        // SAFETY: the slot is this loan's alone until it is sent, and as long as its layout, WORDS words.
-        unsafe { crate::payload::fill_words(&stream, announced.ptr(), WORDS, seed, Duration::from_millis(5))? };
-        ensure!(announced.send(&stream)? == seed, "the sequence number");
-        all_whole(&peer.release()?, [seed])?;
-    }
-    peer.dismiss()
+/// A publisher's device of which one call of the driver can be made to fail.
+fn failing_device(context: &Context) -> (Arc<Wrapped<Failing>>, Device) {
+    let failing = Wrapped::new(context.device.backend().clone(), Failing::default());
+    let device = Device::from_backend(failing.clone());
+    (failing, device)
 }
 
-fn announced_and_dropped(context: &Context) -> Result<()> {
-    let publisher = context.publisher("announced").build()?;
-    let stream = context.stream()?;
-    let mut subscriber = context.subscriber("announced").build()?;
+fn refused_signal(context: &Context) -> Result<()> {
+    let (failing, device) = failing_device(context);
+    let publisher = context.publisher("refused").device(&device).build()?;
+    let (sending, receiving) = (device.stream()?, context.stream()?);
+    let mut subscriber = context.subscriber("refused").build()?;
     let mut tally = context.tally()?;
     for round in 0..3 {
-        let announced = publisher.loan(&Layout::contiguous(DType::U64, &[WORDS])?)?.announce()?;
-        let sample = subscriber.receive(&stream)?;
-        ensure!(!stream.is_idle()?, "the stream waits for data that was not written yet");
-        drop(announced);
-        match sample.finish(PATIENCE) {
-            Err(Error::SampleLost { sequence, .. }) => ensure!(sequence == 2 * round + 1, "sample {sequence} is lost"),
-            other => bail!("a sample that is never sent gave {other:?}"),
+        failing.hook().aim("batch", 1);
+        match Payload::of(WORDS, round).send(&publisher, &sending) {
+            Err(Error::Injected { method: "batch", .. }) => {}
+            other => bail!("a refused signal gave {other:?}"),
         }
-        Payload::of(WORDS, round).send(&publisher, &stream)?;
-        ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "the next one is whole");
+        match subscriber.receive(&receiving)?.finish(PATIENCE) {
+            Err(Error::SampleLost { sequence, .. }) => ensure!(sequence == 2 * round + 1, "sample {sequence} is lost"),
+            other => bail!("a sample without its signal gave {other:?}"),
+        }
+        Payload::of(WORDS, round).send(&publisher, &sending)?;
+        ensure!(tally.finish(subscriber.receive(&receiving)?)? == 0, "the next one is whole");
     }
     Ok(())
 }
 
 fn lost_history(context: &Context) -> Result<()> {
-    let publisher = context.publisher("lost-history").history(3).build()?;
-    let stream = context.stream()?;
-    Payload::of(WORDS, 1).send(&publisher, &stream)?;
-    drop(publisher.loan(&Layout::contiguous(DType::U64, &[WORDS])?)?.announce()?);
-    Payload::of(WORDS, 3).send(&publisher, &stream)?;
+    let (failing, device) = failing_device(context);
+    let publisher = context.publisher("lost-history").device(&device).history(3).build()?;
+    let (sending, stream) = (device.stream()?, context.stream()?);
+    Payload::of(WORDS, 1).send(&publisher, &sending)?;
+    failing.hook().aim("batch", 1);
+    ensure!(Payload::of(WORDS, 2).send(&publisher, &sending).is_err(), "the driver refused its signal");
+    Payload::of(WORDS, 3).send(&publisher, &sending)?;
     // Under the blocking policy a number that is missing would be a broken protocol.
     let mut late = context.subscriber("lost-history").build()?;
     let mut tally = context.tally()?;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::backend::testing::{Delaying, Wrapped};
+use warpipe::backend::testing::{Delaying, Failing, Wrapped};
 use warpipe::{Device, Error};
 
 use super::Case;
@@ -32,7 +32,7 @@ fn second_stream(context: &Context) -> Result<()> {
     let careless = Device::from_backend(Wrapped::new(context.device.backend().clone(), blind)).stream()?;
     let admitted = context.stream()?;
     let mut tally = context.tally()?;
-    peer.ask(&Order::Announce(Batch::of(1, WORDS, 1)))?;
+    peer.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
     let sample = subscriber.receive(&careless)?;
     ensure!(!sample.is_complete()?, "the data is there before it is written");
     let early = tally.check_sample_on(&sample, &careless)?;
@@ -40,7 +40,7 @@ fn second_stream(context: &Context) -> Result<()> {
     sample.wait_on(&admitted)?;
     let whole = tally.check_sample_on(&sample, &admitted)?;
     ensure!(!admitted.is_idle()?, "the stream that was let in does not wait");
-    peer.ask(&Order::Complete)?;
+    peer.ask(&Order::OpenGate)?;
     sample.release_on(&admitted)?.wait(PATIENCE)?;
     admitted.synchronize(PATIENCE)?;
     let (early, whole) = (early.map(|check| tally.wrong_words(check)), whole.map(|check| tally.wrong_words(check)));
@@ -79,15 +79,17 @@ fn held_memory(context: &Context) -> Result<()> {
 }
 
 fn lost_sample(context: &Context) -> Result<()> {
-    let publisher = context.publisher("lost").build()?;
+    let failing = Wrapped::new(context.device.backend().clone(), Failing::default());
+    let device = Device::from_backend(failing.clone());
+    let publisher = context.publisher("lost").device(&device).build()?;
     let mut subscriber = context.subscriber("lost").build()?;
-    let (stream, late) = (context.stream()?, context.stream()?);
-    let announced = Payload::of(WORDS, 1).loan(&publisher, &stream)?.announce()?;
+    let (sending, stream, late) = (device.stream()?, context.stream()?, context.stream()?);
+    failing.hook().aim("batch", 1);
+    ensure!(Payload::of(WORDS, 1).send(&publisher, &sending).is_err(), "the driver refused its signal");
     let sample = subscriber.receive(&stream)?;
-    drop(announced);
     match sample.is_complete() {
         Err(Error::SampleLost { sequence: 1, .. }) => {}
-        other => bail!("it was given up, and there came {other:?}"),
+        other => bail!("its signal was refused, and there came {other:?}"),
     }
     // Nothing is left to wait for: the stream must not be held for ever.
     sample.wait_on(&late)?;

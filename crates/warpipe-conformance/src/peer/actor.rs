@@ -2,6 +2,7 @@
 
 use std::io::{BufRead as _, Write as _};
 use std::path::Path;
+use std::sync::mpsc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -15,7 +16,7 @@ use super::signals::Signals;
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
 use crate::guard::Guard;
-use crate::payload::{Announcement, Check, Payload, Tally};
+use crate::payload::{Check, Payload, Tally};
 use crate::plain::{self, Plain};
 use crate::words::Words;
 
@@ -42,7 +43,8 @@ pub(super) fn say(line: &str) {
 struct Actor {
     held: Vec<(Sample, Option<Check>, Item)>,
     loans: Vec<SampleMut>,
-    announced: Vec<Announcement>,
+    /// Keeps the sending stream until it is dropped.
+    gate: Option<mpsc::Sender<()>>,
     opened: Vec<LegacyMemory>,
     plain: Vec<Plain>,
     subscribers: Vec<Subscriber>,
@@ -69,7 +71,7 @@ impl Actor {
         Ok(Actor {
             held: Vec::new(),
             loans: Vec::new(),
-            announced: Vec::new(),
+            gate: None,
             opened: Vec::new(),
             plain: Vec::new(),
             subscribers: Vec::new(),
@@ -97,15 +99,13 @@ impl Actor {
             }
             Order::AwaitSubscribers(count) => self.publisher()?.wait_for_subscribers(count, PATIENCE)?,
             Order::Loan(batch) => self.loan(batch)?,
-            Order::Announce(batch) => {
-                for payload in Self::payloads(batch) {
-                    self.announced.push(Announcement::of(payload, self.publisher()?)?);
-                }
+            Order::SendBehindGate(batch) => {
+                let (gate, opened) = mpsc::channel::<()>();
+                self.gate = Some(gate);
+                self.streams()?.sending.call(move || _ = opened.recv_timeout(PATIENCE))?;
+                return Ok(Answer::Number(self.send(batch)?));
             }
-            Order::Complete => {
-                let stream = self.streams()?.sending.clone();
-                self.announced.drain(..).try_for_each(|sample| sample.complete(&stream).map(drop))?;
-            }
+            Order::OpenGate => self.gate = None,
             Order::Send(batch) => return Ok(Answer::Number(self.send(batch)?)),
             Order::SendAndWait(batch) => {
                 let sequence = self.send(batch)?;
@@ -291,7 +291,7 @@ impl Actor {
     fn settle(&mut self) -> Result<()> {
         self.held.clear();
         self.loans.clear();
-        self.announced.clear();
+        self.gate = None;
         self.opened.clear();
         self.plain.clear();
         self.subscribers.clear();

@@ -193,10 +193,10 @@ pub enum Order {
     Loan(Batch),
     /// Loan, fill and send. Answers with the last sequence number, at once.
     Send(Batch),
-    /// Loan and announce, and write nothing yet.
-    Announce(Batch),
-    /// Fill and complete what was announced.
-    Complete,
+    /// Loan, fill and send, behind a function that keeps the sending stream until [`Order::OpenGate`].
+    SendBehindGate(Batch),
+    /// Let the sending stream go on.
+    OpenGate,
     /// Loan, fill, send, and wait until all data is complete.
     SendAndWait(Batch),
     /// Send until killed, or until the orders end. Writes a line `ready N` whenever the data of sample N is complete.

@@ -29,7 +29,6 @@ use crate::link::entry::{Description, Metadata};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
 use crate::link::proof::Streams;
-use crate::link::segment::Segment;
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
@@ -100,15 +99,6 @@ pub(super) struct State {
     places: Vec<(usize, u64)>,
     /// Of those who have gone. Only with an observer.
     departures: Departures,
-}
-
-/// A sample that was announced and is not complete yet.
-#[derive(Debug)]
-pub(super) struct Pending {
-    pub(super) sequence: u64,
-    /// Held so that the words outlive the signals, however the links end meanwhile.
-    words: Box<[(Arc<Segment>, u64)]>,
-    ops: Box<[StreamOp]>,
 }
 
 /// A sample of the history.

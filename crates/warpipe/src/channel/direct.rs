@@ -50,7 +50,7 @@ impl SampleMut {
     pub(crate) fn send_to(mut self, to: u64, metadata: &Metadata, stream: &Stream) -> Result<u64, SendError> {
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");
         let sent = self.core.send_to(slot, &self.layout, metadata, stream, to);
-        sent.map_err(|unsent| self.unsent(slot, unsent, Some(stream)))
+        sent.map_err(|unsent| self.unsent(slot, unsent, stream))
     }
 
     /// Keeps the sample behind the work on `stream`, and gives it to one subscriber at once if that has room. Returns
@@ -63,6 +63,6 @@ impl SampleMut {
     ) -> Result<(Parcel, Option<u64>), SendError> {
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");
         let posted = self.core.post(slot, &self.layout, metadata, stream, to);
-        posted.map_err(|unsent: Unsent| self.unsent(slot, unsent, Some(stream)))
+        posted.map_err(|unsent: Unsent| self.unsent(slot, unsent, stream))
     }
 }

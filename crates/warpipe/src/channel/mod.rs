@@ -15,8 +15,7 @@ mod subscriber;
 
 pub(crate) use direct::{Departures, Member, Observer, Parcel};
 pub use publisher::{
-    Announced, Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SlotHold, SlotReturn,
-    SubscriberInfo,
+    Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SlotHold, SlotReturn, SubscriberInfo,
 };
 pub use sample::{Discontinuity, Receipt, Sample};
 pub(crate) use subscriber::{Arrival, Awaited};

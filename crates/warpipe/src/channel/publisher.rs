@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::loan::check_length;
-pub use self::loan::{Announced, SampleMut, SendError, SlotHold, SlotReturn};
+pub use self::loan::{SampleMut, SendError, SlotHold, SlotReturn};
 use super::core::{Core, Observer, Unsent};
 use crate::backend::DevicePtr;
 use crate::device::Device;

@@ -43,7 +43,7 @@ impl Core {
         // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
         state.wake_sleepers();
         if let Err(error) = enqueued {
-            self.abort(state, slot, &[]);
+            self.abort(state, slot);
             return Err(Unsent::Told(error));
         }
         Ok(sequence)
@@ -57,40 +57,6 @@ impl Core {
     fn signals_first(&self, state: &State) -> bool {
         let is_host = self.device.info().id.kind == DeviceKind::Host;
         is_host || state.places.iter().any(|&(index, _)| state.outlets[index].is_local)
-    }
-
-    /// Tells every subscriber of what will lie in `slot`, before the work that fills it is enqueued.
-    pub(in crate::channel) fn announce(
-        &self,
-        slot: SlotId,
-        layout: &Layout,
-        metadata: &Metadata,
-    ) -> Result<Pending, Unsent> {
-        let _range = nvtx::range(nvtx::SEND);
-        let mut state = self.make_room(Recipients::All).map_err(Unsent::Untold)?;
-        self.prepare(&mut state, slot, Recipients::All);
-        let sequence = self.tell(&mut state, slot, layout, metadata);
-        state.wake_sleepers();
-        let words =
-            state.places.iter().map(|&(index, position)| (state.outlets[index].ring.segment().clone(), position));
-        Ok(Pending { sequence, words: words.collect(), ops: state.ops.as_slice().into() })
-    }
-
-    /// Completes what was announced, behind the work enqueued on `stream`.
-    pub(in crate::channel) fn complete(&self, slot: SlotId, pending: &Pending, stream: &Stream) -> Result<()> {
-        let _range = nvtx::range(nvtx::COMPLETE);
-        self.home.check()?;
-        stream.check_of(&self.device)?;
-        self.note(stream);
-        // SAFETY: as in `send`; `pending` holds the segments of links that have ended, until this stream is noted.
-        unsafe { stream.batch(&pending.ops)? };
-        self.lock().arena.let_go(slot);
-        Ok(())
-    }
-
-    /// Ends what was announced and will not be completed.
-    pub(in crate::channel) fn give_up(&self, slot: SlotId, pending: &Pending) {
-        self.abort(&mut self.lock(), slot, &pending.words);
     }
 
     /// Finds the places of one sample, and leaves the signals that complete it in `state.ops`. To be followed by
@@ -133,10 +99,8 @@ impl Core {
         sequence
     }
 
-    /// Ends a sample whose data will never be complete, for all who were told of it: `words` on links that may be
-    /// gone by now, and whoever got it from the history.
-    fn abort(&self, state: &mut State, slot: SlotId, words: &[(Arc<Segment>, u64)]) {
-        words.iter().for_each(|(segment, position)| crate::link::ring::abort(segment, *position));
+    /// Ends a sample whose data will never be complete, for every subscriber that was told of it.
+    fn abort(&self, state: &mut State, slot: SlotId) {
         state.outlets.iter_mut().for_each(|outlet| outlet.abort(slot));
         let State { arena, history, .. } = state;
         history.iter_mut().filter(|kept| kept.slot == slot).for_each(|kept| kept.is_lost = true);

@@ -211,7 +211,7 @@ impl Core {
         }
     }
 
-    /// Lets a link's memory go once this process's streams are past it, and nothing announced is to be completed.
+    /// Lets a link's memory go once this process's streams are past it.
     fn drop_outlet(&self, mut outlet: Outlet) {
         outlet.watches.clear();
         // The segment alone: what waits for a stream must not keep descriptors.

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use crate::backend::DevicePtr;
-use crate::channel::core::{Core, Pending, Unsent};
+use crate::channel::core::{Core, Unsent};
 use crate::error::{Error, Result};
 use crate::fork::Home;
 use crate::link::entry::Metadata;
@@ -114,27 +114,7 @@ impl SampleMut {
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");
         match self.core.send(slot, &self.layout, &self.metadata, stream) {
             Ok(sequence) => Ok(sequence),
-            Err(unsent) => Err(self.unsent(slot, unsent, Some(stream))),
-        }
-    }
-
-    /// Tells every subscriber of the tensor *before* the work that fills it is enqueued, so that their streams are
-    /// waiting, their kernels launched, by the time it is done: what costs the most in a chain of processes on one
-    /// GPU is their CPUs taking turns.
-    ///
-    /// Enqueue that work at once and then [`Announced::send`]: until then the subscribers' streams stand still. A
-    /// stream that received the sample must not be the one that fills it; and with a subscriber in this very process,
-    /// the two streams must not share a hardware queue (the driver gives a context 8, more with
-    /// `CUDA_DEVICE_MAX_CONNECTIONS`), or the wait stands before the work that it waits for. [`send`](Self::send) has
-    /// no such conditions.
-    ///
-    /// # Errors
-    /// As [`send`](Self::send).
-    pub fn announce(mut self) -> Result<Announced, SendError> {
-        let slot = self.slot.take().expect("a loan has its slot until it is consumed");
-        match self.core.announce(slot, &self.layout, &self.metadata) {
-            Ok(pending) => Ok(Announced { address: self.ptr(), core: self.core.clone(), slot, pending: Some(pending) }),
-            Err(unsent) => Err(self.unsent(slot, unsent, None)),
+            Err(unsent) => Err(self.unsent(slot, unsent, stream)),
         }
     }
 
@@ -148,11 +128,11 @@ impl SampleMut {
         }
     }
 
-    pub(in crate::channel) fn unsent(mut self, slot: SlotId, unsent: Unsent, stream: Option<&Stream>) -> SendError {
+    pub(in crate::channel) fn unsent(mut self, slot: SlotId, unsent: Unsent, stream: &Stream) -> SendError {
         match unsent {
             Unsent::Untold(error) => {
                 self.slot = Some(slot);
-                stream.into_iter().for_each(|stream| self.stay_behind(stream));
+                self.stay_behind(stream);
                 SendError { error, sample: Some(Box::new(self)) }
             }
             Unsent::Told(error) => SendError { error, sample: None },
@@ -237,48 +217,6 @@ impl Drop for SampleMut {
 impl fmt::Debug for SampleMut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("SampleMut").field("layout", &self.layout).field("publisher", &self.core.name).finish()
-    }
-}
-
-/// A sample that its subscribers know of and whose data is not complete yet. See [`SampleMut::announce`].
-///
-/// Dropped without being sent, the sample is lost: its readers' streams go on and their [`finish`](crate::Sample::finish)
-/// says so.
-#[derive(Debug)]
-#[must_use = "an announced sample that is not sent is lost to its readers"]
-pub struct Announced {
-    core: Arc<Core>,
-    slot: SlotId,
-    address: DevicePtr,
-    /// `None` once it is sent.
-    pending: Option<Pending>,
-}
-
-impl Announced {
-    /// The device address of the element with all indices 0.
-    pub fn ptr(&self) -> DevicePtr {
-        self.address
-    }
-
-    /// Completes the sample behind the work enqueued on `stream` so far. Returns its sequence number.
-    ///
-    /// # Errors
-    /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the sample is lost to its readers;
-    /// [`Error::Forked`].
-    pub fn send(mut self, stream: &Stream) -> Result<u64> {
-        let Some(pending) = &self.pending else { unreachable!("consumed by this call only") };
-        self.core.complete(self.slot, pending, stream)?;
-        let sequence = pending.sequence;
-        self.pending = None;
-        Ok(sequence)
-    }
-}
-
-impl Drop for Announced {
-    fn drop(&mut self) {
-        if let Some(pending) = self.pending.take().filter(|_| self.core.home.is_here()) {
-            self.core.give_up(self.slot, &pending);
-        }
     }
 }
 
