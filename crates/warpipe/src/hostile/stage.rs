@@ -217,4 +217,13 @@ pub(super) fn memfd(bytes: u64, seals: SealFlags) -> OwnedFd {
     fd
 }
 
+/// A sealed memfd of huge pages (2 MiB each): mapped, it kills who touches a page that the machine has not got.
+pub(super) fn hugetlb_memfd(bytes: u64) -> Option<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
+    let fd = rustix::fs::memfd_create(c"hostile-huge", flags).ok()?;
+    rustix::fs::ftruncate(&fd, bytes).ok()?;
+    rustix::fs::fcntl_add_seals(&fd, SIZE_SEALS).unwrap();
+    Some(fd)
+}
+
 pub(super) const SIZE_SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);

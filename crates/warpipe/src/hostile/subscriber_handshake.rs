@@ -7,8 +7,8 @@ use std::time::Duration;
 use rustix::fs::SealFlags;
 
 use super::stage::{
-    LONG, Random, SIZE_SEALS, Scratch, alone, assert_delivers, descriptors, eventually, hear, memfd, name, packet,
-    pipe, send_raw, settled_descriptors,
+    LONG, Random, SIZE_SEALS, Scratch, alone, assert_delivers, descriptors, eventually, hear, hugetlb_memfd, memfd,
+    name, packet, pipe, send_raw, settled_descriptors,
 };
 use crate::backend::{Access, DeviceId, DeviceKind};
 use crate::link::message::{Message, Received, wait_readable};
@@ -253,6 +253,35 @@ fn a_region_that_is_none_is_declined() {
                 "two descriptors",
                 region(0, 2 << 20, || vec![memfd(2 << 20, SIZE_SEALS), pipe()]),
                 fault!(HandshakeFault::Descriptors { found: 2, wanted: 1 }),
+            ),
+        ]);
+    });
+}
+
+#[test]
+fn memory_of_huge_pages_is_declined_before_it_is_mapped() {
+    alone(module_path!(), "memory_of_huge_pages_is_declined_before_it_is_mapped", || {
+        const HUGE: u64 = 2 << 20;
+        /// The depth whose segment is one huge page long.
+        const DEPTH: u32 = 3270;
+        assert_eq!(bytes_for(DEPTH), HUGE);
+        if hugetlb_memfd(HUGE).is_none() {
+            return println!("skipped: no memfds of huge pages here");
+        }
+        let segment = offer(|offer| {
+            offer.depth = DEPTH;
+            offer.fds[0] = hugetlb_memfd(HUGE).unwrap();
+        });
+        run(vec![
+            (
+                "a segment",
+                segment,
+                |error| matches!(error, Error::Handshake { fault: HandshakeFault::Segment(why), .. } if why.contains("huge")),
+            ),
+            (
+                "a region",
+                region(0, HUGE, || vec![hugetlb_memfd(HUGE).unwrap()]),
+                |error| matches!(error, Error::NotDeviceMemory { found, .. } if found.contains("huge")),
             ),
         ]);
     });

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 
-use rustix::fs::{FileType, MemfdFlags, SealFlags};
+use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::backend::{Access, RawRegion};
@@ -13,6 +13,10 @@ const IMPORTED: u64 = u64::MAX;
 
 /// The seals that make a size final: without them a peer could shrink the file and turn our loads into SIGBUS.
 pub(super) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// `f_type` of what memfds lie on. A fault in one of its pages takes memory like any other; in one of hugetlbfs it takes
+/// a page of a pool that may be empty, and then it is SIGBUS.
+const TMPFS_MAGIC: rustix::fs::FsWord = libc::TMPFS_MAGIC as rustix::fs::FsWord;
 
 pub(super) fn is_import(region: &RawRegion) -> bool {
     region.handle == IMPORTED
@@ -53,16 +57,19 @@ pub(super) fn import(fd: BorrowedFd<'_>, bytes: u64, access: Access) -> Result<R
 }
 
 /// Why `fd` is not a memfd of exactly `bytes` bytes whose size is sealed, if it is not.
+///
+/// The seals are read first: that asks no file system, and only tmpfs and hugetlbfs answer it. `fstat` of a file on
+/// FUSE takes as long as its server likes.
 pub(crate) fn check_sealed_memfd(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), String> {
-    let stat = rustix::fs::fstat(fd).map_err(|e| format!("a descriptor that fstat refuses: {e}"))?;
-    let kind = FileType::from_raw_mode(stat.st_mode);
-    if kind != FileType::RegularFile {
-        return Err(format!("a {kind:?}"));
-    }
     let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| "a file that cannot be sealed".to_string())?;
     if !seals.contains(SEALS) {
         return Err(format!("a memfd whose size is not sealed ({seals:?})"));
     }
+    let system = rustix::fs::fstatfs(fd).map_err(|e| format!("a descriptor that fstatfs refuses: {e}"))?;
+    if system.f_type != TMPFS_MAGIC {
+        return Err("a memfd of huge pages, which need not be there when they are touched".to_string());
+    }
+    let stat = rustix::fs::fstat(fd).map_err(|e| format!("a descriptor that fstat refuses: {e}"))?;
     if stat.st_size as u64 != bytes {
         return Err(format!("a memfd of {} bytes instead of {bytes}", stat.st_size));
     }
