@@ -62,6 +62,8 @@ pub(super) struct Outlet {
     /// The subscriber is to be woken.
     sleeps: bool,
     socket: PrivateFd,
+    /// The segment's file, until the link is live.
+    segment_fd: Option<PrivateFd>,
 }
 
 /// What a new link is made of, before anybody knows of it.
@@ -70,12 +72,12 @@ pub(super) struct Parts {
     pub(super) socket: PrivateFd,
     ring: SenderRing,
     wake: Wake,
-    segment_fd: std::os::fd::OwnedFd,
+    segment_fd: PrivateFd,
     their_wake: std::os::fd::OwnedFd,
 }
 
 impl Parts {
-    /// Makes segment and wake channel; registers with the device, so not for a hot path.
+    /// Makes segment and wake channel.
     pub(super) fn new(
         device: &Device,
         depth: u32,
@@ -87,6 +89,7 @@ impl Parts {
         match made {
             Ok(((segment, segment_fd), (wake, their_wake))) => {
                 let ring = SenderRing::new(Arc::new(segment));
+                let segment_fd = PrivateFd::new(segment_fd);
                 Ok(Parts { peer, socket, ring, wake, segment_fd, their_wake })
             }
             Err(error) => Err((error, socket)),
@@ -123,6 +126,7 @@ impl Parts {
             sleeps: false,
             wake: Arc::new(self.wake),
             socket: self.socket,
+            segment_fd: Some(self.segment_fd),
         };
         outlet.beat(crate::clock::now_ns());
         let all = chunks.iter().enumerate().all(|(id, chunk)| outlet.announce(id as u32, chunk));
@@ -142,6 +146,18 @@ impl Outlet {
     /// Whether it has no room, and may not miss a sample.
     pub(super) fn must_be_awaited(&self) -> bool {
         self.is_live() && self.policy.is_lossless() && self.ring.room() == Room::Full
+    }
+
+    /// The segment and its file, which the subscriber says that it has sealed.
+    pub(super) fn take_segment(&mut self) -> Option<(Arc<Segment>, PrivateFd)> {
+        let fd = self.segment_fd.take()?;
+        Some((self.ring.segment().clone(), fd))
+    }
+
+    /// Ends a link that has not been live, with the reason.
+    pub(super) fn refuse(&mut self, reason: impl ToString) {
+        let _ = message::send(self.socket(), &Message::Refused { denied: false, text: message::text(reason) }, &[]);
+        self.leave(None);
     }
 
     /// Sends a region's descriptor; false when the peer does not read its socket.

@@ -4,6 +4,7 @@
 
 mod files;
 mod fuzz;
+pub(crate) mod holes;
 mod keeper;
 mod legacy;
 mod limits;

@@ -10,6 +10,7 @@ use super::stage::{
 use crate::backend::{DeviceId, DeviceKind};
 use crate::link::PeerState;
 use crate::link::message::{Farewell, Message, Received};
+use crate::link::seal;
 
 pub(super) fn hello() -> Message {
     Message::Hello { generation: [7; 16], device: DeviceId { kind: DeviceKind::Host, uuid: [0; 16] } }
@@ -47,7 +48,7 @@ fn a_greeting_that_is_none_is_refused_with_the_reason() {
         };
         let trailing = [whole.as_slice(), b"more"].concat();
         let cases: [(&str, Vec<u8>, &str); 10] = [
-            ("another version", edited(4, 2), "version 2"),
+            ("another version", edited(4, 9), "version 9"),
             ("wrong magic", edited(0, b'w'), "magic"),
             ("cut behind the frame", whole[..8].to_vec(), "cut short"),
             ("cut in the frame", whole[..5].to_vec(), "cut short"),
@@ -127,7 +128,9 @@ fn garbage_by_the_thousand_harms_nobody() {
 fn welcomed(scratch: &Scratch) -> OwnedFd {
     let socket = scratch.connection();
     send_raw(&socket, &packet(&hello()), &[]).unwrap();
-    assert!(matches!(hear(&socket), Received::Message(Message::Welcome { .. }, fds) if fds.len() == 2));
+    let Received::Message(Message::Welcome { .. }, fds) = hear(&socket) else { panic!("no welcome") };
+    assert_eq!(fds.len(), 2);
+    seal::close(fds[0].as_fd()).unwrap();
     socket
 }
 

@@ -1,6 +1,6 @@
 //! Receivers that lie on a link that stands: their publisher goes on serving the others, with the right contents.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::process::Stdio;
 use std::sync::mpsc;
 use std::time::Duration;
@@ -13,6 +13,7 @@ use super::stage::{
 };
 use crate::link::PeerState;
 use crate::link::message::{Message, Received};
+use crate::link::seal;
 use crate::{Error, Layout, Policy, Publisher};
 
 /// A client that has attached by the book and holds its segment.
@@ -28,6 +29,8 @@ impl Liar {
         send_raw(&socket, &packet(&hello()), &[]).unwrap();
         let Received::Message(Message::Welcome { regions, .. }, fds) = hear(&socket) else { panic!("no welcome") };
         (0..regions).for_each(|_| assert!(matches!(hear(&socket), Received::Message(Message::Region { .. }, _))));
+        let words = Words::map(&fds[0]);
+        seal::close(fds[0].as_fd()).unwrap();
         send_raw(&socket, &packet(&Message::Attached), &[]).unwrap();
         loop {
             match hear(&socket) {
@@ -36,7 +39,7 @@ impl Liar {
                 other => panic!("{other:?}"),
             }
         }
-        Liar { socket, words: Words::map(&fds[0]), fds }
+        Liar { socket, words, fds }
     }
 
     /// The segment's inode.

@@ -39,6 +39,11 @@ impl Words {
         &self.words[HEADER_WORDS + entry * ENTRY_WORDS + word]
     }
 
+    /// Whether the entry of this position has been published.
+    pub(super) fn is_published(&self, position: u64) -> bool {
+        self.in_entry(position as usize, 0).load(Relaxed) == position << 2
+    }
+
     /// One word of nonsense, more often in words that decide something.
     pub(super) fn scribble(&self, random: &mut Random) {
         let entry = random.below(self.entries() as u64) as usize;

@@ -174,7 +174,12 @@ fn a_welcome_with_the_wrong_descriptors_is_declined() {
             ("half sealed", segment(|| memfd(bytes_for(4), SealFlags::GROW)), fault!(HandshakeFault::Segment(_))),
             ("too small", segment(|| memfd(4096, SIZE_SEALS)), fault!(HandshakeFault::Segment(_))),
             ("too large", segment(|| memfd(1 << 40, SIZE_SEALS)), fault!(HandshakeFault::Segment(_))),
-            ("zeros", segment(|| memfd(bytes_for(4), SIZE_SEALS)), fault!(HandshakeFault::Segment(_))),
+            ("sealed too far", segment(|| memfd(bytes_for(4), SIZE_SEALS)), fault!(HandshakeFault::Segment(_))),
+            (
+                "zeros",
+                segment(|| memfd(bytes_for(4), SIZE_SEALS.difference(SealFlags::SEAL))),
+                |error| matches!(error, Error::Handshake { fault: HandshakeFault::Segment(why), .. } if why.contains("magic")),
+            ),
             (
                 "a segment that cannot be written",
                 segment(|| memfd(bytes_for(4), SIZE_SEALS | SealFlags::WRITE)),

@@ -9,6 +9,7 @@ pub(crate) mod message;
 pub(crate) mod peer;
 pub(crate) mod proof;
 pub(crate) mod ring;
+pub(crate) mod seal;
 pub(crate) mod segment;
 pub(crate) mod wake;
 pub(crate) mod watcher;

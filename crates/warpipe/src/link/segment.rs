@@ -1,19 +1,21 @@
 //! The link segment: the memory that both ends of a link map. **This module is marked for unsafe.**
 //!
-//! A sealed memfd: a header page, then `depth` entries. Everything in it is atomics, because the other process
-//! may write any byte at any time; what is read from here is a peer's *allegation* and proves nothing until it
+//! A sealed memfd: a header page, then `depth` entries. The publisher makes and maps it, the subscriber maps and seals
+//! it, and each registers its mapping behind the [seal](super::seal) alone. Everything in it is atomics, because the
+//! other process may write any byte at any time; what is read from here is a peer's *allegation* and proves nothing until it
 //! has been copied once and the copy has been checked (see [`entry`](super::entry)).
 //!
 //! Drawn byte by byte in `docs/design/link.md`; the offsets are asserted below.
 
 use std::mem::offset_of;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::backend::{DevicePtr, TimelineWord, host};
+use super::seal;
+use crate::backend::{DevicePtr, TimelineWord};
 use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
 
@@ -21,7 +23,7 @@ use crate::error::{Error, HandshakeFault, Result};
 const MAGIC: u64 = u64::from_le_bytes(*b"WARPLINK");
 
 /// The version of the layout, and of the handshake.
-pub(crate) const VERSION: u16 = 1;
+pub(crate) const VERSION: u16 = 2;
 
 /// The most entries a ring may have.
 pub(crate) const DEPTH_MAX: u32 = 4096;
@@ -112,12 +114,13 @@ pub(crate) fn bytes_for(depth: u32) -> u64 {
     (HEADER_BYTES + depth as usize * size_of::<Entry>()).next_multiple_of(4096) as u64
 }
 
-/// A mapped link segment, registered with the device. Unregistered and unmapped when dropped.
+/// A mapped link segment, registered with the device once it is sealed. Unregistered and unmapped when dropped.
 #[derive(Debug)]
 pub(crate) struct Segment {
     map: Map,
     device: Device,
-    device_ptr: DevicePtr,
+    /// Where the device sees it; empty until it is sealed and registered.
+    device_ptr: OnceLock<DevicePtr>,
     depth: u32,
 }
 
@@ -158,43 +161,48 @@ impl Drop for Map {
 }
 
 impl Segment {
-    /// Makes a segment: `memfd_create`, `ftruncate`, seals, `mmap`, and registration with the device. Returns it
-    /// and the descriptor for the peer.
+    /// Makes a segment: `memfd_create`, `ftruncate`, the seals of its size, `mmap`. Returns it and the descriptor for
+    /// the peer, which seals it. No stream may use it before [`register`](Self::register).
     pub(crate) fn create(device: &Device, depth: u32, generation: [u8; 16]) -> Result<(Segment, OwnedFd)> {
         let bytes = bytes_for(depth);
-        let context = || format!("a link segment of {bytes} bytes");
-        let fd = rustix::fs::memfd_create(c"warpipe-link", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-            .map_err(|e| Error::os("memfd_create", context(), e))?;
-        rustix::fs::ftruncate(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
-            .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
+        let fd = seal::memfd(c"warpipe-link", bytes)?;
         let map = Map::new(fd.as_fd(), bytes)?;
         write_identity(map.header(), depth, generation);
-        Ok((Segment::register(map, device, depth)?, fd))
+        Ok((Segment { map, device: device.clone(), device_ptr: OnceLock::new(), depth }, fd))
     }
 
-    /// Maps a segment that a peer made, once it has been checked to be a sealed memfd of the right length with
-    /// the right identity.
+    /// Maps a segment that a peer made, once it has been checked to be a memfd of the right length with the right
+    /// identity, seals it against holes, and registers it.
     pub(crate) fn open(
         device: &Device,
         fd: BorrowedFd<'_>,
         depth: u32,
         generation: [u8; 16],
     ) -> Result<Segment, OpenError> {
+        let fault = |found| OpenError::Fault(HandshakeFault::Segment(found));
         if depth == 0 || depth > DEPTH_MAX {
-            return Err(OpenError::Fault(HandshakeFault::Segment(format!("a depth of {depth}"))));
+            return Err(fault(format!("a depth of {depth}")));
         }
         let bytes = bytes_for(depth);
-        host::check_sealed_memfd(fd, bytes).map_err(|found| OpenError::Fault(HandshakeFault::Segment(found)))?;
+        seal::check(fd, bytes).map_err(fault)?;
         let map = Map::new(fd, bytes).map_err(OpenError::Local)?;
+        seal::close(fd).map_err(fault)?;
         check_identity(map.header(), depth, generation).map_err(OpenError::Fault)?;
-        Segment::register(map, device, depth).map_err(OpenError::Local)
+        let segment = Segment { map, device: device.clone(), device_ptr: OnceLock::new(), depth };
+        segment.register(fd)?;
+        Ok(segment)
     }
 
-    fn register(map: Map, device: &Device, depth: u32) -> Result<Segment> {
-        // SAFETY: `map` is page-aligned mapped memory; it is unmapped only after `unregister` (see `Drop`).
-        let device_ptr = unsafe { device.backend().register(map.base, map.bytes)? };
-        Ok(Segment { map, device: device.clone(), device_ptr, depth })
+    /// Registers the mapping with the device, once `fd`, its file, is seen to be sealed against holes: from then on the
+    /// device and the CPUs use the same pages. The driver's call may take a moment.
+    pub(crate) fn register(&self, fd: BorrowedFd<'_>) -> Result<(), OpenError> {
+        seal::check_closed(fd).map_err(|found| OpenError::Fault(HandshakeFault::Segment(found)))?;
+        if self.device_ptr.get().is_none() {
+            // SAFETY: `map` is page-aligned mapped memory; it is unmapped only after `unregister` (see `Drop`).
+            let registered = unsafe { self.device.backend().register(self.map.base, self.map.bytes) };
+            let _ = self.device_ptr.set(registered.map_err(OpenError::Local)?);
+        }
+        Ok(())
     }
 
     pub(crate) fn depth(&self) -> u32 {
@@ -243,15 +251,18 @@ impl Segment {
     #[inline]
     fn word(&self, position: u64, field: usize) -> DevicePtr {
         let entry = HEADER_BYTES + self.index(position) as usize * size_of::<Entry>();
-        self.device_ptr + (entry + field) as u64
+        let base = self.device_ptr.get().expect("a link is live only behind the registration of its segment");
+        base + (entry + field) as u64
     }
 }
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // SAFETY: registered in `register`, once; the link is dropped only when no stream uses its words
-        // (see `Watcher::retire`).
-        let _ = unsafe { self.device.backend().unregister(self.map.base) };
+        if self.device_ptr.get().is_some() {
+            // SAFETY: registered in `register`, once; the link is dropped only when no stream uses its words
+            // (see `Watcher::retire`).
+            let _ = unsafe { self.device.backend().unregister(self.map.base) };
+        }
     }
 }
 

@@ -61,8 +61,13 @@ pub(super) fn import(fd: BorrowedFd<'_>, bytes: u64, access: Access) -> Result<R
 /// The seals are read first: that asks no file system, and only tmpfs and hugetlbfs answer it. `fstat` of a file on
 /// FUSE takes as long as its server likes.
 pub(crate) fn check_sealed_memfd(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), String> {
+    check_memfd(fd, bytes, SEALS)
+}
+
+/// The same, with other seals that keep its size.
+pub(crate) fn check_memfd(fd: BorrowedFd<'_>, bytes: u64, wanted: SealFlags) -> Result<(), String> {
     let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| "a file that cannot be sealed".to_string())?;
-    if !seals.contains(SEALS) {
+    if !seals.contains(wanted) {
         return Err(format!("a memfd whose size is not sealed ({seals:?})"));
     }
     let system = rustix::fs::fstatfs(fd).map_err(|e| format!("a descriptor that fstatfs refuses: {e}"))?;

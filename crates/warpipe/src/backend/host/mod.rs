@@ -5,7 +5,7 @@
 //! Kernels run as their CPU twins.
 
 mod memory;
-pub(crate) use memory::check_sealed_memfd;
+pub(crate) use memory::{check_memfd, check_sealed_memfd};
 mod plain;
 mod stream;
 

@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::backend::DeviceId;
+use crate::link::segment::OpenError;
 
 impl Core {
     /// Takes in those who connect, some at a time. Without descriptors left, connections wait in the backlog: the
@@ -135,26 +136,26 @@ impl Core {
     }
 
     /// A link's socket speaks.
-    fn on_socket(&self, state: &mut State, id: u64) -> Next {
+    fn on_socket<'a>(&'a self, mut state: MutexGuard<'a, State>, id: u64) -> Next {
         for _ in 0..MESSAGES_AT_ONCE {
             let Some(outlet) = state.find(id) else { return Next::Stop };
             match message::receive(outlet.socket(), &self.name) {
                 Ok(Received::Nothing) => return Next::Keep,
                 Ok(Received::Message(Message::Attached, _)) if outlet.phase == Phase::Attaching => {
-                    outlet.phase = Phase::Live;
-                    let told = message::send(outlet.socket(), &Message::Attached, &[]).is_ok();
-                    self.replay(state, id);
-                    if !told {
-                        state.find(id).into_iter().for_each(|outlet| outlet.leave(None));
-                    }
-                    self.ring();
+                    let Some((segment, fd)) = outlet.take_segment() else { return Next::Stop };
+                    // Without the lock, which every sender takes: the driver may need a moment.
+                    drop(state);
+                    let registered = segment.register(fd.as_fd());
+                    drop(segment);
+                    state = self.lock();
+                    self.go_live(&mut state, id, registered);
                 }
                 Ok(Received::Message(Message::Bye(_), _)) => {
                     outlet.leave(None);
                     self.ring();
                 }
                 Ok(Received::End) => {
-                    self.on_end(state, id);
+                    self.on_end(&mut state, id);
                     return Next::Stop;
                 }
                 Ok(Received::Message(other, _)) => {
@@ -169,6 +170,24 @@ impl Core {
             }
         }
         Next::Keep
+    }
+
+    /// Gives a link samples from here on, if its segment could be registered.
+    fn go_live(&self, state: &mut State, id: u64, registered: Result<(), OpenError>) {
+        let Some(outlet) = state.find(id).filter(|outlet| outlet.phase == Phase::Attaching) else { return };
+        match registered {
+            Ok(()) => {
+                outlet.phase = Phase::Live;
+                let told = message::send(outlet.socket(), &Message::Attached, &[]).is_ok();
+                self.replay(state, id);
+                if !told {
+                    state.find(id).into_iter().for_each(|outlet| outlet.leave(None));
+                }
+            }
+            Err(OpenError::Fault(fault)) => outlet.refuse(fault),
+            Err(OpenError::Local(error)) => outlet.refuse(error),
+        }
+        self.ring();
     }
 
     /// The socket has closed: a leaver is done with it, anybody else is suspect from now on.
@@ -302,7 +321,7 @@ impl Watched for Core {
         let mut state = self.lock();
         match kind {
             PIDFD => self.on_death(&mut state, id),
-            _ if state.find(id).is_some() => self.on_socket(&mut state, id),
+            _ if state.find(id).is_some() => self.on_socket(state, id),
             _ => {
                 drop(state);
                 self.on_greeting(id)
