@@ -269,9 +269,10 @@ impl Domain {
         os::ofd_is_locked(lock.as_fd()).unwrap_or(false).then(|| Holder { pid: read_pid(&lock) })
     }
 
-    fn open_lock(&self, name: &EndpointName) -> Option<OwnedFd> {
+    fn open_lock(&self, name: &EndpointName) -> Option<PrivateFd> {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        rustix::fs::openat(&self.inner.directory, name.file("", ".lock"), flags, Mode::empty()).ok()
+        let file = name.file("", ".lock");
+        PrivateFd::open(|| rustix::fs::openat(&self.inner.directory, file, flags, Mode::empty())).ok()
     }
 
     /// The process that wrote itself last into the lock file of `name`, whether it lives or not.
@@ -284,7 +285,7 @@ impl Domain {
         let lock = self.lock(name, Taker::Owner)?;
         let listener = self.listen(name, if open_to_others { 0o666 } else { 0o600 })?;
         Ok(Claim {
-            listener: PrivateFd::new(listener),
+            listener,
             lock: lock.disarm(),
             domain: self.clone(),
             name: name.clone(),
@@ -321,9 +322,10 @@ impl Domain {
     }
 
     /// One try; `None` when the file was removed between opening and locking it.
-    fn try_lock(&self, name: &EndpointName, file: &str, taker: Taker) -> Result<Option<OwnedFd>> {
+    fn try_lock(&self, name: &EndpointName, file: &str, taker: Taker) -> Result<Option<PrivateFd>> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let lock = match rustix::fs::openat(&self.inner.directory, file, flags, Mode::from_raw_mode(LOCK_MODE)) {
+        let mode = Mode::from_raw_mode(LOCK_MODE);
+        let lock = match PrivateFd::open(|| rustix::fs::openat(&self.inner.directory, file, flags, mode)) {
             Ok(fd) => fd,
             Err(Errno::LOOP) => return Err(self.foreign(file, "a symlink")),
             Err(Errno::ISDIR) => return Err(self.foreign(file, "a directory")),
@@ -391,7 +393,7 @@ impl Domain {
     }
 
     /// A listening socket under `name`, which appears there ready to be connected to.
-    fn listen(&self, name: &EndpointName, mode: u32) -> Result<OwnedFd> {
+    fn listen(&self, name: &EndpointName, mode: u32) -> Result<PrivateFd> {
         let (new, file) = (name.file(".", ".new"), name.file("", ".sock"));
         let failed = |call| move |e: Errno| Error::os(call, format!("endpoint {name}"), e);
         let socket = seqpacket().map_err(failed("socket"))?;
@@ -408,7 +410,7 @@ impl Domain {
     }
 
     /// Connects to the endpoint `name`; tries again while its backlog is full.
-    pub(crate) fn connect(&self, name: &EndpointName, timeout: Duration) -> Result<OwnedFd> {
+    pub(crate) fn connect(&self, name: &EndpointName, timeout: Duration) -> Result<PrivateFd> {
         self.connect_or(name, timeout, |_| Error::NoPublisher { name: name.to_string() })
     }
 
@@ -419,7 +421,7 @@ impl Domain {
         name: &EndpointName,
         timeout: Duration,
         absent: impl FnOnce(bool) -> Error,
-    ) -> Result<OwnedFd> {
+    ) -> Result<PrivateFd> {
         let file = name.file("", ".sock");
         let start = Instant::now();
         let mut backoff = crate::stream::Backoff::default();
@@ -438,7 +440,7 @@ impl Domain {
         }
     }
 
-    fn dial(&self, file: &str) -> std::result::Result<OwnedFd, Errno> {
+    fn dial(&self, file: &str) -> std::result::Result<PrivateFd, Errno> {
         let socket = seqpacket()?;
         let address = self.address(file).map_err(|_| Errno::NAMETOOLONG)?;
         rustix::net::connect(&socket, &address)?;
@@ -451,11 +453,11 @@ impl Domain {
     }
 
     /// A descriptor that becomes readable when something new appears in the directory.
-    pub(crate) fn arrivals(&self) -> Result<OwnedFd> {
+    pub(crate) fn arrivals(&self) -> Result<PrivateFd> {
         use rustix::fs::inotify;
         let failed = |call| move |e: Errno| Error::os(call, "watching the domain", e);
-        let fd = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)
-            .map_err(failed("inotify_init"))?;
+        let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
+        let fd = PrivateFd::open(|| inotify::init(flags)).map_err(failed("inotify_init"))?;
         let own = format!("/proc/self/fd/{}/.", self.inner.directory.as_raw_fd());
         inotify::add_watch(&fd, own.as_str(), inotify::WatchFlags::MOVED_TO).map_err(failed("inotify_add_watch"))?;
         Ok(fd)
@@ -491,7 +493,7 @@ enum Taker {
 /// Whether a process is proven dead: there is none of that number, or it has ended and its parent has not looked yet.
 fn is_gone(pid: i32) -> bool {
     use rustix::process::{Pid, PidfdFlags, pidfd_open};
-    match Pid::from_raw(pid).map(|pid| pidfd_open(pid, PidfdFlags::empty())) {
+    match Pid::from_raw(pid).map(|pid| PrivateFd::open(|| pidfd_open(pid, PidfdFlags::empty()))) {
         Some(Ok(pidfd)) => crate::link::message::wait_readable(pidfd.as_fd(), Duration::ZERO),
         Some(Err(error)) => error == Errno::SRCH,
         None => false,
@@ -500,14 +502,14 @@ fn is_gone(pid: i32) -> bool {
 
 /// The lock of a name, removed with its file unless it is kept.
 struct Locked {
-    fd: Option<OwnedFd>,
+    fd: Option<PrivateFd>,
     domain: Domain,
     file: String,
 }
 
 impl Locked {
     fn disarm(mut self) -> PrivateFd {
-        PrivateFd::new(self.fd.take().expect("present until disarmed"))
+        self.fd.take().expect("present until disarmed")
     }
 }
 
@@ -550,9 +552,9 @@ impl Drop for Claim {
     }
 }
 
-fn seqpacket() -> std::result::Result<OwnedFd, Errno> {
+fn seqpacket() -> std::result::Result<PrivateFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+    PrivateFd::open(|| rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None))
 }
 
 /// `fcntl(F_OFD_SETLK)`: a write lock on the whole file, owned by the open file and not by the process.
@@ -566,13 +568,13 @@ const LOCK_MARK: &str = "warpipe ";
 /// The longest lock file: the mark, a pid, the end of the line.
 const LOCK_BYTES_MAX: usize = 32;
 
-fn write_pid(fd: &OwnedFd) -> std::result::Result<(), Errno> {
+fn write_pid(fd: &PrivateFd) -> std::result::Result<(), Errno> {
     // Always as long as before, so that no death leaves a mixture that is nobody's.
     let text = format!("{LOCK_MARK}{:<10}\n", std::process::id());
     rustix::io::pwrite(fd, text.as_bytes(), 0).map(drop)
 }
 
-fn read_pid(fd: &OwnedFd) -> Option<i32> {
+fn read_pid(fd: &PrivateFd) -> Option<i32> {
     let mut text = [0u8; LOCK_BYTES_MAX + 1];
     let length = rustix::io::pread(fd, &mut text, 0).ok()?;
     let text = std::str::from_utf8(&text[..length]).ok().filter(|text| text.len() <= LOCK_BYTES_MAX)?;
@@ -580,7 +582,7 @@ fn read_pid(fd: &OwnedFd) -> Option<i32> {
 }
 
 /// Whether a lock file says that it is ours, or is one that its maker did not live to write.
-fn is_our_lock(fd: &OwnedFd, stat: &rustix::fs::Stat) -> bool {
+fn is_our_lock(fd: &PrivateFd, stat: &rustix::fs::Stat) -> bool {
     let is_unwritten = stat.st_size == 0 && stat.st_mode & 0o7777 & !LOCK_MODE == 0;
     is_unwritten || read_pid(fd).is_some()
 }

@@ -1,24 +1,27 @@
-//! What happens to this library when its process forks. **This module is marked for unsafe**: it hooks `fork`.
+//! The library's descriptors across `fork`. **This module is marked for unsafe**: it hooks `fork`.
 //!
-//! A forked child inherits every descriptor and mapping but not the watcher's thread, and its parent's
+//! A forked child inherits every descriptor and mapping but not the reactor's threads, and its parent's
 //! descriptors are *the same open files*: a child that keeps a listening socket keeps a dead parent's name
 //! taken, one that keeps a link's socket hides its parent's death. So the child's side of `fork` closes what
 //! is registered here, and every handle made before it answers [`Error::Forked`]. The child may open new ones
 //! (on the host backend; CUDA does not survive a fork).
+//!
+//! A descriptor is made and registered within one [`Section`], which `fork` waits for: no child gets a descriptor
+//! between the two. Nothing in a section waits for anybody.
 
-use std::os::fd::AsFd;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+mod table;
+
+use std::cell::Cell;
+use std::convert::Infallible;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Once;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use self::table::{CLOSING, OPEN, identity};
 use crate::error::{Error, Result};
 
 /// How many forks lie between this process and the one that first used the library.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
-
-/// The descriptors to close in a child. A spin lock, because a child can release it again.
-static LOCK: AtomicBool = AtomicBool::new(false);
-static mut OPEN: Vec<RawFd> = Vec::new();
 
 /// The process that a handle was made in.
 #[derive(Debug, Clone, Copy)]
@@ -55,11 +58,28 @@ pub(crate) struct PrivateFd {
 }
 
 impl PrivateFd {
+    /// Makes a descriptor and registers it. `make` is one system call that waits for nobody.
+    pub(crate) fn open<E>(make: impl FnOnce() -> std::result::Result<OwnedFd, E>) -> std::result::Result<PrivateFd, E> {
+        let section = Section::enter();
+        make().map(|fd| section.adopt(fd))
+    }
+
+    /// A close-on-exec duplicate, numbered from 3 on: `fcntl(F_DUPFD_CLOEXEC)`.
+    pub(crate) fn duplicate(fd: impl AsFd) -> std::result::Result<PrivateFd, rustix::io::Errno> {
+        PrivateFd::open(|| rustix::io::fcntl_dupfd_cloexec(fd, 3))
+    }
+
+    /// Registers what others have made, the driver for one. A fork before this call gives the child a copy.
     pub(crate) fn new(fd: OwnedFd) -> PrivateFd {
-        let home = Home::here();
-        let raw = fd.as_raw_fd();
-        with_open(|open| open.push(raw));
-        PrivateFd { fd: Some(fd), home }
+        let made: std::result::Result<PrivateFd, Infallible> = PrivateFd::open(|| Ok(fd));
+        made.unwrap_or_else(|never| match never {})
+    }
+
+    #[cfg(test)]
+    pub(crate) fn into_owned(mut self) -> OwnedFd {
+        let fd = self.fd.take().expect("present until dropped");
+        OPEN.clear(fd.as_raw_fd());
+        fd
     }
 }
 
@@ -77,54 +97,120 @@ impl Drop for PrivateFd {
             std::mem::forget(fd);
             return;
         }
-        let raw = fd.as_raw_fd();
-        // The number leaves the list before it is closed, or a fork in between could close its next user.
-        with_open(|open| open.retain(|&other| other != raw));
+        let section = Section::enter();
+        // A registered number that is closed already could be somebody else's, which a child of a fork in between would
+        // close. So the file is named instead of the number. What has no name of its own (an eventfd, an epoll set)
+        // closes without waiting; a socket may take as long as the descriptors in its queue do.
+        let named = identity(fd.as_raw_fd());
+        let entry = named.and_then(|file| CLOSING.put(fd.as_raw_fd(), file));
+        OPEN.clear(fd.as_raw_fd());
+        if named.is_none() {
+            return drop(fd);
+        }
+        drop(section);
+        drop(fd);
+        if let Some(entry) = entry {
+            CLOSING.take(entry);
+        }
     }
 }
 
-fn with_open<R>(work: impl FnOnce(&mut Vec<RawFd>) -> R) -> R {
-    lock();
-    // SAFETY: LOCK gives exclusive access to OPEN; `fork` takes it too (see `before_fork`).
-    let result = work(unsafe { &mut *std::ptr::addr_of_mut!(OPEN) });
-    LOCK.store(false, Ordering::Release);
-    result
+/// While one exists, no thread forks. For one system call that makes descriptors, and their registration.
+pub(crate) struct Section(());
+
+thread_local! {
+    /// Sections of this thread: a signal handler that forks inside one must not wait for itself.
+    static DEPTH: Cell<u64> = const { Cell::new(0) };
 }
 
-fn lock() {
-    while LOCK.compare_exchange_weak(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
-        std::hint::spin_loop();
+/// Threads in a section in the lower half, threads that fork in the upper one.
+static GATE: AtomicU64 = AtomicU64::new(0);
+
+const ONE_FORK: u64 = 1 << 32;
+const SECTIONS: u64 = ONE_FORK - 1;
+
+impl Section {
+    pub(crate) fn enter() -> Section {
+        install();
+        let depth = DEPTH.get();
+        let mut pause = Pause::default();
+        loop {
+            let seen = GATE.load(Ordering::Relaxed);
+            // A thread that is inside already is waited for by whoever forks: it goes on.
+            if seen >= ONE_FORK && depth == 0 {
+                pause.step();
+            } else if GATE.compare_exchange_weak(seen, seen + 1, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+                DEPTH.set(depth + 1);
+                return Section(());
+            }
+        }
+    }
+
+    /// Registers a descriptor that was made in this section.
+    pub(crate) fn adopt(&self, fd: OwnedFd) -> PrivateFd {
+        OPEN.set(fd.as_raw_fd());
+        PrivateFd { fd: Some(fd), home: Home::here() }
+    }
+}
+
+impl Drop for Section {
+    fn drop(&mut self) {
+        DEPTH.set(DEPTH.get() - 1);
+        GATE.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// Work that opens and closes descriptors of its own, and waits for nobody.
+pub(crate) fn excluded<R>(work: impl FnOnce() -> R) -> R {
+    let _section = Section::enter();
+    work()
+}
+
+/// Waits for a few system calls of other threads, by async-signal-safe means.
+#[derive(Default)]
+struct Pause(u32);
+
+impl Pause {
+    fn step(&mut self) {
+        self.0 = self.0.saturating_add(1);
+        match self.0 {
+            ..100 => std::hint::spin_loop(),
+            100..200 => rustix::thread::sched_yield(),
+            _ => {
+                let short = libc::timespec { tv_sec: 0, tv_nsec: 50_000 };
+                // SAFETY: reads one `timespec`, which lives across the call.
+                unsafe { libc::nanosleep(&short, std::ptr::null_mut()) };
+            }
+        }
     }
 }
 
 fn install() {
     static INSTALL: Once = Once::new();
     INSTALL.call_once(|| {
-        // SAFETY: the three handlers are async-signal-safe: atomics, and `close` in the child. They stay valid
-        // because this library is never unloaded while its handles exist.
+        // SAFETY: the three handlers are async-signal-safe: atomics, sleeps, and system calls in the child. They stay
+        // valid because this library is never unloaded while its handles exist.
         let code = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_in_parent), Some(after_in_child)) };
         assert_eq!(code, 0, "pthread_atfork fails only without memory");
     });
 }
 
 extern "C" fn before_fork() {
-    lock();
+    GATE.fetch_add(ONE_FORK, Ordering::Acquire);
+    let mut pause = Pause::default();
+    while GATE.load(Ordering::Acquire) & SECTIONS > DEPTH.get() {
+        pause.step();
+    }
 }
 
 extern "C" fn after_in_parent() {
-    LOCK.store(false, Ordering::Release);
+    GATE.fetch_sub(ONE_FORK, Ordering::Release);
 }
 
 extern "C" fn after_in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
-    // SAFETY: the lock is held since `before_fork`, and the child has one thread. The descriptors are the child's
-    // copies, which nothing in the child uses from now on (`Home::check`); the vector's memory is kept.
-    unsafe {
-        let open = &mut *std::ptr::addr_of_mut!(OPEN);
-        for &fd in open.iter() {
-            libc::close(fd);
-        }
-        open.clear();
-    }
-    LOCK.store(false, Ordering::Release);
+    CLOSING.close_all();
+    OPEN.close_all();
+    // The child has this thread alone.
+    GATE.store(DEPTH.get(), Ordering::Release);
 }

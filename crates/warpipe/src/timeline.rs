@@ -370,8 +370,7 @@ struct Door {
 
 impl Keep for Door {
     fn admit(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
-        let copy = rustix::io::fcntl_dupfd_cloexec(&self.fd, 0)?;
-        Answer::new(&Grant { bytes: self.bytes as u64 }, vec![PrivateFd::new(copy)])
+        Answer::new(&Grant { bytes: self.bytes as u64 }, vec![PrivateFd::duplicate(&self.fd)?])
     }
 
     fn answer(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {

@@ -3,7 +3,7 @@
 mod handshake;
 mod vigil;
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -113,7 +113,7 @@ impl Inlet {
         generation: [u8; 16],
     ) -> Result<Arc<Inlet>> {
         let watcher = Watcher::of_process()?;
-        let socket = PrivateFd::new(domain.connect(name, timeout)?);
+        let socket = domain.connect(name, timeout)?;
         let peer = Peer::of(socket.as_fd(), name.as_str())?;
         if peer.uid != domain.owner() {
             let detail = format!("uid {} listens in a domain of uid {}", peer.uid, domain.owner());
@@ -411,7 +411,7 @@ impl Inlet {
     }
 
     /// Leaves the mapping of a region to the attendant, who takes them in order.
-    fn map_soon(&self, id: u32, bytes: u64, fds: Vec<OwnedFd>) {
+    fn map_soon(&self, id: u32, bytes: u64, fds: Vec<PrivateFd>) {
         // Each one waiting holds a descriptor of ours: a publisher that announces without end must not take them all.
         let is_flood = self.mapping.fetch_add(1, SeqCst) >= MAPPING_MAX;
         let inlet = self.me.clone();
@@ -435,7 +435,7 @@ impl Inlet {
         self.mapping.load(SeqCst) > 0
     }
 
-    fn map_region(&self, id: u32, bytes: u64, fds: Vec<OwnedFd>) -> Result<()> {
+    fn map_region(&self, id: u32, bytes: u64, fds: Vec<PrivateFd>) -> Result<()> {
         let mut regions = self.regions();
         let region = import(&self.device, (id, bytes), regions.len(), &fds, self.access, self.owner, &self.name)?;
         regions.push(region);

@@ -73,7 +73,7 @@ pub(super) struct Parts {
     ring: SenderRing,
     wake: Wake,
     segment_fd: PrivateFd,
-    their_wake: std::os::fd::OwnedFd,
+    their_wake: PrivateFd,
 }
 
 impl Parts {
@@ -89,7 +89,6 @@ impl Parts {
         match made {
             Ok(((segment, segment_fd), (wake, their_wake))) => {
                 let ring = SenderRing::new(Arc::new(segment));
-                let segment_fd = PrivateFd::new(segment_fd);
                 Ok(Parts { peer, socket, ring, wake, segment_fd, their_wake })
             }
             Err(error) => Err((error, socket)),

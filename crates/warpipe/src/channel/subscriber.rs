@@ -127,10 +127,10 @@ impl Subscriber {
 
     fn new(options: SubscriberBuilder, name: EndpointName, domain: Domain, device: Device) -> Result<Subscriber> {
         let bell = Arc::new(Bell::new()?);
-        let readable = epoll::create(epoll::CreateFlags::CLOEXEC);
-        let readable = PrivateFd::new(readable.map_err(|e| Error::os("epoll_create1", "a subscriber", e))?);
+        let readable = PrivateFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
+        let readable = readable.map_err(|e| Error::os("epoll_create1", "a subscriber", e))?;
         let watches_domain = options.reconnect || options.wait.is_some();
-        let arrivals = if watches_domain { Some(PrivateFd::new(domain.arrivals()?)) } else { None };
+        let arrivals = if watches_domain { Some(domain.arrivals()?) } else { None };
         listen_to(&readable, bell.as_fd(), BELL)?;
         if let Some(arrivals) = arrivals.as_ref().filter(|_| options.reconnect) {
             listen_to(&readable, arrivals.as_fd(), ARRIVALS)?;

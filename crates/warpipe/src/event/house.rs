@@ -404,8 +404,7 @@ impl Keep for Rooms {
         match decode::<Ask>(body, desk.name())? {
             Ask::Page(number) => {
                 let page = state.pages.get(number as usize).ok_or_else(|| Refusal("there is no such page".into()))?;
-                let copy = rustix::io::fcntl_dupfd_cloexec(&page.1, 0)?;
-                Answer::new(&PageOf, vec![PrivateFd::new(copy)])
+                Answer::new(&PageOf, vec![PrivateFd::duplicate(&page.1)?])
             }
             Ask::Open { index, serial } => Answer::new(&state.open(caller.id, index, serial), vec![]),
             Ask::Lane { index, serial } => Answer::new(&state.lane(desk, caller.id, index, serial)?, vec![]),

@@ -1,7 +1,6 @@
 //! The bytes of events that processes share: pages of 256, each with its last recording and eight lanes.
 //! **This module is marked for unsafe**: it lays out shared memory.
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -71,7 +70,7 @@ impl Words {
         Ok((Words { page: Arc::new(page), board }, fd))
     }
 
-    pub(super) fn open(device: &Device, fd: OwnedFd, name: &str) -> Result<Words> {
+    pub(super) fn open(device: &Device, fd: PrivateFd, name: &str) -> Result<Words> {
         let board = Arc::new(Board::new(device, EVENTS * LANES)?);
         Ok(Words { page: Arc::new(Page::open(Some(device), fd, BYTES, name)?), board })
     }

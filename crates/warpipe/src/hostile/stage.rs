@@ -50,7 +50,7 @@ impl Scratch {
 
     /// A connection to `a` that has said nothing yet.
     pub(super) fn connection(&self) -> OwnedFd {
-        self.domain.connect(&name(), LONG).unwrap()
+        self.domain.connect(&name(), LONG).unwrap().into_owned()
     }
 }
 

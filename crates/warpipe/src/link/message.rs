@@ -6,7 +6,7 @@
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::segment::VERSION;
 use crate::backend::{Access, DeviceId};
 use crate::error::{Error, HandshakeFault, Result};
+use crate::fork::{PrivateFd, Section};
 use crate::rendezvous::Kind;
 
 /// The longest packet, frame included.
@@ -149,7 +150,7 @@ pub(crate) enum Received {
     /// The end: the peer has closed.
     End,
     /// A message with exactly its descriptors.
-    Message(Message, Vec<OwnedFd>),
+    Message(Message, Vec<PrivateFd>),
 }
 
 /// Receives one message without blocking.
@@ -162,6 +163,8 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    // The descriptors are made by the call.
+    let section = Section::enter();
     let mut received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut packet)], &mut ancillary, flags);
     if matches!(received, Err(Errno::CONNRESET)) {
         // The peer has closed without having read everything of ours, which the kernel tells first, and once. What it
@@ -174,11 +177,13 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
         Err(Errno::CONNRESET | Errno::PIPE) => return Ok(Received::End),
         Err(error) => return Err(Error::os("recvmsg", format!("the link of {name:?}"), error)),
     };
-    let fds: Vec<OwnedFd> = ancillary
+    let fds: Vec<PrivateFd> = ancillary
         .drain()
         .filter_map(|message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None })
         .flatten()
+        .map(|fd| section.adopt(fd))
         .collect();
+    drop(section);
     let fault = |fault| Error::Handshake { name: name.to_string(), fault };
     if got.flags.contains(ReturnFlags::TRUNC) {
         return Err(fault(HandshakeFault::Oversized { limit: PACKET_BYTES_MAX }));

@@ -28,7 +28,7 @@ impl Peer {
     pub(crate) fn of(socket: BorrowedFd<'_>, name: &str) -> Result<Peer> {
         let credentials =
             os::peer_credentials(socket).map_err(|e| Error::os("getsockopt(SO_PEERCRED)", name.to_string(), e))?;
-        let pidfd = os::peer_pidfd(socket).or_else(|error| match error {
+        let pidfd = PrivateFd::open(|| os::peer_pidfd(socket)).or_else(|error| match error {
             // Only where the kernel does not know the option: of a peer that is dead already the number may by now
             // be somebody else's.
             rustix::io::Errno::NOPROTOOPT => open_pidfd(credentials.pid),
@@ -38,7 +38,7 @@ impl Peer {
             libc::EMFILE | libc::ENFILE => Error::os("pidfd_open", name.to_string(), error),
             _ => Error::Handshake { name: name.to_string(), fault: HandshakeFault::Unwatchable(error.to_string()) },
         })?;
-        Ok(Peer { pid: credentials.pid, uid: credentials.uid, gid: credentials.gid, pidfd: PrivateFd::new(pidfd) })
+        Ok(Peer { pid: credentials.pid, uid: credentials.uid, gid: credentials.gid, pidfd })
     }
 
     pub(crate) fn pidfd(&self) -> BorrowedFd<'_> {
@@ -54,7 +54,7 @@ impl Peer {
 
 /// The fallback: a process that dies and is replaced between the two calls would be mistaken, so the caller's
 /// socket must still be open afterwards; it is read from right after this.
-fn open_pidfd(pid: i32) -> std::result::Result<std::os::fd::OwnedFd, rustix::io::Errno> {
+fn open_pidfd(pid: i32) -> std::result::Result<PrivateFd, rustix::io::Errno> {
     let pid = Pid::from_raw(pid).ok_or(rustix::io::Errno::SRCH)?;
-    rustix::process::pidfd_open(pid, PidfdFlags::empty())
+    PrivateFd::open(|| rustix::process::pidfd_open(pid, PidfdFlags::empty()))
 }

@@ -10,12 +10,13 @@
 //! One process makes the file ([`memfd`]) and maps it. The other one checks it ([`check`]), maps it, and seals it
 //! ([`close`]). Then the first verifies that ([`check_closed`]).
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::backend::host;
 use crate::error::{Error, Result};
+use crate::fork::PrivateFd;
 
 /// The size is final: a file that shrinks would turn loads into `SIGBUS`.
 const SIZE: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
@@ -25,9 +26,10 @@ const SIZE: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 const CLOSED: SealFlags = SIZE.union(SealFlags::FUTURE_WRITE).union(SealFlags::SEAL);
 
 /// `memfd_create`, `ftruncate`, and the seals of the size.
-pub(crate) fn memfd(name: &std::ffi::CStr, bytes: u64) -> Result<OwnedFd> {
+pub(crate) fn memfd(name: &std::ffi::CStr, bytes: u64) -> Result<PrivateFd> {
     let context = || format!("{bytes} bytes shared with one process");
-    let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = PrivateFd::open(|| rustix::fs::memfd_create(name, flags))
         .map_err(|e| Error::os("memfd_create", context(), e))?;
     rustix::fs::ftruncate(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
     rustix::fs::fcntl_add_seals(&fd, SIZE).map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;

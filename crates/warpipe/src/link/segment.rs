@@ -8,7 +8,7 @@
 //! Drawn byte by byte in `docs/design/link.md`; the offsets are asserted below.
 
 use std::mem::offset_of;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
@@ -18,6 +18,7 @@ use super::seal;
 use crate::backend::{DevicePtr, TimelineWord};
 use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
+use crate::fork::PrivateFd;
 
 /// `WARPLINK`, little endian.
 const MAGIC: u64 = u64::from_le_bytes(*b"WARPLINK");
@@ -163,7 +164,7 @@ impl Drop for Map {
 impl Segment {
     /// Makes a segment: `memfd_create`, `ftruncate`, the seals of its size, `mmap`. Returns it and the descriptor for
     /// the peer, which seals it. No stream may use it before [`register`](Self::register).
-    pub(crate) fn create(device: &Device, depth: u32, generation: [u8; 16]) -> Result<(Segment, OwnedFd)> {
+    pub(crate) fn create(device: &Device, depth: u32, generation: [u8; 16]) -> Result<(Segment, PrivateFd)> {
         let bytes = bytes_for(depth);
         let fd = seal::memfd(c"warpipe-link", bytes)?;
         let map = Map::new(fd.as_fd(), bytes)?;

@@ -4,7 +4,7 @@
 //! so a peer can clear its `O_NONBLOCK`, fill its counter, and the next wake-up of ours would block for ever.
 //! A socket takes `MSG_DONTWAIT` with each call, which no peer can take back.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -13,7 +13,7 @@ use rustix::fs::FileType;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
 use crate::error::{Error, HandshakeFault, Result};
-use crate::fork::PrivateFd;
+use crate::fork::{PrivateFd, Section};
 
 /// One end of the channel.
 #[derive(Debug)]
@@ -23,20 +23,21 @@ pub(crate) struct Wake {
 }
 
 impl Wake {
-    fn new(socket: OwnedFd) -> Wake {
-        Wake { socket: PrivateFd::new(socket), is_closed: AtomicBool::new(false) }
+    fn new(socket: PrivateFd) -> Wake {
+        Wake { socket, is_closed: AtomicBool::new(false) }
     }
 
     /// A new channel: our end, and the peer's descriptor.
-    pub(crate) fn pair() -> Result<(Wake, OwnedFd)> {
+    pub(crate) fn pair() -> Result<(Wake, PrivateFd)> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let section = Section::enter();
         let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
             .map_err(|e| Error::os("socketpair", "a link's wake channel", e))?;
-        Ok((Wake::new(ours), theirs))
+        Ok((Wake::new(section.adopt(ours)), section.adopt(theirs)))
     }
 
     /// The end that a peer sent, once it is seen to be a socket.
-    pub(crate) fn adopt(fd: OwnedFd) -> Result<Wake, HandshakeFault> {
+    pub(crate) fn adopt(fd: PrivateFd) -> Result<Wake, HandshakeFault> {
         let stat = rustix::fs::fstat(&fd).map_err(|e| HandshakeFault::Wake(e.to_string()))?;
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::Socket if is_unix_seqpacket(&fd) => Ok(Wake::new(fd)),
@@ -69,7 +70,7 @@ impl Wake {
 }
 
 /// Of this kind alone it is known that no call of ours can block: closing a TCP socket, for one, can linger.
-fn is_unix_seqpacket(fd: &OwnedFd) -> bool {
+fn is_unix_seqpacket(fd: &PrivateFd) -> bool {
     use rustix::net::sockopt::{socket_domain, socket_type};
     socket_domain(fd) == Ok(AddressFamily::UNIX) && socket_type(fd) == Ok(SocketType::SEQPACKET)
 }
@@ -89,8 +90,8 @@ pub(crate) struct Bell {
 impl Bell {
     pub(crate) fn new() -> Result<Bell> {
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        let eventfd = rustix::event::eventfd(0, flags).map_err(|e| Error::os("eventfd", "a wake-up", e))?;
-        Ok(Bell { eventfd: PrivateFd::new(eventfd) })
+        let eventfd = PrivateFd::open(|| rustix::event::eventfd(0, flags));
+        Ok(Bell { eventfd: eventfd.map_err(|e| Error::os("eventfd", "a wake-up", e))? })
     }
 
     pub(crate) fn ring(&self) {

@@ -147,12 +147,12 @@ impl Watcher {
     }
 
     fn start() -> Result<Arc<Watcher>> {
-        let epoll =
-            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| Error::os("epoll_create1", "the watcher", e))?;
+        let epoll = PrivateFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC))
+            .map_err(|e| Error::os("epoll_create1", "the watcher", e))?;
         let (jobs, queue) = mpsc::sync_channel::<Job>(JOBS_MAX);
         let (remains, graves) = mpsc::channel::<Remains>();
         let watcher = Arc::new(Watcher {
-            epoll: PrivateFd::new(epoll),
+            epoll,
             bell: Bell::new()?,
             tables: Mutex::default(),
             jobs,

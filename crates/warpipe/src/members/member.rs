@@ -89,8 +89,7 @@ impl Heart {
 
 impl Keep for Heart {
     fn admit(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
-        let copy = rustix::io::fcntl_dupfd_cloexec(&self.fd, 0)?;
-        Answer::new(&self.introduction, vec![PrivateFd::new(copy)])
+        Answer::new(&self.introduction, vec![PrivateFd::duplicate(&self.fd)?])
     }
 
     fn answer(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {

@@ -123,7 +123,7 @@ pub(super) struct Scout {
 
 impl Scout {
     pub(super) fn new(shared: Arc<Shared>) -> Result<Scout> {
-        let arrivals = PrivateFd::new(shared.domain.arrivals()?);
+        let arrivals = shared.domain.arrivals()?;
         let now = Instant::now();
         Ok(Scout {
             shared,

@@ -106,7 +106,7 @@ fn arrivals(path: &Path) -> Result<PrivateFd> {
     };
     let failed = |call| move |e: rustix::io::Errno| Error::os(call, format!("watching {}", folder.display()), e);
     let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
-    let fd = PrivateFd::new(inotify::init(flags).map_err(failed("inotify_init"))?);
+    let fd = PrivateFd::open(|| inotify::init(flags)).map_err(failed("inotify_init"))?;
     let wanted = inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::CLOSE_WRITE;
     inotify::add_watch(&fd, folder, wanted).map_err(failed("inotify_add_watch"))?;
     Ok(fd)

@@ -4,7 +4,7 @@
 //! Unlike a link's segment it may have more than two users, each of which can write all of it; what a face makes of that
 //! stands at the face's head. Nothing but atomics is ever read here, so whatever a peer writes is a value, not a fault.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
@@ -57,16 +57,17 @@ impl Page {
     pub(crate) fn create(device: Option<&Device>, bytes: usize) -> Result<(Page, PrivateFd)> {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
         let context = || format!("{bytes} bytes of shared words");
-        let fd = rustix::fs::memfd_create(c"warpipe-words", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = PrivateFd::open(|| rustix::fs::memfd_create(c"warpipe-words", flags))
             .map_err(|e| Error::os("memfd_create", context(), e))?;
         rustix::fs::ftruncate(&fd, bytes as u64).map_err(|e| Error::os("ftruncate", context(), e))?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
-        Ok((Page::map(fd.as_fd(), bytes)?.register(device)?, PrivateFd::new(fd)))
+        Ok((Page::map(fd.as_fd(), bytes)?.register(device)?, fd))
     }
 
     /// Maps a page of `bytes` bytes that a peer made, once it has been seen to be a sealed memfd of that length.
-    pub(crate) fn open(device: Option<&Device>, fd: OwnedFd, bytes: usize, name: &str) -> Result<Page> {
+    pub(crate) fn open(device: Option<&Device>, fd: PrivateFd, bytes: usize, name: &str) -> Result<Page> {
         let wrong = |found: String| Error::Protocol {
             name: name.to_string(),
             field: "shared words",
@@ -157,7 +158,7 @@ mod tests {
     #[test]
     fn what_one_mapping_writes_the_other_reads() {
         let (ours, fd) = Page::create(None, 1).unwrap();
-        let copy = rustix::io::fcntl_dupfd_cloexec(&fd, 0).unwrap();
+        let copy = PrivateFd::duplicate(&fd).unwrap();
         let theirs = Page::open(None, copy, ours.bytes(), "test").unwrap();
         ours.at::<AtomicU64>(8).store(7, Relaxed);
         assert_eq!(theirs.at::<AtomicU64>(8).load(Relaxed), 7);
@@ -166,13 +167,13 @@ mod tests {
     #[test]
     fn a_page_of_another_length_or_an_unsealed_file_is_refused() {
         let (_ours, fd) = Page::create(None, 1).unwrap();
-        let copy = || rustix::io::fcntl_dupfd_cloexec(&fd, 0).unwrap();
+        let copy = || PrivateFd::duplicate(&fd).unwrap();
         for bytes in [0, 100, 2 * PAGE_BYTES, PAGES_BYTES_MAX + PAGE_BYTES] {
             let error = Page::open(None, copy(), bytes, "test").unwrap_err();
             assert!(matches!(error, Error::Protocol { field: "shared words", .. }), "{bytes}: {error}");
         }
         let loose = rustix::fs::memfd_create(c"loose", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&loose, PAGE_BYTES as u64).unwrap();
-        assert!(matches!(Page::open(None, loose, PAGE_BYTES, "test"), Err(Error::Protocol { .. })));
+        assert!(matches!(Page::open(None, PrivateFd::new(loose), PAGE_BYTES, "test"), Err(Error::Protocol { .. })));
     }
 }

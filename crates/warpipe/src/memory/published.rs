@@ -169,9 +169,9 @@ impl Keep for Counter {
         if id != ONLY || incarnation.is_some_and(|wanted| wanted != desk.generation()) {
             return Answer::new(&Reply::Expired, vec![]);
         }
-        let export = rustix::io::fcntl_dupfd_cloexec(&self.export, 3)?;
+        let export = PrivateFd::duplicate(&self.export)?;
         let Counter { mapped, bytes, access, owner, .. } = *self;
-        Answer::new(&Reply::Memory { mapped, bytes, access, owner }, vec![PrivateFd::new(export)])
+        Answer::new(&Reply::Memory { mapped, bytes, access, owner }, vec![export])
     }
 
     fn answer(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {

@@ -122,7 +122,7 @@ impl Core {
         let State { arena, borrowers, .. } = state;
         let place = *arena.slot(slot);
         let chunk = &arena.chunks()[place.region as usize];
-        let fd = PrivateFd::new(rustix::io::fcntl_dupfd_cloexec(&chunk.export, 3)?);
+        let fd = PrivateFd::duplicate(&chunk.export)?;
         let Some(borrower) = borrowers.get_mut(&caller.id) else { return Ok(None) };
         let Some((pair, value)) = borrower.open(slot) else { return Ok(None) };
         let lending = Lending {

@@ -72,8 +72,8 @@ impl Desk {
         observer: Arc<Observer>,
         ledger: Ledger,
     ) -> Result<Arc<Desk>> {
-        let readable = epoll::create(epoll::CreateFlags::CLOEXEC);
-        let readable = PrivateFd::new(readable.map_err(|e| Error::os("epoll_create1", "a queue", e))?);
+        let readable = PrivateFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
+        let readable = readable.map_err(|e| Error::os("epoll_create1", "a queue", e))?;
         epoll::add(&readable, &observer.bell, epoll::EventData::new_u64(OWN), LISTEN)
             .map_err(|e| Error::os("epoll_ctl", "a queue's bell", e))?;
         let desk = Arc::new(Desk {

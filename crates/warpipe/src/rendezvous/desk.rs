@@ -145,8 +145,9 @@ impl Desk {
     pub(crate) fn pidfd_of(&self, id: u64) -> Result<Option<PrivateFd>> {
         let guests = self.lock();
         let Some(guest) = guests.get(&id) else { return Ok(None) };
-        let copy = rustix::io::fcntl_dupfd_cloexec(guest.peer.pidfd(), 0);
-        copy.map(|fd| Some(PrivateFd::new(fd))).map_err(|e| Error::os("fcntl(F_DUPFD)", "a visitor's pidfd", e))
+        PrivateFd::duplicate(guest.peer.pidfd())
+            .map(Some)
+            .map_err(|e| Error::os("fcntl(F_DUPFD)", "a visitor's pidfd", e))
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Guest>> {
@@ -180,8 +181,9 @@ impl Desk {
     fn accept(&self) -> Next {
         use rustix::net::{SocketFlags, accept_with};
         for _ in 0..TURN {
-            match accept_with(&self.claim.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-                Ok(socket) => self.greet(PrivateFd::new(socket)),
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            match PrivateFd::open(|| accept_with(&self.claim.listener, flags)) {
+                Ok(socket) => self.greet(socket),
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
                 Err(_) => {
                     self.is_deaf.store(true, Ordering::Relaxed);

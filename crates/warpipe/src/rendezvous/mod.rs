@@ -15,7 +15,6 @@ mod tests;
 mod visitor;
 
 use std::fmt;
-use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
@@ -138,12 +137,12 @@ impl<E: std::error::Error> From<E> for Refusal {
 #[derive(Debug)]
 pub(crate) struct Gift {
     pub(crate) body: Vec<u8>,
-    pub(crate) fds: Vec<OwnedFd>,
+    pub(crate) fds: Vec<PrivateFd>,
 }
 
 impl Gift {
     /// Its body, if it is a whole `T`, and its descriptors, if there are `N`.
-    pub(crate) fn open<T: DeserializeOwned, const N: usize>(self, name: &str) -> Result<(T, [OwnedFd; N])> {
+    pub(crate) fn open<T: DeserializeOwned, const N: usize>(self, name: &str) -> Result<(T, [PrivateFd; N])> {
         let found = self.fds.len();
         let fds = self.fds.try_into().map_err(|_| Error::Protocol {
             name: name.to_string(),

@@ -98,7 +98,7 @@ impl Call {
         let (name, kind) = (at.name.to_string(), at.kind);
         let watcher = Watcher::of_process()?;
         let absent = |was_there| Error::NoOwner { kind, name: name.clone(), was_there };
-        let socket = PrivateFd::new(at.domain.connect_or(at.name, patience, absent)?);
+        let socket = at.domain.connect_or(at.name, patience, absent)?;
         let peer = Peer::of(socket.as_fd(), &name)?;
         if peer.uid != at.domain.owner() {
             let detail = format!("uid {} listens in a domain of uid {}", peer.uid, at.domain.owner());
@@ -179,7 +179,7 @@ impl Visitor {
     ) -> Result<(Visitor, Gift)> {
         let mut clock = Stopwatch::default();
         // Before the first look, so that an arrival in between is not missed.
-        let arrivals = if wait.is_zero() { None } else { Some(PrivateFd::new(at.domain.arrivals()?)) };
+        let arrivals = if wait.is_zero() { None } else { Some(at.domain.arrivals()?) };
         loop {
             let first = Visitor::attach_now(at, device, body);
             // Who closes without a word is about to go: by now there is nobody, or another one.

@@ -61,9 +61,9 @@ impl Keep for Warden {
         }
         let member = u32::try_from(caller.id).ok().filter(|&member| member < CREATOR);
         let member = member.ok_or_else(|| Refusal("it has had all the members it can count; create it anew".into()))?;
-        let page = rustix::io::fcntl_dupfd_cloexec(&self.page, 0)
-            .map_err(|e| Error::os("fcntl(F_DUPFD)", "the semaphore's page", e))?;
-        let answer = Answer::new(&Welcome { member, permits: self.room.permits() }, vec![PrivateFd::new(page)])?;
+        let page =
+            PrivateFd::duplicate(&self.page).map_err(|e| Error::os("fcntl(F_DUPFD)", "the semaphore's page", e))?;
+        let answer = Answer::new(&Welcome { member, permits: self.room.permits() }, vec![page])?;
         self.present().insert(member);
         Ok(answer)
     }

@@ -95,9 +95,9 @@ impl ServerBuilder {
         EndpointName::new(&format!("{}00000000", clients_of(&self.service)))?;
         let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
         let device = self.device.clone().unwrap_or_else(|| Device::preferred().device);
-        let readable = epoll::create(epoll::CreateFlags::CLOEXEC);
-        let readable = PrivateFd::new(readable.map_err(|e| Error::os("epoll_create1", "a server", e))?);
-        let arrivals = PrivateFd::new(domain.arrivals()?);
+        let readable = PrivateFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
+        let readable = readable.map_err(|e| Error::os("epoll_create1", "a server", e))?;
+        let arrivals = domain.arrivals()?;
         let door = Arc::new(Door { let_in: Mutex::default(), bell: Bell::new()? });
         listen_to(&readable, arrivals.as_fd(), ARRIVALS)?;
         let clock = Clock::new()?;

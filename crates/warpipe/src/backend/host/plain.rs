@@ -6,7 +6,7 @@
 //! its process is dead or has freed it. That is what a CUDA legacy handle promises, and no more.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -73,13 +73,14 @@ impl Plain {
     pub(super) fn allocate(&self, bytes: u64) -> Result<DevicePtr> {
         let context = || format!("memory of {bytes} bytes");
         let length = page_multiple(bytes)?;
-        let fd = rustix::fs::memfd_create(NAME, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = PrivateFd::open(|| rustix::fs::memfd_create(NAME, flags))
             .map_err(|e| Error::os("memfd_create", context(), e))?;
         rustix::fs::ftruncate(&fd, length).map_err(|e| Error::os("ftruncate", context(), e))?;
         rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
         let base = map(&fd, length, ProtFlags::READ | ProtFlags::WRITE)?;
         let number = self.last.fetch_add(1, Ordering::Relaxed) + 1;
-        let allocation = Allocation { fd: PrivateFd::new(fd), bytes, number, home: Home::here() };
+        let allocation = Allocation { fd, bytes, number, home: Home::here() };
         lock(&self.allocated).insert(base, allocation);
         Ok(base)
     }
@@ -159,7 +160,7 @@ impl Plain {
         self.map_once(&fd, File { device, inode }, bytes, length)
     }
 
-    fn map_once(&self, fd: &OwnedFd, file: File, bytes: u64, length: u64) -> Result<(DevicePtr, bool)> {
+    fn map_once(&self, fd: &PrivateFd, file: File, bytes: u64, length: u64) -> Result<(DevicePtr, bool)> {
         let mut opened = lock(&self.opened);
         if let Some((&base, known)) = opened.iter_mut().find(|(_, known)| known.file == file) {
             known.times += 1;
@@ -221,7 +222,7 @@ pub(super) fn check_event(handle: &IpcBytes) -> Result<()> {
 
 /// Opens the descriptor of another process, if it is the file that it should be. It is looked at before it is opened:
 /// to open what is by now a device or a pipe might do something.
-fn open_file(pid: i32, number: u32, file: File) -> Result<OwnedFd> {
+fn open_file(pid: i32, number: u32, file: File) -> Result<PrivateFd> {
     let path = format!("/proc/{pid}/fd/{number}");
     let failed = |call, error: Errno| match error {
         Errno::NOENT | Errno::SRCH | Errno::ACCESS | Errno::PERM => refused(&format!("{call} {path}: {error}")),
@@ -233,7 +234,8 @@ fn open_file(pid: i32, number: u32, file: File) -> Result<OwnedFd> {
         return Err(other());
     }
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-    let fd = rustix::fs::open(&path, flags, Mode::empty()).map_err(|error| failed("open", error))?;
+    let fd =
+        PrivateFd::open(|| rustix::fs::open(&path, flags, Mode::empty())).map_err(|error| failed("open", error))?;
     let stat = rustix::fs::fstat(&fd).map_err(|error| failed("fstat", error))?;
     if File::of(&stat) == file { Ok(fd) } else { Err(other()) }
 }

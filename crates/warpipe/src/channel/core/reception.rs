@@ -11,8 +11,9 @@ impl Core {
     fn accept(&self) -> Next {
         use rustix::net::{SocketFlags, accept_with};
         for _ in 0..ACCEPTED_AT_ONCE {
-            match accept_with(&self.claim.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-                Ok(socket) => self.greet(PrivateFd::new(socket)),
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            match PrivateFd::open(|| accept_with(&self.claim.listener, flags)) {
+                Ok(socket) => self.greet(socket),
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
                 Err(_) => {
                     self.is_deaf.store(true, Ordering::Relaxed);

@@ -1,6 +1,6 @@
 //! The subscriber's side of the handshake: says hello, hears what the link is made of, and maps it.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -45,7 +45,7 @@ impl Greeter<'_> {
         })
     }
 
-    pub(super) fn hear(&self) -> Result<(Message, Vec<OwnedFd>)> {
+    pub(super) fn hear(&self) -> Result<(Message, Vec<PrivateFd>)> {
         loop {
             match message::receive(self.socket.as_fd(), self.name)? {
                 Received::Message(Message::Refused { denied: true, text }, _) => {
@@ -85,7 +85,7 @@ impl Greeter<'_> {
             let fault = HandshakeFault::Device { publisher: owner.to_string(), subscriber: reader.to_string() };
             return Err(self.fault(fault));
         }
-        let Ok([segment, wake]) = <[OwnedFd; 2]>::try_from(fds) else {
+        let Ok([segment, wake]) = <[PrivateFd; 2]>::try_from(fds) else {
             return Err(self.fault(HandshakeFault::Descriptors { found: 0, wanted: 2 }));
         };
         let segment = Segment::open(device, segment.as_fd(), depth, generation).map_err(|error| match error {
@@ -130,7 +130,7 @@ pub(super) fn import(
     device: &Device,
     (id, bytes): (u32, u64),
     due: usize,
-    fds: &[OwnedFd],
+    fds: &[PrivateFd],
     access: Access,
     owner: DeviceId,
     name: &str,

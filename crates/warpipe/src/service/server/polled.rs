@@ -25,8 +25,8 @@ pub(in crate::service) struct Clock {
 impl Clock {
     pub(super) fn new() -> Result<Clock> {
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
-        let timer = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags);
-        let timer = PrivateFd::new(timer.map_err(|e| Error::os("timerfd_create", "a server", e))?);
+        let timer = PrivateFd::open(|| rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags));
+        let timer = timer.map_err(|e| Error::os("timerfd_create", "a server", e))?;
         Ok(Clock { timer, is_on: AtomicBool::new(false) })
     }
 

@@ -1,0 +1,110 @@
+//! Forks while other threads open and close endpoints: a child keeps none of this library's descriptors.
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use warpipe::{Device, Domain, Event, Publisher, Semaphore, Subscriber, Timeline};
+
+const WAIT: Duration = Duration::from_secs(20);
+
+/// Children that are forked; before descriptors were registered while `fork` is kept out, about one in two had strays.
+const CHILDREN: usize = 400;
+
+/// Beginnings of what `/proc/self/fd` says of descriptors that this library makes and a child must not have. Regions
+/// (`/memfd:warpipe-region`) stay in a child with their mapping.
+const STRAYS: [&str; 6] =
+    ["socket:", "anon_inode:", "pidfd:", "/memfd:warpipe-link", "/memfd:warpipe-words", "/memfd:warpipe-process"];
+
+#[test]
+fn a_child_forked_under_constant_opening_keeps_no_descriptor_of_its_parent() {
+    let folder = std::env::temp_dir().join(format!("warpipe-forks-{}", std::process::id()));
+    let domain = Domain::at(&folder).unwrap();
+    let before = descriptors();
+    let is_over = AtomicBool::new(false);
+    let found = std::thread::scope(|scope| {
+        for number in 0..3 {
+            let (domain, is_over) = (&domain, &is_over);
+            scope.spawn(move || {
+                while !is_over.load(Ordering::Relaxed) {
+                    open_and_close(domain, number);
+                }
+            });
+        }
+        let found = std::panic::catch_unwind(|| fork_children(&before, &folder));
+        is_over.store(true, Ordering::Relaxed);
+        found
+    });
+    std::fs::remove_dir_all(&folder).unwrap();
+    let found = found.unwrap();
+    assert!(found.is_empty(), "strays in {CHILDREN} children, by kind: {found:#?}");
+}
+
+fn open_and_close(domain: &Domain, number: usize) {
+    let (device, name) = (Device::host(), |kind: &str| format!("{kind}-{number}"));
+    let publisher = Publisher::builder(&name("publisher")).domain(domain).device(&device).build().unwrap();
+    let mut subscriber = Subscriber::builder(&name("publisher")).domain(domain).device(&device).build().unwrap();
+    let stream = device.stream().unwrap();
+    publisher.wait_for_subscribers(1, WAIT).unwrap();
+    publisher.send_bytes(&stream, b"x").unwrap();
+    subscriber.receive(&stream).unwrap().finish(WAIT).unwrap();
+    let timeline = Timeline::create(domain, &name("timeline"), &device).unwrap();
+    drop(Timeline::open(domain, &name("timeline"), &device).unwrap());
+    let semaphore = Semaphore::create(domain, &name("semaphore"), &device, 1).unwrap();
+    drop(Semaphore::open(domain, &name("semaphore"), &device).unwrap());
+    drop(Event::create(domain, &device).unwrap());
+    let _ = domain.endpoints().unwrap();
+    drop((publisher, subscriber, timeline, semaphore));
+}
+
+/// The kinds of strays that children had, and how many.
+fn fork_children(before: &BTreeMap<i32, String>, folder: &Path) -> BTreeMap<String, usize> {
+    let mut found = BTreeMap::new();
+    for _ in 0..CHILDREN {
+        let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+        // SAFETY: glibc keeps its allocator usable in the child of a process with threads; the child uses that and
+        // system calls, and ends by `_exit`.
+        match unsafe { libc::fork() } {
+            -1 => panic!("{}", std::io::Error::last_os_error()),
+            0 => {
+                let text = strays(before, folder).join("\n");
+                let _ = rustix::io::write(&writer, text.as_bytes());
+                // SAFETY: ends the process at once.
+                unsafe { libc::_exit(0) }
+            }
+            child => {
+                drop(writer);
+                read(reader).lines().for_each(|kind| *found.entry(kind.to_string()).or_default() += 1);
+                // SAFETY: reaps our own child, which has closed its pipe and ends.
+                assert_eq!(unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) }, child);
+            }
+        }
+    }
+    found
+}
+
+fn read(reader: OwnedFd) -> String {
+    let mut text = String::new();
+    std::fs::File::from(reader).read_to_string(&mut text).unwrap();
+    text
+}
+
+fn strays(before: &BTreeMap<i32, String>, folder: &Path) -> Vec<String> {
+    let is_ours =
+        |path: &String| STRAYS.iter().any(|stray| path.starts_with(stray)) || Path::new(path).parent() == Some(folder);
+    let new = descriptors().into_iter().filter(|(fd, path)| before.get(fd) != Some(path)).map(|(_, path)| path);
+    new.filter(is_ours).map(|path| path.split('[').next().unwrap_or_default().to_string()).collect()
+}
+
+/// What is open, but for what it is read through.
+fn descriptors() -> BTreeMap<i32, String> {
+    let folder = std::fs::File::open("/proc/self/fd").unwrap();
+    let directory = rustix::fs::Dir::read_from(&folder).unwrap();
+    let numbers: Vec<i32> =
+        directory.filter_map(|entry| entry.unwrap().file_name().to_str().ok()?.parse().ok()).collect();
+    let path = |fd: i32| Some((fd, std::fs::read_link(format!("/proc/self/fd/{fd}")).ok()?.display().to_string()));
+    numbers.into_iter().filter(|&fd| fd != folder.as_raw_fd()).filter_map(path).collect()
+}
