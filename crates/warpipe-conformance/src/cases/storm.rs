@@ -1,9 +1,10 @@
 //! Kills at random moments, many of them.
 
+use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Stream, Subscriber};
+use warpipe::{Error, Sample, Stream, Subscriber};
 
 use super::Case;
 use crate::PATIENCE;
@@ -19,6 +20,9 @@ pub(super) const CASES: &[Case] = &[
         .ends_clients()
         .long(1800),
     Case::new("publishers killed at random under one reconnecting subscriber", reconnecting).ends_clients().long(1800),
+    Case::new("publishers killed at random under a reconnecting subscriber that sleeps as long as it takes", sleeping)
+        .ends_clients()
+        .long(1800),
     Case::new("subscribers killed at random: the publisher goes on and leaks nothing", subscribers)
         .ends_clients()
         .long(1800),
@@ -33,67 +37,95 @@ struct Toll {
     lost: u64,
 }
 
+/// Shorter than any wait inside the library, and longer.
+const SHORT: Duration = Duration::from_millis(20);
+const LONG: Duration = Duration::from_secs(3600);
+
 /// What one incarnation sent, as its survivor sees it.
-struct Survivor<'a> {
-    subscriber: &'a mut Subscriber,
-    stream: &'a Stream,
-    tally: &'a mut Tally,
-    chance: Chance,
+#[derive(Debug, Default)]
+struct Seen {
+    /// The highest sequence number that was whole.
+    whole: u64,
+    /// How many were lost behind it.
+    lost: u64,
 }
 
-impl Survivor<'_> {
-    /// Receives and checks until the publisher's end. Returns the highest sequence number that was whole, and how
-    /// many samples were lost behind it.
-    fn drain(&mut self) -> Result<(u64, u64)> {
-        let (mut whole, mut lost) = (0, 0);
-        loop {
-            let sample = match self.subscriber.receive_timeout(self.stream, Duration::from_millis(20)) {
-                Ok(sample) => sample,
-                Err(Error::PublisherGone { graceful: false, .. }) => return Ok((whole, lost)),
-                // With `reconnect` the end is told by there being no publisher any more.
-                Err(Error::Timeout { .. }) if self.subscriber.publisher_state().is_none() => return Ok((whole, lost)),
-                Err(Error::Timeout { .. }) => continue,
-                Err(error) => bail!(error),
-            };
-            let sequence = sample.sequence();
-            if self.chance.once_in(4) {
-                // Without a check of ours in between: released, and then asked.
-                match sample.finish(PATIENCE) {
-                    Ok(()) => {}
-                    Err(Error::SampleLost { .. }) => {
-                        lost += 1;
-                        continue;
-                    }
-                    Err(error) => bail!(error),
-                }
-            } else {
-                match self.tally.finish(sample) {
-                    Ok(wrong) => ensure!(wrong == 0, "sample {sequence} is torn: {wrong} wrong words"),
-                    Err(error) => match error.downcast_ref::<Error>() {
-                        Some(Error::SampleLost { .. }) => {
-                            lost += 1;
-                            continue;
-                        }
-                        _ => return Err(error),
-                    },
-                }
+impl Seen {
+    /// Releases a sample, mostly checked.
+    fn add(&mut self, sample: Sample, tally: &mut Tally, chance: &mut Chance) -> Result<()> {
+        let sequence = sample.sequence();
+        let finished = if chance.once_in(4) {
+            // Without a check of ours in between: released, and then asked.
+            sample.finish(PATIENCE).map(|()| 0).map_err(Into::into)
+        } else {
+            tally.finish(sample)
+        };
+        match finished {
+            Ok(wrong) => ensure!(wrong == 0, "sample {sequence} is torn: {wrong} wrong words"),
+            Err(error) if matches!(error.downcast_ref(), Some(Error::SampleLost { .. })) => {
+                self.lost += 1;
+                return Ok(());
             }
-            ensure!(lost == 0, "sample {sequence} is whole behind a lost one of the same stream");
-            ensure!(sequence == whole + 1, "sample {sequence} after sample {whole}: doubled or skipped");
-            whole = sequence;
+            Err(error) => return Err(error),
+        }
+        ensure!(self.lost == 0, "sample {sequence} is whole behind a lost one of the same stream");
+        ensure!(sequence == self.whole + 1, "sample {sequence} after sample {}: doubled or skipped", self.whole);
+        self.whole = sequence;
+        Ok(())
+    }
+}
+
+/// Receives and checks until the publisher's end.
+fn drain(subscriber: &mut Subscriber, stream: &Stream, tally: &mut Tally, mut chance: Chance) -> Result<Seen> {
+    let mut seen = Seen::default();
+    loop {
+        match subscriber.receive_timeout(stream, SHORT) {
+            Ok(sample) => seen.add(sample, tally, &mut chance)?,
+            Err(Error::PublisherGone { graceful: false, .. }) => return Ok(seen),
+            // With `reconnect` the end is told by there being no publisher any more.
+            Err(Error::Timeout { .. }) if subscriber.publisher_state().is_none() => return Ok(seen),
+            Err(Error::Timeout { .. }) => {}
+            Err(error) => bail!(error),
         }
     }
+}
+
+/// Receives and checks from one incarnation after the other, each wait as long as it takes. Tells of each once the next
+/// one's first sample has come, and ends with the `last`.
+fn follow(
+    mut subscriber: Subscriber,
+    stream: &Stream,
+    mut tally: Tally,
+    mut chance: Chance,
+    last: u32,
+    tell: &Sender<Result<Seen>>,
+) -> Result<()> {
+    let mut seen = Seen::default();
+    let mut told = 0;
+    while told < last {
+        let sample = subscriber.receive_timeout(stream, LONG)?;
+        if sample.discontinuity().is_some() {
+            tell.send(Ok(std::mem::take(&mut seen)))?;
+            told += 1;
+        }
+        seen.add(sample, &mut tally, &mut chance)?;
+    }
+    Ok(())
 }
 
 /// A publisher of random depth, ready to stream.
 fn streamer(context: &Context, chance: &mut Chance, reconnects: bool) -> Result<Peer> {
     let mut peer = context.peer()?;
+    peer.publish(plan(chance, reconnects))?;
+    Ok(peer)
+}
+
+fn plan(chance: &mut Chance, reconnects: bool) -> PublisherPlan {
     let depth = chance.between(2, 16) as u32;
     let policy = Some(PolicyPlan::Block(PATIENCE.as_millis() as u64));
     // A reconnecting subscriber comes late; the history holds what the ring does.
     let history = reconnects.then_some(depth);
-    peer.publish(PublisherPlan { depth: Some(depth), history, policy, ..PublisherPlan::of("storm") })?;
-    Ok(peer)
+    PublisherPlan { depth: Some(depth), history, policy, ..PublisherPlan::of("storm") }
 }
 
 fn ready_in(lines: impl IntoIterator<Item = String>) -> Result<u64> {
@@ -102,30 +134,50 @@ fn ready_in(lines: impl IntoIterator<Item = String>) -> Result<u64> {
     numbers.collect::<Result<Vec<_>>>().map(|numbers| numbers.into_iter().max().unwrap_or(0))
 }
 
-/// Lets it stream, and kills it. Returns the last sample that it told ready.
-fn stream_and_strike(peer: &mut Peer, chance: &mut Chance) -> Result<u64> {
-    let slow = Duration::from_micros(*chance.pick(&[0, 0, 50, 300, 2000]));
-    peer.tell(&Order::Stream(Batch::of(1, WORDS, chance.any() >> 16).slow(slow)))?;
+/// Lets it stream, and kills it once it has told that `least` samples are ready. Returns the last that it told of.
+fn stream_and_strike(peer: &mut Peer, chance: &mut Chance, least: u64) -> Result<u64> {
+    start_stream(peer, chance)?;
     let mut ready = 0;
-    for _ in 0..chance.below(3) {
+    while ready < least {
         ready = ready_in(peer.line(PATIENCE)?)?;
     }
+    strike(peer, chance, ready)
+}
+
+fn start_stream(peer: &mut Peer, chance: &mut Chance) -> Result<()> {
+    let slow = Duration::from_micros(*chance.pick(&[0, 0, 50, 300, 2000]));
+    peer.tell(&Order::Stream(Batch::of(1, WORDS, chance.any() >> 16).slow(slow)))
+}
+
+fn strike(peer: &mut Peer, chance: &mut Chance, ready: u64) -> Result<u64> {
     std::thread::park_timeout(Duration::from_micros(chance.below(3000)));
     peer.kill()?;
     Ok(ready_in(peer.last_lines()?)?.max(ready))
 }
 
 /// One kill under a subscriber that receives meanwhile. Everything that was ready must have come.
-fn one_kill(peer: &mut Peer, mut survivor: Survivor<'_>, chance: &mut Chance, toll: &mut Toll) -> Result<()> {
-    let (ready, (whole, lost)) = std::thread::scope(|scope| -> Result<_> {
-        let drained = scope.spawn(move || survivor.drain());
-        let ready = stream_and_strike(peer, chance)?;
+fn one_kill(
+    peer: &mut Peer,
+    drain: impl FnOnce() -> Result<Seen> + Send,
+    chance: &mut Chance,
+    toll: &mut Toll,
+) -> Result<()> {
+    let (ready, seen) = std::thread::scope(|scope| -> Result<_> {
+        let drained = scope.spawn(drain);
+        let least = chance.below(3);
+        let ready = stream_and_strike(peer, chance, least)?;
         Ok((ready, drained.join().map_err(|_| anyhow::anyhow!("a panic"))??))
     })?;
-    ensure!(whole >= ready, "sample {ready} was ready, and {whole} is the last received");
-    toll.received += whole;
-    toll.lost += lost;
-    Ok(())
+    toll.add(ready, &seen)
+}
+
+impl Toll {
+    fn add(&mut self, ready: u64, seen: &Seen) -> Result<()> {
+        ensure!(seen.whole >= ready, "sample {ready} was ready, and {} is the last received", seen.whole);
+        self.received += seen.whole;
+        self.lost += seen.lost;
+        Ok(())
+    }
 }
 
 fn publishers(context: &Context) -> Result<()> {
@@ -138,8 +190,8 @@ fn publishers(context: &Context) -> Result<()> {
         let mut peer = streamer(context, &mut chance, false)?;
         let mut subscriber = context.subscriber("storm").build()?;
         let dice = Chance::new(chance.any());
-        let survivor = Survivor { subscriber: &mut subscriber, stream: &stream, tally: &mut tally, chance: dice };
-        one_kill(&mut peer, survivor, &mut chance, &mut toll).with_context(|| format!("kill {kill}"))?;
+        let drain = || drain(&mut subscriber, &stream, &mut tally, dice);
+        one_kill(&mut peer, drain, &mut chance, &mut toll).with_context(|| format!("kill {kill}"))?;
         drop((subscriber, peer));
         context.domain.clean()?;
         guard.settles().with_context(|| format!("after kill {kill}"))?;
@@ -162,10 +214,50 @@ fn reconnecting(context: &Context) -> Result<()> {
             ensure!(eventually(PATIENCE, follows), "kill {kill}: it follows the next incarnation");
         }
         let dice = Chance::new(chance.any());
-        let survivor = Survivor { subscriber: &mut subscriber, stream: &stream, tally: &mut tally, chance: dice };
-        one_kill(&mut peer, survivor, &mut chance, &mut toll).with_context(|| format!("kill {kill}"))?;
+        let drain = || drain(&mut subscriber, &stream, &mut tally, dice);
+        one_kill(&mut peer, drain, &mut chance, &mut toll).with_context(|| format!("kill {kill}"))?;
     }
     tell(context, kills, &toll)
+}
+
+/// No wait of the subscriber ends by itself within the case: whatever nobody rings for does not come.
+fn sleeping(context: &Context) -> Result<()> {
+    let mut chance = context.chance();
+    let mut toll = Toll::default();
+    let mut peer = speaker(context, &mut chance)?;
+    let subscriber = context.subscriber("storm").reconnect(true).build()?;
+    let (stream, tally, dice) = (context.stream()?, context.tally()?, Chance::new(chance.any()));
+    let (tell_seen, told) = channel();
+    let kills = context.rounds(15, 200, 50);
+    // Joined only if all went well: else it sleeps until this process ends.
+    let following = std::thread::spawn(move || {
+        let ended = follow(subscriber, &stream, tally, dice, kills, &tell_seen);
+        let _ = ended.map_err(|error| tell_seen.send(Err(error)));
+    });
+    for kill in 1..=kills {
+        let mut one = || -> Result<()> {
+            start_stream(&mut peer, &mut chance)?;
+            let ready = strike(&mut peer, &mut chance, 1)?;
+            peer = speaker(context, &mut chance)?;
+            let seen = told.recv_timeout(PATIENCE).context("the next publisher's first sample did not come")??;
+            toll.add(ready, &seen)
+        };
+        one().with_context(|| format!("kill {kill}"))?;
+    }
+    following.join().map_err(|_| anyhow::anyhow!("a panic"))?;
+    tell(context, kills, &toll)
+}
+
+/// A publisher that has sent one sample, mostly before its subscriber has come, and keeps still then: its memory is
+/// announced with the handshake, so that nothing but the sample can ring. Returned once it has its subscriber.
+fn speaker(context: &Context, chance: &mut Chance) -> Result<Peer> {
+    let mut peer = context.peer()?;
+    peer.tell(&Order::Publish(plan(chance, true)))?;
+    peer.tell(&Order::SendAndWait(Batch::of(1, WORDS, chance.any() >> 16)))?;
+    for _ in 0..2 {
+        peer.answer()??;
+    }
+    Ok(peer)
 }
 
 fn subscribers(context: &Context) -> Result<()> {

@@ -3,6 +3,8 @@
 use std::mem::MaybeUninit;
 mod arrival;
 mod builder;
+#[cfg(test)]
+mod tests;
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -40,6 +42,7 @@ const RETRY: Duration = Duration::from_millis(100);
 const BELL: u64 = 0;
 const WAKE: u64 = 1;
 const ARRIVALS: u64 = 2;
+const TIMER: u64 = 3;
 
 /// Receives the tensors of one publisher.
 ///
@@ -87,8 +90,12 @@ pub struct Subscriber {
     arrivals: Option<PrivateFd>,
     /// Everything that can end a wait, in one descriptor.
     readable: PrivateFd,
-    /// Somebody waits on `readable` by himself.
+    /// An event loop polls `readable`: this end is asleep whenever no call of ours runs.
     is_polled: AtomicBool,
+    /// Publishers are to ring for their samples: the one that is attached, and every one that is attached next.
+    is_asleep: AtomicBool,
+    /// Ends the sleep of an event loop when only another look can help. Made when it is first needed.
+    timer: Option<PrivateFd>,
     attached: Option<Attached>,
     discontinuity: Option<Discontinuity>,
     dropped_before: u64,
@@ -145,6 +152,8 @@ impl Subscriber {
             arrivals,
             readable,
             is_polled: AtomicBool::new(false),
+            is_asleep: AtomicBool::new(false),
+            timer: None,
             attached: None,
             discontinuity: None,
             dropped_before: 0,
@@ -179,6 +188,10 @@ impl Subscriber {
         let inlet = Inlet::connect(&self.domain, &self.name, &self.device, &self.bell, timeout, generation)?;
         listen_to(&self.readable, inlet.wake.as_fd(), WAKE)?;
         let ring = ReceiverRing::new(inlet.segment().clone());
+        // Before the first look at this ring: an end that is about to sleep looks once more behind this.
+        if self.is_asleep.load(Ordering::Relaxed) {
+            ring.fall_asleep();
+        }
         let regions = inlet.regions().clone();
         self.attached =
             Some(Attached { inlet, ring, regions, last_sequence: 0, region_missing_since: None, taken: None });
@@ -260,7 +273,11 @@ impl Subscriber {
         }
         self.drain();
         self.fall_asleep();
-        self.poll(stream)
+        let found = self.poll(stream)?;
+        if found.is_none() && self.must_look_again() {
+            self.set_timer(RETRY)?;
+        }
+        Ok(found)
     }
 
     /// All samples until the publisher has gone: the iterator ends when it said goodbye, and gives the error
@@ -271,9 +288,32 @@ impl Subscriber {
 
     /// How long a sleep may last before the next look without having been woken.
     fn patience(&self) -> Duration {
-        let retries = self.attached.is_none();
-        let awaits_region = self.attached.as_ref().is_some_and(|attached| attached.region_missing_since.is_some());
-        if retries || awaits_region { RETRY } else { Duration::from_secs(3600) }
+        if self.must_look_again() { RETRY } else { Duration::from_secs(3600) }
+    }
+
+    /// Whether something may come that rings nobody: a publisher that could not let this end in, a region that was
+    /// never announced.
+    fn must_look_again(&self) -> bool {
+        self.attached.as_ref().is_none_or(|attached| attached.region_missing_since.is_some())
+    }
+
+    /// `timerfd_settime`: makes the descriptor readable after `pause`.
+    fn set_timer(&mut self, pause: Duration) -> Result<()> {
+        use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
+        let failed = |call| move |e| Error::os(call, "a subscriber's timer", e);
+        let timer = match &self.timer {
+            Some(timer) => timer,
+            None => {
+                let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+                let timer = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags);
+                let timer = PrivateFd::new(timer.map_err(failed("timerfd_create"))?);
+                listen_to(&self.readable, timer.as_fd(), TIMER)?;
+                self.timer.insert(timer)
+            }
+        };
+        let once = Itimerspec { it_interval: timespec(Duration::ZERO), it_value: timespec(pause) };
+        rustix::time::timerfd_settime(timer, TimerfdTimerFlags::empty(), &once).map_err(failed("timerfd_settime"))?;
+        Ok(())
     }
 
     fn spin(&mut self, stream: &Stream, timeout: Duration) -> Result<Option<Sample>> {
@@ -289,16 +329,20 @@ impl Subscriber {
         Ok(None)
     }
 
+    /// Asks to be rung for samples. Look once more before sleeping: whatever came before did not ring.
     fn fall_asleep(&self) {
+        self.is_asleep.store(true, Ordering::Relaxed);
         if let Some(attached) = &self.attached {
             attached.ring.fall_asleep();
         }
     }
 
     fn wake_up(&self) {
-        if let Some(attached) = &self.attached
-            && !self.is_polled.load(Ordering::Relaxed)
-        {
+        if self.is_polled.load(Ordering::Relaxed) {
+            return;
+        }
+        self.is_asleep.store(false, Ordering::Relaxed);
+        if let Some(attached) = &self.attached {
             attached.ring.wake_up();
         }
     }
@@ -312,6 +356,7 @@ impl Subscriber {
             match event.data.u64() {
                 BELL => self.bell.drain(),
                 WAKE => self.drain_wake(),
+                TIMER => self.drain_timer(),
                 _ => self.arrivals.iter().for_each(drain_arrivals),
             }
         }
@@ -321,7 +366,14 @@ impl Subscriber {
     fn drain(&self) {
         self.bell.drain();
         self.drain_wake();
+        self.drain_timer();
         self.arrivals.iter().for_each(drain_arrivals);
+    }
+
+    fn drain_timer(&self) {
+        if let Some(timer) = &self.timer {
+            let _ = rustix::io::read(timer, &mut [0u8; 8]);
+        }
     }
 
     fn drain_wake(&self) {
@@ -334,23 +386,32 @@ impl Subscriber {
         }
     }
 
-    /// One look, following the next incarnation if that is wanted.
+    /// One look. With `reconnect`, also at a publisher that is attached in its course: whatever that one sent before it
+    /// was asked to ring does not ring.
     fn poll(&mut self, stream: &Stream) -> Result<Option<Sample>> {
         self.home.check()?;
         stream.check_of(&self.device)?;
-        match &mut self.attached {
-            Some(attached) => match attached.poll(stream, &mut self.discontinuity) {
-                Err(error) if self.options.reconnect && is_an_end(&error) => {
-                    self.detach(&error);
-                    Ok(None)
-                }
-                other => other,
-            },
-            None => match self.attach() {
-                Ok(()) => Ok(None),
-                Err(error) if is_passing(&error) => Ok(None),
-                Err(error) => Err(error),
-            },
+        if self.attached.is_some()
+            && let Some(found) = self.look(stream)?
+        {
+            return Ok(found);
+        }
+        match self.attach() {
+            Ok(()) => Ok(self.look(stream)?.flatten()),
+            Err(error) if is_passing(&error) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// One look at the publisher that is attached; `None` when that one is at its end and another is to be followed.
+    fn look(&mut self, stream: &Stream) -> Result<Option<Option<Sample>>> {
+        let Some(attached) = &mut self.attached else { return Ok(None) };
+        match attached.poll(stream, &mut self.discontinuity) {
+            Err(error) if self.options.reconnect && is_an_end(&error) => {
+                self.detach(&error);
+                Ok(None)
+            }
+            other => other.map(Some),
         }
     }
 
@@ -468,7 +529,8 @@ impl Drop for Attached {
 }
 
 impl AsFd for Subscriber {
-    /// A descriptor that is readable when a sample, or the end, may have come (an epoll descriptor; it nests).
+    /// A descriptor that is readable when a sample, or the end, may have come (an epoll descriptor; it nests). With
+    /// [`reconnect`](SubscriberBuilder::reconnect) also every 100 ms while there is no publisher.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.is_polled.store(true, Ordering::Relaxed);
         self.fall_asleep();

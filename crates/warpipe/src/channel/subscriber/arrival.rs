@@ -100,10 +100,10 @@ impl Subscriber {
 
     /// Whether the publisher is asked to ring in [`descriptor`](Self::descriptor) with each sample.
     pub(crate) fn set_asleep(&self, asleep: bool) {
-        match &self.attached {
-            Some(attached) if asleep => attached.ring.fall_asleep(),
-            Some(attached) => attached.ring.wake_up(),
-            None => {}
+        if asleep {
+            self.fall_asleep();
+        } else {
+            self.wake_up();
         }
     }
 
