@@ -130,8 +130,8 @@ impl Client {
         let nanoseconds = timeout.and_then(|timeout| u64::try_from(timeout.as_nanos()).ok());
         let deadline_ns = nanoseconds.map_or(u64::MAX, |nanoseconds| now_ns().saturating_add(nanoseconds));
         let input = self.office.input(py, tensor, metadata, stream)?;
-        let pending = self.office.submit(py, input, timeout, |end, loan, stream, slice| {
-            end.client().request_before(loan, stream, deadline_ns, slice)
+        let pending = self.office.submit(py, input, timeout, |end, loan, stream| {
+            end.client().request_before(loan, stream, deadline_ns, Duration::ZERO)
         })?;
         let (office, job) = (self.office.clone(), pending.id());
         Ok(Pending { office, job, inner: Mutex::new(Some(Arc::new(pending))) })
@@ -241,7 +241,7 @@ impl Pending {
     /// client was closed.
     pub fn result(&self, py: Python<'_>) -> PyResult<Py<job::Result>> {
         let reply = in_slices(py, None, |slice| self.look(slice))?;
-        self.office.result(py, reply.ok_or_else(|| late("a reply".into(), None))?)
+        self.office.give(py, reply.ok_or_else(|| late("a reply".into(), None))?)
     }
 
     /// Whether ``result()`` would return, or raise, at once.
@@ -262,7 +262,7 @@ impl Pending {
     /// The reply if it is there, else None.
     fn _poll(&self, py: Python<'_>) -> PyResult<Option<Py<job::Result>>> {
         let found = py.detach(|| self.look(Duration::ZERO))?;
-        found.map(|found| self.office.result(py, found)).transpose()
+        found.map(|found| self.office.give(py, found)).transpose()
     }
 
     fn _watch(&self, py: Python<'_>) -> PyResult<Watch> {

@@ -1,5 +1,7 @@
 //! What subscribers, workers and servers have in common: they give things out, to one thread at a time.
 
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
@@ -8,51 +10,107 @@ use warpipe::Error;
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
 use crate::turn::{Closed, Turn};
-use crate::wait::{Timeout, in_slices, late, none_if_late};
+use crate::wait::{Timeout, hand_over, in_slices, late, none_if_late};
 
-/// One of the library's endpoints that give things out, until it is closed.
+/// One of the library's endpoints, `T`, that give things out, until it is closed. Python gets each as an `R`.
 #[derive(Debug)]
-pub struct Inbox<T> {
+pub struct Inbox<T, R> {
     home: Home,
     what: &'static str,
     pub name: String,
     /// How long a wait lasts, where nobody says.
     pub timeout: Option<Duration>,
     turn: Turn<T>,
+    /// Taken by waits that were interrupted: the next to be given out.
+    unused: Mutex<VecDeque<Py<R>>>,
+    /// Makes the endpoint's descriptor readable.
+    ring: fn(&T),
 }
 
-impl<T: Send> Inbox<T> {
+/// What a look finds.
+enum Found<V, R> {
+    New(V),
+    Unused(Py<R>),
+}
+
+impl<T: Send, R: Send> Inbox<T, R> {
     /// An open one. `what` and `name` are for the error of who comes too late.
-    pub fn new(what: &'static str, name: &str, timeout: Option<Duration>, inner: T) -> Inbox<T> {
-        Inbox { home: Home::here(), what, name: name.to_owned(), timeout, turn: Turn::new(inner) }
+    pub fn new(what: &'static str, name: &str, timeout: Option<Duration>, inner: T, ring: fn(&T)) -> Inbox<T, R> {
+        let (home, name, unused) = (Home::here(), name.to_owned(), Mutex::default());
+        Inbox { home, what, name, timeout, turn: Turn::new(inner), unused, ring }
+    }
+
+    fn unused(&self) -> MutexGuard<'_, VecDeque<Py<R>>> {
+        self.unused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs `work` when it is our turn; nothing if that does not come within `limit`.
-    fn within<R>(&self, limit: Duration, work: impl FnOnce(&mut T) -> R) -> Outcome<Option<R>> {
+    fn within<A>(&self, limit: Duration, work: impl FnOnce(&mut T) -> A) -> Outcome<Option<A>> {
         self.home.check()?;
         self.turn.with(limit, work).map_err(|Closed| Fault::closed(self.what, &self.name))
     }
 
     /// Asks for something that is there at once, as soon as it is our turn.
-    pub fn ask<R: Send>(&self, py: Python<'_>, work: impl Fn(&mut T) -> R + Send + Sync) -> PyResult<R> {
+    pub fn ask<A: Send>(&self, py: Python<'_>, work: impl Fn(&mut T) -> A + Send + Sync) -> PyResult<A> {
         let said = in_slices(py, None, |slice| self.within(slice, &work))?;
         Ok(said.ok_or_else(|| late("its turn".into(), None))?)
     }
 
-    /// Waits for the next `thing`: `take` does so no longer than it is told.
-    pub fn next<R: Send>(
+    /// Waits for the next `thing`: `take` does so no longer than it is told, and `make` is it for Python. A wait that is
+    /// interrupted has taken nothing.
+    pub fn next<V: Send>(
         &self,
         py: Python<'_>,
         timeout: Option<Duration>,
         thing: &str,
-        take: impl Fn(&mut T, Duration) -> Result<R, Error> + Send + Sync,
-    ) -> PyResult<R> {
+        take: impl Fn(&mut T, Duration) -> Result<V, Error> + Send + Sync,
+        make: impl FnOnce(V) -> PyResult<Py<R>>,
+    ) -> PyResult<Py<R>> {
         let found = in_slices(py, timeout, |slice| {
             let start = Instant::now();
             let look = |inner: &mut T| none_if_late(take(inner, slice.saturating_sub(start.elapsed())));
-            Ok(self.within(slice, look)?.transpose()?.flatten())
+            Ok(self.within(slice, |inner| self.unused_or(inner, look))?.transpose()?.flatten())
         })?;
-        Ok(found.ok_or_else(|| late(format!("{thing} {:?}", self.name), timeout))?)
+        self.give(py, found.ok_or_else(|| late(format!("{thing} {:?}", self.name), timeout))?, make)
+    }
+
+    /// The next one if there is one.
+    pub fn try_next<V: Send>(
+        &self,
+        py: Python<'_>,
+        take: impl Fn(&mut T) -> Result<Option<V>, Error> + Send + Sync,
+        make: impl FnOnce(V) -> PyResult<Py<R>>,
+    ) -> PyResult<Option<Py<R>>> {
+        let look = |inner: &mut T| Ok(take(inner)?);
+        let found = self.ask(py, |inner| self.unused_or(inner, look))??;
+        found.map(|found| self.give(py, found, make)).transpose()
+    }
+
+    fn unused_or<V>(
+        &self,
+        inner: &mut T,
+        look: impl FnOnce(&mut T) -> Outcome<Option<V>>,
+    ) -> Outcome<Option<Found<V, R>>> {
+        let unused = self.unused().pop_front();
+        unused.map_or_else(|| Ok(look(inner)?.map(Found::New)), |unused| Ok(Some(Found::Unused(unused))))
+    }
+
+    fn give<V>(&self, py: Python<'_>, found: Found<V, R>, make: impl FnOnce(V) -> PyResult<Py<R>>) -> PyResult<Py<R>> {
+        let made = match found {
+            Found::New(value) => make(value)?,
+            Found::Unused(made) => made,
+        };
+        hand_over(py, made, |made| {
+            self.unused().push_front(made);
+            // Whoever sleeps on the descriptor; not that of an endpoint that another thread waits in, which looks within a
+            // slice.
+            let _ = py.detach(|| self.within(Duration::ZERO, |inner| (self.ring)(inner)));
+        })
+    }
+
+    /// What interrupted waits took and nobody has asked for since.
+    pub fn take_unused(&self) -> VecDeque<Py<R>> {
+        if self.home.is_here() { std::mem::take(&mut *self.unused()) } else { VecDeque::new() }
     }
 
     /// How many seconds a wait lasts that is asked for with this timeout.

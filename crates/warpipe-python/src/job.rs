@@ -52,7 +52,7 @@ impl JobHandle {
         let timeout = timeout.map(|timeout| seconds(timeout, "timeout")).transpose()?;
         let result = in_slices(py, timeout, |slice| self.look(slice))?;
         let what = || late(format!("the result of job {} of {:?}", self.inner.id(), self.office.name), timeout);
-        self.office.result(py, result.ok_or_else(what)?)
+        self.office.give(py, result.ok_or_else(what)?)
     }
 
     /// Whether ``result()`` would return, or raise, at once.
@@ -75,7 +75,7 @@ impl JobHandle {
     /// The result if it is there, else None.
     fn _poll(&self, py: Python<'_>) -> PyResult<Option<Py<Result>>> {
         let found = py.detach(|| self.look(Duration::ZERO))?;
-        found.map(|found| self.office.result(py, found)).transpose()
+        found.map(|found| self.office.give(py, found)).transpose()
     }
 
     /// What an event loop sleeps on, and the number of the queue that it is of.
@@ -231,7 +231,7 @@ impl Results {
     /// The next result.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Result>> {
         match in_slices(py, self.timeout, |slice| self.look(slice))? {
-            Some(Found::Result(result)) => self.office.result(py, result),
+            Some(Found::Result(result)) => self.office.give(py, result),
             Some(Found::End) => Err(PyStopIteration::new_err(())),
             None => Err(late(format!("a result of {:?}", self.office.name), self.timeout).into()),
         }
@@ -249,7 +249,7 @@ impl Results {
     /// The result if it is there, None if it is not, and False at the end.
     fn _poll(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         match py.detach(|| self.look(Duration::ZERO))? {
-            Some(Found::Result(result)) => Ok(self.office.result(py, result)?.into_any()),
+            Some(Found::Result(result)) => Ok(self.office.give(py, result)?.into_any()),
             Some(Found::End) => Ok(false.into_pyobject(py)?.to_owned().into_any().unbind()),
             None => Ok(py.None()),
         }

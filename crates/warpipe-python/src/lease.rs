@@ -18,7 +18,7 @@ use crate::process::Home;
 use crate::slot::{self, Slot};
 use crate::source::Wanted;
 use crate::stream::Consumer;
-use crate::wait::{in_slices, late};
+use crate::wait::{late, once};
 
 /// What the leases of one worker have in common.
 #[derive(Debug, Clone)]
@@ -97,6 +97,19 @@ impl Lease {
         frame.whole().add_subclass(lease)
     }
 
+    /// Gives back what was leased and never given to anybody.
+    pub fn return_all<L>(py: Python<'_>, unused: impl IntoIterator<Item = Py<L>>)
+    where
+        L: pyo3::PyClass,
+    {
+        for lease in unused {
+            // What cannot be given back counts as failed when it is dropped: nobody is here to be told.
+            if let Ok(lease) = lease.bind(py).as_any().cast::<Lease>() {
+                let _ = Lease::answer(lease, Word::GiveBack);
+            }
+        }
+    }
+
     fn duty(&self) -> Outcome<MutexGuard<'_, Option<Duty>>> {
         self.home.check()?;
         Ok(self.duty.lock().unwrap_or_else(PoisonError::into_inner))
@@ -164,23 +177,32 @@ impl Lease {
     /// Says it, in slices, and lets go of the input.
     fn answer(slf: &Bound<'_, Lease>, mut word: Word) -> PyResult<()> {
         let (py, lease) = (slf.py(), slf.get());
-        let mut duty = lease.duty()?.take();
+        let duty = lease.duty()?.take();
         if duty.is_none() {
             word.forget();
             return Err(lease.answered().into());
         }
-        let said = in_slices(py, lease.bench.patience, |_| {
+        let owed = Mutex::new(duty);
+        let owed_now = || owed.lock().unwrap_or_else(PoisonError::into_inner);
+        let wait_for_room = |slice| drop(owed_now().as_ref().map(|duty| duty.wait_for_room(slice)));
+        let said = once(py, lease.bench.patience, wait_for_room, || {
+            let mut duty = owed_now();
             let Some(ours) = duty.take() else { return Err(lease.answered()) };
+            if let Err(Error::Timeout { .. }) = ours.wait_for_room(Duration::ZERO) {
+                *duty = Some(ours);
+                return Ok(None);
+            }
             match word.say(ours) {
                 Ok(()) => Ok(Some(())),
                 Err(AnswerError { error, duty: back, output }) => {
-                    duty = back.map(|back| *back);
+                    *duty = back.map(|back| *back);
                     word.take_back(output);
                     if matches!(error, Error::Timeout { .. }) && duty.is_some() { Ok(None) } else { Err(error.into()) }
                 }
             }
         });
         // Unsaid, it can be said again, or something else.
+        let duty = owed.into_inner().unwrap_or_else(PoisonError::into_inner);
         let is_said = duty.is_none();
         *lease.duty()? = duty;
         word.forget();

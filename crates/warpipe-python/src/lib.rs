@@ -24,8 +24,8 @@
 //!
 //! An object asks which process it is in before it touches a lock (`process`). No wait holds the interpreter. What is
 //! dropped by another framework's deleter is dropped without the interpreter, on any thread (`memory`). The classes keep
-//! no Python objects, except tensors that are being copied, the streams of others that memory waits for, and the callbacks
-//! of a watch of members, so there are no cycles to collect.
+//! no Python objects, except tensors that are being copied, the streams of others that memory waits for, the callbacks
+//! of a watch of members, and what an interrupted wait took, so there are no cycles to collect.
 //!
 //! A new piece of the library becomes a module here, a line in `register`, its classes in `python/warpipe/__init__.py` and
 //! `_warpipe.pyi`.

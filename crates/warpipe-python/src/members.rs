@@ -11,7 +11,7 @@ use crate::door::Door;
 use crate::ending;
 use crate::errors::Fault;
 use crate::publisher::word_of;
-use crate::wait::{in_slices, optional};
+use crate::wait::{hand_over, in_slices, optional};
 
 /// This process as a member of a domain: seen by whoever watches it, until it is closed or dropped.
 ///
@@ -228,7 +228,13 @@ impl Members {
         let timeout = optional(timeout, "timeout")?;
         // Asked for anew in each slice, so that a watch that is closed meanwhile ends the wait.
         let found = in_slices(py, timeout, |slice| Ok(self.door.get()?.changes(slice)?))?;
-        Ok(found.as_ref().map(Change::of))
+        let put_back = |found: Option<warpipe::Change>| {
+            if let (Some(change), Ok(members)) = (found, self.door.get()) {
+                // A watch of a parent's has no next.
+                let _ = members.put_back(change);
+            }
+        };
+        Ok(hand_over(py, found, put_back)?.as_ref().map(Change::of))
     }
 
     /// Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it loses none.

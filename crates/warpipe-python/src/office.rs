@@ -17,7 +17,7 @@ use crate::process::Home;
 use crate::slot::{self, Slot};
 use crate::source::Wanted;
 use crate::stream::Consumer;
-use crate::wait::{in_slices, late, none_if_late, optional};
+use crate::wait::{hand_over, in_slices, late, none_if_late, once, optional};
 
 /// Told apart for ever, so that an event loop's table of them cannot mistake one for another.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
@@ -60,6 +60,20 @@ impl End {
         match self {
             End::Queue(queue) => queue.state(),
             End::Client(client) => client.state(),
+        }
+    }
+
+    fn wait_for_room(&self, timeout: Duration) -> Result<(), Error> {
+        match self {
+            End::Queue(queue) => queue.wait_for_room(timeout),
+            End::Client(client) => client.wait_for_room(timeout),
+        }
+    }
+
+    fn put_back(&self, result: JobResult) -> Result<(), Error> {
+        match self {
+            End::Queue(queue) => queue.put_back(result),
+            End::Client(client) => client.put_back(result),
         }
     }
 
@@ -215,22 +229,25 @@ impl Office {
         Ok((slot, filled_on))
     }
 
-    /// Hands an input in with `enter`, which waits a slice at most, until there is room or `patience` is over.
+    /// Hands an input in with `enter`, which does not wait, once there is room; `patience` is how long that may take. An
+    /// interrupted wait has handed in nothing.
     pub fn submit<T: Send>(
         &self,
         py: Python<'_>,
         (slot, stream): (Slot, warpipe::Stream),
         patience: Option<Duration>,
-        mut enter: impl FnMut(&End, warpipe::Loan, &warpipe::Stream, Duration) -> Result<T, SubmitError> + Send,
+        mut enter: impl FnMut(&End, warpipe::Loan, &warpipe::Stream) -> Result<T, SubmitError> + Send,
     ) -> PyResult<T> {
         let Slot::Work(loan) = slot else {
             return Err(Fault::argument("the loan", "a publisher's", format!("one of this {}", self.kind)).into());
         };
         let (mut loan, mut full) = (Some(loan), None);
-        let entered = in_slices(py, patience, |slice| {
+        // An error of the wait is the next step's own, too.
+        let wait_for_room = |slice| drop(self.end().map(|end| end.wait_for_room(slice)));
+        let entered = once(py, patience, wait_for_room, || {
             let end = self.end()?;
             let Some(ours) = loan.take() else { return Err(Error::Forked.into()) };
-            match enter(&end, ours, &stream, slice) {
+            match enter(&end, ours, &stream) {
                 Ok(entered) => Ok(Some(entered)),
                 Err(SubmitError { error: error @ Error::QueueFull { .. }, loan: Some(back) }) => {
                     (loan, full) = (Some(*back), Some(error));
@@ -255,13 +272,17 @@ impl Office {
         Ok(entered?.ok_or_else(late)?)
     }
 
+    /// Gives a result to Python. One that an interrupted wait took is there for the next.
+    pub fn give(&self, py: Python<'_>, result: JobResult) -> PyResult<Py<crate::job::Result>> {
+        let result = hand_over(py, result, |result| {
+            // A queue that was closed meanwhile has no next.
+            let _ = py.detach(|| self.end().map(|end| end.put_back(result)));
+        })?;
+        crate::job::Result::new(py, result, &self.device)
+    }
+
     /// Its device, as Python holds it.
     pub fn device(&self) -> Device {
         Device::of(&self.device)
-    }
-
-    /// A result as an object.
-    pub fn result(&self, py: Python<'_>, result: JobResult) -> PyResult<Py<crate::job::Result>> {
-        crate::job::Result::new(py, result, &self.device)
     }
 }

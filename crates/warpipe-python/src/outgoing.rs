@@ -1,5 +1,6 @@
 //! A publisher's loan, and how it goes out.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::exceptions::PyBaseException;
@@ -9,26 +10,30 @@ use warpipe::{Error, SendError};
 use crate::errors::Fault;
 use crate::loan::Loan;
 use crate::slot::Slot;
-use crate::wait::{SLICE, in_slices};
+use crate::wait::{SLICE, once};
 
 /// Hands the sample over behind `stream`'s work. A policy that blocks does so in slices, `block` at most (None: as long
-/// as it takes), and Ctrl-C ends it.
+/// as it takes), and Ctrl-C ends it: then nothing was sent.
 pub fn dispatch(py: Python<'_>, slot: Slot, stream: &warpipe::Stream, block: Option<Duration>) -> PyResult<u64> {
     let sample = match slot {
         Slot::Sample(sample) => sample,
         Slot::Work(_) => return Err(Fault::argument("the loan", "a queue's", "a publisher's").into()),
     };
-    let (mut sample, mut full) = (Some(sample), None);
-    let sent = in_slices(py, block, |_| {
+    let (sample, mut full) = (Mutex::new(Some(sample)), None);
+    let unsent = || sample.lock().unwrap_or_else(PoisonError::into_inner);
+    // An error of the wait is the send's own, too.
+    let wait_for_room = |slice| drop(unsent().as_ref().map(|sample| sample.wait_for_room(slice)));
+    let sent = once(py, block, wait_for_room, || {
+        let mut sample = unsent();
         let Some(ours) = sample.take() else { return Err(full.take().unwrap_or(Error::Forked).into()) };
         match ours.send(stream) {
             Ok(sequence) => Ok(Some(sequence)),
             Err(SendError { error: error @ Error::Timeout { .. }, sample: Some(back) }) => {
-                (sample, full) = (Some(*back), Some(error));
+                (*sample, full) = (Some(*back), Some(error));
                 Ok(None)
             }
             Err(SendError { error, sample: back }) => {
-                sample = back.map(|back| *back);
+                *sample = back.map(|back| *back);
                 Err(match error {
                     // Its own publisher, which was closed here.
                     Error::PublisherGone { name, .. } => Fault::closed("publisher", &name),
@@ -37,7 +42,7 @@ pub fn dispatch(py: Python<'_>, slot: Slot, stream: &warpipe::Stream, block: Opt
             }
         }
     });
-    if let Some(unsent) = sample {
+    if let Some(unsent) = sample.into_inner().unwrap_or_else(PoisonError::into_inner) {
         // What fills it may still be on its way there.
         let _ = unsent.discard(stream);
     }

@@ -103,10 +103,10 @@ pub fn word_of(state: PeerState) -> &'static str {
 }
 
 /// A policy, and its name.
-fn policy(name: &str, timeout: Option<Duration>) -> Outcome<(&'static str, Policy)> {
+fn policy(name: &str) -> Outcome<(&'static str, Policy)> {
     Ok(match name {
-        // In slices, in between which signals are seen.
-        "block" => ("block", Policy::Block { timeout: timeout.unwrap_or(SLICE).min(SLICE) }),
+        // It is `dispatch` that waits, and sees signals meanwhile.
+        "block" => ("block", Policy::Block { timeout: Duration::ZERO }),
         "drop_oldest" => ("drop_oldest", Policy::DropOldest),
         "drop_newest" => ("drop_newest", Policy::DropNewest),
         "fail" => ("fail", Policy::Fail),
@@ -193,7 +193,7 @@ impl Publisher {
     ) -> PyResult<Publisher> {
         let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
         let (block, loan_timeout) = (optional(timeout, "timeout")?, optional(loan_timeout, "loan_timeout")?);
-        let (policy, chosen) = self::policy(policy, block)?;
+        let (policy, chosen) = self::policy(policy)?;
         let builder = warpipe::Publisher::builder(name)
             .domain(&domain)
             .device(&device)

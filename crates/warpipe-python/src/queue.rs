@@ -159,9 +159,8 @@ impl Queue {
         timeout: Timeout,
     ) -> PyResult<JobHandle> {
         let input = self.office.input(py, tensor, metadata, stream)?;
-        let handle = self.office.submit(py, input, timeout.or(self.submit_timeout), |end, loan, stream, _| {
-            // It waits as long as a slice.
-            end.queue().submit(loan, stream)
+        let handle = self.office.submit(py, input, timeout.or(self.submit_timeout), |end, loan, stream| {
+            end.queue().submit_timeout(loan, stream, Duration::ZERO)
         })?;
         Ok(JobHandle::new(&self.office, handle))
     }

@@ -33,20 +33,26 @@ use crate::wait::{SLICE, Timeout, optional, seconds};
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Server", weakref)]
 #[derive(Debug)]
 pub struct Server {
-    inbox: Inbox<warpipe::Server>,
+    inbox: Inbox<warpipe::Server, Request>,
     bench: Bench,
 }
 
 impl Server {
     fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Request>> {
         let take = |inner: &mut warpipe::Server, limit| inner.accept(&self.bench.stream, limit);
-        let request = self.inbox.next(py, timeout, "a request to", take)?;
-        self.request(py, request)
+        self.inbox.next(py, timeout, "a request to", take, |request| self.request(py, request))
     }
 
     fn request(&self, py: Python<'_>, request: warpipe::Request) -> PyResult<Py<Request>> {
         let ours = Request { client_pid: request.client_pid() };
         Py::new(py, Lease::parts(request.into_lease(), &self.bench).add_subclass(ours))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let unused = self.inbox.take_unused();
+        Python::attach(|py| Lease::return_all(py, unused));
     }
 }
 
@@ -84,7 +90,7 @@ impl Server {
         let stream = stream_of(py, &device, stream)?;
         let server = py.detach(|| builder.build()).map_err(Fault::from)?;
         let bench = Bench { device, stream, copies: Arc::new(Copies::default()), patience };
-        Ok(Server { inbox: Inbox::new("server", service, timeout, server), bench })
+        Ok(Server { inbox: Inbox::new("server", service, timeout, server, warpipe::Server::ring), bench })
     }
 
     /// The service's name.
@@ -132,8 +138,8 @@ impl Server {
     ///
     /// Raises as ``accept``, without the timeout.
     fn try_accept(&self, py: Python<'_>) -> PyResult<Option<Py<Request>>> {
-        let request = self.inbox.ask(py, |server| server.try_accept(&self.bench.stream))?.map_err(Fault::from)?;
-        request.map(|request| self.request(py, request)).transpose()
+        let take = |server: &mut warpipe::Server| server.try_accept(&self.bench.stream);
+        self.inbox.try_next(py, take, |request| self.request(py, request))
     }
 
     /// A descriptor that is readable when ``try_accept`` is worth a call (an epoll descriptor, which nests), and once a
@@ -146,6 +152,7 @@ impl Server {
 
     /// Takes no more requests. Those that were accepted can still be answered. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
+        Lease::return_all(py, self.inbox.take_unused());
         self.inbox.close(py)?;
         self.bench.copies.settle(py, self.bench.patience)
     }

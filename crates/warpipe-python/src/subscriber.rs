@@ -10,7 +10,6 @@ use pyo3::types::PyTuple;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::door::attach;
-use crate::errors::Fault;
 use crate::frame::Frame;
 use crate::in_place::Openings;
 use crate::inbox::Inbox;
@@ -32,7 +31,7 @@ use crate::wait::{SLICE, Timeout, optional, seconds};
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Subscriber", weakref)]
 #[derive(Debug)]
 pub struct Subscriber {
-    inbox: Inbox<warpipe::Subscriber>,
+    inbox: Inbox<warpipe::Subscriber, Frame>,
     device: warpipe::Device,
     stream: warpipe::Stream,
     openings: Openings,
@@ -41,8 +40,7 @@ pub struct Subscriber {
 impl Subscriber {
     fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Frame>> {
         let take = |inner: &mut warpipe::Subscriber, limit| inner.receive_timeout(&self.stream, limit);
-        let sample = self.inbox.next(py, timeout, "a sample of", take)?;
-        self.frame(py, sample)
+        self.inbox.next(py, timeout, "a sample of", take, |sample| self.frame(py, sample))
     }
 
     fn frame(&self, py: Python<'_>, sample: warpipe::Sample) -> PyResult<Py<Frame>> {
@@ -82,7 +80,7 @@ impl Subscriber {
         let stream = stream_of(py, &device, stream)?;
         let subscriber =
             attach(py, wait, |slice| builder.clone().wait_for_publisher((!slice.is_zero()).then_some(slice)).build())?;
-        let inbox = Inbox::new("subscriber", name, timeout, subscriber);
+        let inbox = Inbox::new("subscriber", name, timeout, subscriber, warpipe::Subscriber::ring);
         Ok(Subscriber { inbox, device, stream, openings: Openings::default() })
     }
 
@@ -148,9 +146,8 @@ impl Subscriber {
     ///
     /// Raises as ``receive``, without the timeout.
     fn try_receive(&self, py: Python<'_>) -> PyResult<Option<Py<Frame>>> {
-        let sample = self.inbox.ask(py, |subscriber| subscriber.try_receive(&self.stream))?;
-        let sample = sample.map_err(Fault::from)?;
-        sample.map(|sample| self.frame(py, sample)).transpose()
+        let take = |subscriber: &mut warpipe::Subscriber| subscriber.try_receive(&self.stream);
+        self.inbox.try_next(py, take, |sample| self.frame(py, sample))
     }
 
     /// A descriptor that is readable when ``try_receive`` is worth a call (an epoll descriptor, which nests). Receive until

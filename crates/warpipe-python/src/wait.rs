@@ -79,6 +79,43 @@ pub fn in_slices<T: Send>(
     }
 }
 
+/// The last step of a wait that takes something: a signal that arrived meanwhile is seen before the caller has `found`,
+/// and if its handler raises, `put_back` makes it the next one to be taken.
+///
+/// The interpreter looks at signals again once the caller has it, as after any call.
+pub fn hand_over<T>(py: Python<'_>, found: T, put_back: impl FnOnce(T)) -> PyResult<T> {
+    match py.check_signals() {
+        Ok(()) => Ok(found),
+        Err(interrupt) => {
+            put_back(found);
+            Err(interrupt)
+        }
+    }
+}
+
+/// Repeats a step that cannot be undone until it is done or `timeout` has passed; then `None`. `wait_for_room` waits, no
+/// longer than it is told, until the step need not wait; `step` does not wait. Signals are seen before each step and never
+/// after the one that succeeds: an interrupted wait has done nothing.
+pub fn once<T: Send>(
+    py: Python<'_>,
+    timeout: Option<Duration>,
+    mut wait_for_room: impl FnMut(Duration) + Send,
+    mut step: impl FnMut() -> Outcome<Option<T>> + Send,
+) -> PyResult<Option<T>> {
+    let start = Instant::now();
+    loop {
+        py.check_signals()?;
+        if let Some(done) = py.detach(&mut step)? {
+            return Ok(Some(done));
+        }
+        let left = timeout.map_or(SLICE, |timeout| timeout.saturating_sub(start.elapsed()));
+        if left.is_zero() {
+            return Ok(None);
+        }
+        py.detach(|| wait_for_room(left.min(SLICE)));
+    }
+}
+
 /// A call's own timeout as nothing found yet.
 pub fn none_if_late<T>(result: Result<T, Error>) -> Outcome<Option<T>> {
     match result {

@@ -11,7 +11,6 @@ use crate::copies::Copies;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::door::attach;
-use crate::errors::Fault;
 use crate::inbox::Inbox;
 use crate::lease::{Bench, Lease};
 use crate::stream::stream_of;
@@ -33,7 +32,7 @@ use crate::wait::{SLICE, Timeout, optional, seconds};
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Worker", weakref)]
 #[derive(Debug)]
 pub struct Worker {
-    inbox: Inbox<warpipe::Worker>,
+    inbox: Inbox<warpipe::Worker, Lease>,
     queue_pid: i32,
     bench: Bench,
 }
@@ -41,8 +40,14 @@ pub struct Worker {
 impl Worker {
     fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Lease>> {
         let take = |inner: &mut warpipe::Worker, limit| inner.lease_timeout(&self.bench.stream, limit);
-        let lease = self.inbox.next(py, timeout, "a job of", take)?;
-        Py::new(py, Lease::parts(lease, &self.bench))
+        self.inbox.next(py, timeout, "a job of", take, |lease| Py::new(py, Lease::parts(lease, &self.bench)))
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let unused = self.inbox.take_unused();
+        Python::attach(|py| Lease::return_all(py, unused));
     }
 }
 
@@ -83,7 +88,8 @@ impl Worker {
             attach(py, wait, |slice| builder.clone().wait_for_queue((!slice.is_zero()).then_some(slice)).build())?;
         let bench = Bench { device, stream, copies: Arc::new(Copies::default()), patience };
         let queue_pid = worker.queue_pid();
-        Ok(Worker { inbox: Inbox::new("worker", queue, timeout, worker), queue_pid, bench })
+        let inbox = Inbox::new("worker", queue, timeout, worker, warpipe::Worker::ring);
+        Ok(Worker { inbox, queue_pid, bench })
     }
 
     /// The queue's name.
@@ -128,8 +134,8 @@ impl Worker {
     ///
     /// Raises as ``lease``, without the timeout.
     fn try_lease(&self, py: Python<'_>) -> PyResult<Option<Py<Lease>>> {
-        let lease = self.inbox.ask(py, |worker| worker.try_lease(&self.bench.stream))?.map_err(Fault::from)?;
-        lease.map(|lease| Py::new(py, Lease::parts(lease, &self.bench))).transpose()
+        let take = |worker: &mut warpipe::Worker| worker.try_lease(&self.bench.stream);
+        self.inbox.try_next(py, take, |lease| Py::new(py, Lease::parts(lease, &self.bench)))
     }
 
     /// A descriptor that is readable when ``try_lease`` is worth a call (an epoll descriptor, which nests). Lease until it
@@ -142,6 +148,7 @@ impl Worker {
 
     /// Takes no more jobs. Leases stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
+        Lease::return_all(py, self.inbox.take_unused());
         self.inbox.close(py)?;
         self.bench.copies.settle(py, self.bench.patience)
     }

@@ -72,6 +72,49 @@ def link(open_publisher, open_subscriber):
     return open_publisher(), open_subscriber()
 
 
+@pytest.fixture
+def open_queue(domain, device):
+    """Makes queues that are closed at the end."""
+    made = []
+
+    def make(**options):
+        made.append(warpipe.Queue("jobs", domain=domain, **{"device": device, **options}))
+        return made[-1]
+
+    yield make
+    for queue in made:
+        queue.close()
+
+
+@pytest.fixture
+def open_worker(domain, device):
+    """Makes workers that are closed at the end."""
+    made = []
+
+    def make(**options):
+        made.append(warpipe.Worker("jobs", domain=domain, **{"device": device, "timeout": LIMIT_SECONDS, **options}))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.close()
+
+
+@pytest.fixture
+def open_client(domain, device):
+    """Makes clients that are closed at the end."""
+    made = []
+
+    def make(**options):
+        options = {"device": device, "timeout": LIMIT_SECONDS, **options}
+        made.append(warpipe.Client("embed", domain=domain, **options))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left(request, device):
     """What a test held is given back to the device once its objects have gone. What an earlier one left is its own fault."""

@@ -17,34 +17,6 @@ import warpipe
 
 
 @pytest.fixture
-def open_queue(domain, device):
-    """Makes queues that are closed at the end."""
-    made = []
-
-    def make(**options):
-        made.append(warpipe.Queue("jobs", domain=domain, **{"device": device, **options}))
-        return made[-1]
-
-    yield make
-    for queue in made:
-        queue.close()
-
-
-@pytest.fixture
-def open_worker(domain, device):
-    """Makes workers that are closed at the end."""
-    made = []
-
-    def make(**options):
-        made.append(warpipe.Worker("jobs", domain=domain, **{"device": device, "timeout": LIMIT_SECONDS, **options}))
-        return made[-1]
-
-    yield make
-    for worker in made:
-        worker.close()
-
-
-@pytest.fixture
 def pair(open_queue, open_worker):
     """A queue and its worker in this process."""
     return open_queue(), open_worker()

@@ -15,21 +15,6 @@ import warpipe
 
 
 @pytest.fixture
-def open_client(domain, device):
-    """Makes clients that are closed at the end."""
-    made = []
-
-    def make(**options):
-        options = {"device": device, "timeout": LIMIT_SECONDS, **options}
-        made.append(warpipe.Client("embed", domain=domain, **options))
-        return made[-1]
-
-    yield make
-    for client in made:
-        client.close()
-
-
-@pytest.fixture
 def server(domain, device):
     with warpipe.Server("embed", domain=domain, device=device, timeout=LIMIT_SECONDS) as server:
         yield server

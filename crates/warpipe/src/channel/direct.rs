@@ -1,8 +1,10 @@
 //! For the faces that choose who gets what: a publisher's subscribers one by one, and samples that are taken from a
 //! ring before any stream is made to wait for them.
 
-use super::core::Unsent;
+use std::time::Duration;
+
 pub(crate) use super::core::{Departures, Member, Observer, Parcel};
+use super::core::{Recipients, Unsent};
 use super::publisher::{Publisher, SampleMut, SendError};
 use crate::error::Result;
 use crate::link::entry::Metadata;
@@ -22,6 +24,11 @@ impl Publisher {
     /// Whether the subscriber with this number still gets samples.
     pub(crate) fn has_member(&self, id: u64) -> bool {
         self.core.has_member(id)
+    }
+
+    /// Waits until the subscriber with this number has room, at most `timeout`.
+    pub(crate) fn wait_for_room_at(&self, id: u64, timeout: Duration) -> Result<()> {
+        self.core.wait_for_room(Recipients::One(id), timeout)
     }
 
     /// Whether the loan is of this publisher's memory.
@@ -46,6 +53,16 @@ impl Publisher {
 }
 
 impl SampleMut {
+    /// Waits until every subscriber whose policy is [`Policy::Block`](crate::Policy::Block) has room for one more sample, at
+    /// most `timeout`. Sends nothing: another thread's send may take the room first.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`](crate::Error::Timeout); [`Error::PublisherGone`](crate::Error::PublisherGone) when the publisher was closed;
+    /// [`Error::Forked`](crate::Error::Forked).
+    pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
+        self.core.wait_for_room(Recipients::All, timeout)
+    }
+
     /// [`send`](SampleMut::send) to one subscriber.
     pub(crate) fn send_to(mut self, to: u64, metadata: &Metadata, stream: &Stream) -> Result<u64, SendError> {
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");

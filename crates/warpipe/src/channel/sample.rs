@@ -95,6 +95,12 @@ impl Sample {
         &self.stream
     }
 
+    /// Complete already, and now read and released on `stream`.
+    pub(crate) fn received_on(mut self, stream: &Stream) -> Sample {
+        self.stream = stream.clone();
+        self
+    }
+
     /// Makes another stream wait for the data, too (`cuStreamWaitValue64`): kernels enqueued on it from now on read
     /// complete data. Release the sample behind its work then: see [`release_on`](Self::release_on).
     ///

@@ -528,6 +528,13 @@ impl Drop for Attached {
     }
 }
 
+impl Subscriber {
+    /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a sample aside for whoever polls it.
+    pub fn ring(&self) {
+        self.bell.ring();
+    }
+}
+
 impl AsFd for Subscriber {
     /// A descriptor that is readable when a sample, or the end, may have come (an epoll descriptor; it nests). With
     /// [`reconnect`](SubscriberBuilder::reconnect) also every 100 ms while there is no publisher.

@@ -71,6 +71,17 @@ impl Queue {
         }
     }
 
+    /// Puts back a change that was taken and not used: the next one to be taken.
+    pub(super) fn put_back(&self, change: Change) {
+        let mut inside = self.lock();
+        if inside.is_closed {
+            return;
+        }
+        inside.changes.push_front(change);
+        self.bell.ring();
+        self.news.notify_all();
+    }
+
     pub(super) fn merged(&self) -> u64 {
         self.lock().merged
     }

@@ -131,6 +131,17 @@ impl Members {
         Ok(self.shared.queue.take(timeout))
     }
 
+    /// Puts back a change that [`changes`](Self::changes) gave and that was not used, so that it is the next one: for a
+    /// caller that was interrupted.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn put_back(&self, change: Change) -> Result<()> {
+        self.home.check()?;
+        self.shared.queue.put_back(change);
+        Ok(())
+    }
+
     /// Calls `cleanup` once when a member of this name has died (not when it leaves), on the thread of the callbacks, after
     /// its endpoints are removed: the one that is there, or the next that dies. Dropping the watch drops it uncalled.
     ///

@@ -10,6 +10,7 @@ use std::time::Duration;
 use rustix::event::epoll;
 
 use super::answers_of;
+use super::handle::JobResult;
 use super::ledger::{Ledger, Outcome};
 use super::owner::QueueBuilder;
 use super::recruit::Recruits;
@@ -137,6 +138,17 @@ impl Desk {
         };
         self.end_polling(&mut ledger);
         found
+    }
+
+    /// Takes back a result that was taken and not used, and wakes whoever may wait for it.
+    pub(super) fn put_back(&self, result: JobResult) -> Result<bool> {
+        let mut ledger = self.lock();
+        if ledger.is_closed {
+            return Err(self.gone());
+        }
+        let is_back = ledger.put_back(result);
+        self.tell_sleepers(&mut ledger);
+        Ok(is_back)
     }
 
     fn pause<'a>(

@@ -49,15 +49,28 @@ impl Answers {
         }
     }
 
+    fn owner(&self) -> Result<u64> {
+        let owner = self.publisher.member_of(self.queue_pid);
+        owner.ok_or_else(|| self.gone(format!("process {} takes no answers", self.queue_pid), false))
+    }
+
+    fn wait_for_room(&self, timeout: Duration) -> Result<()> {
+        self.home.check()?;
+        self.publisher.wait_for_room_at(self.owner()?, timeout).map_err(|error| match error {
+            Error::LinkClosed { reason, .. } => self.gone(reason, false),
+            other => other,
+        })
+    }
+
     /// Sends an answer behind the work on `stream`.
     fn send(&self, ticket: Ticket, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<(), Unsaid> {
         self.home.check()?;
         let mut output = output;
         // Whatever becomes of the answer: what fills the output is on its way.
         output.iter_mut().for_each(|output| output.sample.stay_behind(stream));
-        let Some(owner) = self.publisher.member_of(self.queue_pid) else {
-            let error = self.gone(format!("process {} takes no answers", self.queue_pid), false);
-            return Err(Unsaid { error, is_told: false, output: output.map(Box::new) });
+        let owner = match self.owner() {
+            Ok(owner) => owner,
+            Err(error) => return Err(Unsaid { error, is_told: false, output: output.map(Box::new) }),
         };
         let answer = Answer { job: ticket.job, number: ticket.number, verdict };
         let has_output = output.is_some();
@@ -139,6 +152,15 @@ impl Duty {
     /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.
     pub fn deadline_ns(&self) -> Option<u64> {
         (self.ticket.deadline_ns != 0).then_some(self.ticket.deadline_ns)
+    }
+
+    /// Waits until an answer would not have to wait for the owner to release earlier results, at most `timeout`. Answers
+    /// nothing.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]; [`Error::QueueGone`]; [`Error::Forked`].
+    pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
+        self.desk.wait_for_room(timeout)
     }
 
     /// As [`Lease::output`].

@@ -94,6 +94,7 @@ pub(super) fn receive(name: &str, job: u64, outcome: Outcome, stream: &Stream) -
         Outcome::Done { arrival, attempt, pid } => {
             Ok(JobResult { sample: arrival.into_sample(stream), job, attempt, worker_pid: pid })
         }
+        Outcome::Unused(result) => Ok(result.received_on(stream)),
         Outcome::Buried { reasons } => Err(Error::Buried { name, job, reasons }),
         Outcome::Rejected { reason } => Err(Error::Rejected { name, job, reason }),
         Outcome::Expired => Err(Error::DeadlinePassed { name, job }),
@@ -149,6 +150,11 @@ impl JobResult {
     /// The stream that it was received with.
     pub fn stream(&self) -> &Stream {
         self.sample.stream()
+    }
+
+    /// The same, given back behind another stream's work: its data is complete.
+    fn received_on(self, stream: &Stream) -> JobResult {
+        JobResult { sample: self.sample.received_on(stream), ..self }
     }
 
     /// The same as a sample, which can be released behind other streams. Of its

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use super::handle::JobResult;
 use super::owner::Order;
 use super::seat::Seat;
 use super::wire::Ticket;
@@ -45,6 +46,8 @@ pub(super) enum Outcome {
     },
     /// Its worker saw that the deadline had passed.
     Expired,
+    /// The result was taken and put back.
+    Unused(Box<JobResult>),
 }
 
 /// What a queue goes by.
@@ -259,6 +262,26 @@ impl Ledger {
         self.changes += 1;
         self.prune();
         Ok(self.jobs.remove(&id).and_then(|job| job.outcome).map(|outcome| (id, outcome)))
+    }
+
+    /// Puts back a result that was taken and not used. False if its job is there again already, or the queue is gone.
+    pub(super) fn put_back(&mut self, result: JobResult) -> bool {
+        let id = result.job();
+        if self.is_closed || id == 0 || id >= self.next_job || self.jobs.contains_key(&id) {
+            return false;
+        }
+        let job = Job {
+            parcel: None,
+            metadata: Vec::new(),
+            deadline_ns: 0,
+            tickets: 0,
+            reasons: Vec::new(),
+            outcome: Some(Outcome::Unused(Box::new(result))),
+        };
+        self.jobs.insert(id, job);
+        self.finished.push_front(id);
+        self.changes += 1;
+        true
     }
 
     /// Drops the numbers that jobs which are not here any more have left, when they are the most.

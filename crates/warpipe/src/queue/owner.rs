@@ -271,6 +271,40 @@ impl Queue {
         self.submit_before(input, stream, 0, self.desk.options.submit_timeout)
     }
 
+    /// [`submit`](Self::submit) with another wait for room.
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit).
+    pub fn submit_timeout(&self, input: Loan, stream: &Stream, timeout: Duration) -> Result<JobHandle, SubmitError> {
+        self.submit_before(input, stream, 0, timeout)
+    }
+
+    /// Waits until there is room for one more job, at most `timeout`. Submits nothing: another thread may take the room
+    /// first.
+    ///
+    /// # Errors
+    /// [`Error::QueueFull`]; [`Error::QueueClosed`]; [`Error::Forked`].
+    pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
+        let limit = self.desk.options.limit;
+        let full = || Error::QueueFull { name: self.name().to_string(), limit, waited: timeout };
+        // A queue that is shut refuses the job itself.
+        self.desk.attend(timeout, |ledger| (ledger.is_shut || ledger.len() < limit).then_some(Ok(())), full)
+    }
+
+    /// Puts back a result that was taken and not used: its [`JobHandle`], or [`next_result`](Self::next_result), gives it
+    /// again. For a caller that was interrupted.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchJob`] for a result that this queue does not miss; [`Error::QueueClosed`]; [`Error::Forked`].
+    pub fn put_back(&self, result: JobResult) -> Result<()> {
+        self.desk.home.check()?;
+        let job = result.job();
+        if !self.desk.put_back(result)? {
+            return Err(Error::NoSuchJob { name: self.name().to_string(), job });
+        }
+        Ok(())
+    }
+
     /// Loans, copies `bytes` in and submits, as a one-dimensional `uint8` tensor.
     ///
     /// # Errors

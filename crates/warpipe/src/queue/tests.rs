@@ -329,3 +329,35 @@ fn of_more_newcomers_than_are_attached_to_at_once_each_gets_its_seat() {
     assert!((1..=AT_ONCE).contains(&most.load(SeqCst)), "{most:?} at once");
     drop(liars);
 }
+
+#[test]
+fn a_result_that_is_put_back_is_the_next_one_of_its_handle_and_of_the_queue() {
+    for order in [super::Order::Submission, super::Order::Completion] {
+        let place = Place::new("put-back");
+        let queue = place.build(|it| it.order(order));
+        let mut worker = place.worker();
+        let handles: Vec<_> = (0..2).map(|n| queue.submit_bytes(&[n], &place.stream).unwrap()).collect();
+        (0..2).for_each(|_| worker.lease(&place.stream).unwrap().complete(&place.stream).unwrap());
+        let first = queue.next_result(&place.stream, SOON).unwrap();
+        queue.put_back(first).unwrap();
+        assert!(handles[0].is_done().unwrap());
+        let first = handles[0].wait(&place.stream, SOON).unwrap();
+        assert!(matches!(handles[0].try_wait(&place.stream), Err(Error::NoSuchJob { .. })));
+        queue.put_back(first).unwrap();
+        let jobs = [(); 2].map(|()| queue.next_result(&place.stream, SOON).unwrap().job());
+        assert_eq!(jobs, [1, 2]);
+        assert_eq!(queue.state().unwrap().finished, 0);
+    }
+}
+
+#[test]
+fn a_wait_for_room_submits_nothing() {
+    let place = Place::new("room");
+    let queue = place.build(|it| it.limit(1));
+    queue.wait_for_room(Duration::ZERO).unwrap();
+    let handle = queue.submit_bytes(b"1", &place.stream).unwrap();
+    assert!(matches!(queue.wait_for_room(Duration::ZERO), Err(Error::QueueFull { .. })));
+    assert!(handle.call_off().unwrap());
+    queue.wait_for_room(Duration::ZERO).unwrap();
+    assert_eq!(queue.state().unwrap().waiting, 0);
+}

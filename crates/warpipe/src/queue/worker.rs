@@ -230,6 +230,13 @@ impl Worker {
     }
 }
 
+impl Worker {
+    /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a lease aside for whoever polls it.
+    pub fn ring(&self) {
+        self.jobs.ring();
+    }
+}
+
 impl AsFd for Worker {
     /// A descriptor that is readable when [`try_lease`](Worker::try_lease) is worth a call; lease until it gives `None`
     /// before waiting on it.

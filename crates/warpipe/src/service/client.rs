@@ -169,6 +169,22 @@ impl Client {
         Ok(Pending { handle, service: self.service.clone(), deadline_ns })
     }
 
+    /// Waits until there is room for one more request, at most `timeout`. Sends nothing.
+    ///
+    /// # Errors
+    /// Those of [`Queue::wait_for_room`].
+    pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
+        self.queue.wait_for_room(timeout)
+    }
+
+    /// Puts back a reply that was taken and not used. See [`Queue::put_back`].
+    ///
+    /// # Errors
+    /// Those of [`Queue::put_back`].
+    pub fn put_back(&self, reply: JobResult) -> Result<()> {
+        self.queue.put_back(reply)
+    }
+
     /// Sends a request and waits for the reply.
     ///
     /// # Errors

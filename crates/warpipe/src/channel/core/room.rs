@@ -5,6 +5,20 @@ use super::*;
 impl Core {
     /// Waits until every recipient that may not miss a sample has room for one.
     pub(super) fn make_room(&self, to: Recipients) -> Result<MutexGuard<'_, State>> {
+        self.make_room_within(to, None)
+    }
+
+    /// Waits at most `timeout` until a send would not have to wait. Sends nothing.
+    pub(in crate::channel) fn wait_for_room(&self, to: Recipients, timeout: Duration) -> Result<()> {
+        match self.make_room_within(to, Some(timeout)) {
+            // A policy that fails is the send's to apply.
+            Ok(_) | Err(Error::Full { .. }) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// `limit` replaces the timeout of the subscribers' policies.
+    fn make_room_within(&self, to: Recipients, limit: Option<Duration>) -> Result<MutexGuard<'_, State>> {
         self.home.check()?;
         let mut clock = Stopwatch::default();
         let mut backoff = Backoff::spinning(LOOKS);
@@ -20,6 +34,7 @@ impl Core {
             let Policy::Block { timeout } = full.policy else {
                 return Err(Error::Full { name: self.name.clone(), subscriber, depth: self.options.depth });
             };
+            let timeout = limit.unwrap_or(timeout);
             let left = timeout.saturating_sub(clock.elapsed());
             if left.is_zero() {
                 let what = format!("room at subscriber {subscriber} of {:?}", self.name);

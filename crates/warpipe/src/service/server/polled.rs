@@ -134,6 +134,13 @@ impl Server {
     }
 }
 
+impl Server {
+    /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a request aside for whoever polls it.
+    pub fn ring(&self) {
+        self.door.bell.ring();
+    }
+}
+
 impl AsFd for Server {
     /// A descriptor that is readable when [`try_accept`](Server::try_accept) is worth a call (an epoll descriptor; it
     /// nests). Accept until it gives `None` before waiting on it. Once a second it is readable for a look at the

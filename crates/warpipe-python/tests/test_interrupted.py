@@ -1,0 +1,299 @@
+"""Waits that are interrupted have taken nothing, and done nothing, whatever arrives at the same moment."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import warpipe
+from conftest import LIMIT_SECONDS, until
+
+ROUNDS = 8
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture
+def queue(open_queue):
+    return open_queue()
+
+
+@pytest.fixture
+def worker(queue, open_worker):
+    return open_worker()
+
+
+@pytest.fixture
+def service(open_client, domain, device):
+    with warpipe.Server("embed", domain=domain, device=device, timeout=LIMIT_SECONDS) as server:
+        yield open_client(), server
+
+
+@contextlib.contextmanager
+def a_handler_that_raises():
+    def handler(_number, _frame):
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def is_asleep(thread):
+    with open(f"/proc/self/task/{thread}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "S"
+
+
+def interrupted_by(wait, arrival):
+    """Runs ``wait`` on this thread; once it sleeps, a signal comes, and right behind it what it waits for. Whether the wait
+    was interrupted."""
+    begun, main, faults = threading.Event(), threading.get_native_id(), []
+
+    def come():
+        begun.wait(LIMIT_SECONDS)
+        until(lambda: is_asleep(main), "the wait")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        try:
+            arrival()
+        except Exception as fault:
+            faults.append(fault)
+
+    comer = threading.Thread(target=come)
+    comer.start()
+    try:
+        with a_handler_that_raises():
+            try:
+                begun.set()
+                wait()
+                # The signal is sent before anything can arrive.
+                until(lambda: False, "the signal")
+            except Interrupted:
+                pass
+    finally:
+        comer.join(LIMIT_SECONDS)
+    assert not faults
+
+
+def test_an_interrupted_receive_leaves_the_frame(link):
+    publisher, subscriber = link
+    waits = [lambda: subscriber.receive(LIMIT_SECONDS), lambda: next(subscriber)] * ROUNDS
+    for number, wait in enumerate(waits):
+        interrupted_by(wait, lambda number=number: publisher.send(np.array([number])))
+        assert subscriber.receive(LIMIT_SECONDS).numpy()[0] == number
+
+
+def test_frames_that_interrupted_waits_took_come_in_their_order(link):
+    publisher, subscriber = link
+    for number in range(ROUNDS):
+        interrupted_by(lambda: subscriber.receive(LIMIT_SECONDS), lambda number=number: publisher.send(np.array([number])))
+        publisher.send(np.array([100 + number]))
+        assert [subscriber.receive(LIMIT_SECONDS).numpy()[0] for _ in range(2)] == [number, 100 + number]
+
+
+def test_a_frame_that_an_interrupted_wait_took_is_there_for_pollers(link):
+    publisher, subscriber = link
+    for number in range(ROUNDS):
+        interrupted_by(lambda: subscriber.receive(LIMIT_SECONDS), lambda number=number: publisher.send(np.array([number])))
+        if number % 2:
+            until(lambda: subscriber.try_receive() is not None, "the frame")
+        else:
+            assert asyncio.run(subscriber.receive_async(LIMIT_SECONDS)).numpy()[0] == number
+
+
+def test_an_interrupted_result_stays_with_its_handle(queue, worker):
+    for number in range(ROUNDS):
+        handle = queue.submit(np.array([number]))
+        lease = worker.lease(LIMIT_SECONDS)
+        interrupted_by(lambda: handle.result(LIMIT_SECONDS), lambda lease=lease, n=number: lease.complete(np.array([n])))
+        until(handle.done, "the result")
+        assert queue.state.finished == 1
+        assert handle.result(LIMIT_SECONDS).numpy()[0] == number
+        assert queue.state.finished == 0
+
+
+@pytest.mark.parametrize("order", ["submission", "completion"])
+def test_an_interrupted_iteration_over_results_leaves_the_result(open_queue, open_worker, order):
+    queue, worker = open_queue(order=order), open_worker()
+    for number in range(ROUNDS):
+        queue.submit(np.array([number]))
+        lease = worker.lease(LIMIT_SECONDS)
+        results = queue.results(LIMIT_SECONDS)
+        interrupted_by(lambda: next(results), lambda lease=lease, n=number: lease.complete(np.array([n])))
+        assert next(results).numpy()[0] == number
+        assert next(results, None) is None
+
+
+def test_an_interrupted_result_is_there_for_an_event_loop(queue, worker):
+    async def outcome(handle):
+        return (await asyncio.wait_for(outcome_of(handle), LIMIT_SECONDS)).numpy()[0]
+
+    async def outcome_of(handle):
+        return await handle
+
+    for number in range(ROUNDS):
+        handle = queue.submit(np.array([number]))
+        lease = worker.lease(LIMIT_SECONDS)
+        interrupted_by(lambda: handle.result(LIMIT_SECONDS), lambda lease=lease, n=number: lease.complete(np.array([n])))
+        assert asyncio.run(outcome(handle)) == number
+
+
+def test_an_interrupted_reply_stays_with_its_request(service):
+    client, server = service
+    for number in range(ROUNDS):
+        pending = client.request(np.array([number]), timeout=LIMIT_SECONDS)
+        request = server.accept(LIMIT_SECONDS)
+        interrupted_by(pending.result, lambda request=request, n=number: request.reply(np.array([n])))
+        assert pending.result().numpy()[0] == number
+
+
+def test_an_interrupted_lease_leaves_the_job_at_no_cost(open_queue, open_worker):
+    queue, worker = open_queue(max_attempts=1), open_worker()
+    waits = [lambda: worker.lease(LIMIT_SECONDS), lambda: next(worker)] * ROUNDS
+    for number, wait in enumerate(waits):
+        interrupted_by(wait, lambda number=number: queue.submit(np.array([number])))
+        with worker.lease(LIMIT_SECONDS) as lease:
+            assert lease.numpy()[0] == number
+            assert lease.attempt == 1
+            lease.complete()
+        next(queue.results(LIMIT_SECONDS)).release()
+
+
+def test_a_job_that_comes_after_the_interrupt_goes_to_the_next_worker(open_queue, domain, device):
+    queue = open_queue(max_attempts=1)
+
+    def open_worker():
+        return warpipe.Worker("jobs", domain=domain, device=device)
+
+    for end in ("close", "drop"):
+        worker, handles = open_worker(), []
+        interrupted_by(lambda: worker.lease(LIMIT_SECONDS), lambda: handles.append(queue.submit(b"later")))
+        if end == "close":
+            worker.close()
+        del worker
+        with open_worker() as other, other.lease(LIMIT_SECONDS) as lease:
+            lease.complete(b"done")
+        assert handles[0].result(LIMIT_SECONDS).tobytes() == b"done"
+
+
+def test_an_interrupted_accept_leaves_the_request(service):
+    client, server = service
+    waits = [lambda: server.accept(LIMIT_SECONDS), lambda: next(server)] * ROUNDS
+    for number, wait in enumerate(waits):
+        pending = []
+        interrupted_by(wait, lambda n=number: pending.append(client.request(np.array([n]), timeout=LIMIT_SECONDS)))
+        with server.accept(LIMIT_SECONDS) as request:
+            assert request.numpy()[0] == number
+            request.reply()
+        pending[0].result()
+
+
+def test_an_interrupted_wait_for_changes_leaves_the_change(domain):
+    with warpipe.Members.watch(domain) as members:
+        waits = [lambda: members.changes(LIMIT_SECONDS), lambda: next(members)] * ROUNDS
+        for number, wait in enumerate(waits):
+            joined = []
+            interrupted_by(wait, lambda n=number: joined.append(warpipe.Member.join(f"m{n}", domain=domain)))
+            change = members.changes(LIMIT_SECONDS)
+            assert (change.what, change.member.name) == ("joined", f"m{number}")
+            joined.pop().close()
+            assert members.changes(LIMIT_SECONDS).what == "left"
+
+
+def test_an_interrupted_send_has_sent_nothing(open_publisher, open_subscriber):
+    publisher, subscriber = open_publisher(depth=1, timeout=LIMIT_SECONDS), open_subscriber()
+    for number in range(ROUNDS):
+        publisher.send(b"fills")
+        held = subscriber.receive()
+        interrupted_by(lambda: publisher.send(b"interrupted"), held.release)
+        publisher.send(b"next")
+        assert subscriber.receive(LIMIT_SECONDS).tobytes() == b"next", number
+
+
+def test_an_interrupted_submit_has_submitted_nothing(open_queue, open_worker):
+    queue, worker = open_queue(limit=1, submit_timeout=LIMIT_SECONDS), open_worker()
+    for _ in range(ROUNDS):
+        done = queue.submit(b"fills")
+        with worker.lease(LIMIT_SECONDS) as lease:
+            lease.complete()
+        until(done.done, "the result")
+        interrupted_by(lambda: queue.submit(b"interrupted"), lambda done=done: done.result(LIMIT_SECONDS).release())
+        handle = queue.submit(b"next")
+        with worker.lease(LIMIT_SECONDS) as lease:
+            assert lease.tobytes() == b"next"
+            lease.complete()
+        handle.result(LIMIT_SECONDS).release()
+
+
+def test_a_cancelled_await_leaves_what_has_come(link, queue, worker):
+    """Cancelled between the ring and the look."""
+    publisher, subscriber = link
+
+    async def cancelled(awaited, arrival):
+        async def wait():
+            return await awaited
+
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        arrival()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return task
+
+    async def run():
+        for number in range(ROUNDS):
+            task = await cancelled(subscriber.receive_async(), lambda n=number: publisher.send(np.array([n])))
+            assert task.cancelled()
+            assert (await subscriber.receive_async(LIMIT_SECONDS)).numpy()[0] == number
+            handle = queue.submit(np.array([number]))
+            lease = worker.lease(LIMIT_SECONDS)
+            task = await cancelled(handle, lambda n=number, lease=lease: lease.complete(np.array([n])))
+            assert task.cancelled()
+            assert (await handle).numpy()[0] == number
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+
+
+CTRL_C = """
+import os, signal, sys, threading
+import warpipe
+domain, device = sys.argv[1:]
+queue = warpipe.Queue("jobs", domain=domain, device=device, max_attempts=1)
+worker = warpipe.Worker("jobs", domain=domain, device=device)
+main = threading.get_native_id()
+
+def come():
+    while open(f"/proc/self/task/{main}/stat").read().rpartition(")")[2].split()[0] != "S":
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+    handles.append(queue.submit(b"late"))
+
+handles = []
+comer = threading.Thread(target=come)
+try:
+    comer.start()
+    for lease in worker:
+        sys.exit("no KeyboardInterrupt")
+except KeyboardInterrupt:
+    comer.join()
+del worker
+with warpipe.Worker("jobs", domain=domain, device=device) as other, other.lease(30) as lease:
+    lease.complete(b"done")
+print(handles[0].result(30).tobytes())
+"""
+
+
+def test_ctrl_c_in_a_worker_buries_no_job(tmp_path, device):
+    command = [sys.executable, "-c", CTRL_C, str(tmp_path / "domain"), "host" if device.kind == "host" else "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT_SECONDS)
+    assert (done.returncode, done.stdout) == (0, "b'done'\n"), done.stderr
