@@ -1,24 +1,24 @@
 //! A number that only grows, and that streams of several processes signal and wait for.
 //!
-//! One process owns a timeline and signals it; any other opens it by name and has its streams wait. The value lies in
-//! a [page](crate::memory::page) that all of them map and register, in one [lane](crate::memory::lane). Nothing else
-//! passes between them but the page itself, once, and each other's end.
+//! One process owns a timeline and signals it; any other opens it by name and has its streams wait. The owner shares a
+//! [page](crate::memory::page) with each guest, and with nobody else: its streams signal a [lane](crate::memory::lane)
+//! in every one of them, behind which stands a lane in the owner's own memory.
 //!
-//! **Who can do what to whom.** All who open a timeline can write its page: any survivor must be able to let waiting
-//! streams go. So a process that scribbles there can release the others' streams too early, or hold them up until
-//! the owner ends, and can make [`Timeline::check`] say what is not so. It cannot make anybody read out of bounds, and
-//! it cannot hold up the owner's own streams. Open a timeline to those that you would let crash your pipeline.
+//! **Who can do what to whom.** A guest can write the page that it shares with the owner, and so deceive itself. It
+//! cannot write or see the others' pages, cannot hold up the owner's streams, and cannot remove a page under a stream:
+//! the page is sealed against that before anybody registers it.
 //!
-//! The owner's end: at its proven death each survivor's watcher writes down the last value and raises the word above
-//! all others, with CPU stores alone. An owner that closes does the same itself when its streams have signalled what
-//! they were given.
+//! The owner's end: at its proven death each guest's watcher writes down the last value and raises the word in its own
+//! page above all others, with CPU stores alone. An owner that closes does the same itself when its streams have
+//! signalled what they were given.
 
 #[cfg(test)]
 mod tests;
 
+use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -26,25 +26,29 @@ use serde::{Deserialize, Serialize};
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
-use crate::fork::{Home, PrivateFd};
+use crate::fork::Home;
 use crate::link::proof::{Proof, Streams};
 use crate::link::watcher::Watcher;
-use crate::memory::board::Board;
 use crate::memory::lane::{LANE_BYTES, Lane, Raiser, VALUE_MAX, Verdict};
-use crate::memory::page::Page;
+use crate::memory::page::{Draft, Page};
 use crate::rendezvous::{
-    Address, Admission, Answer, Caller, Desk, Ending, Keep, Keeper, Kind, Refusal, Visit, Visitor,
+    ANSWER_TIMEOUT, Address, Admission, Answer, Caller, Desk, Ending, Gift, Keep, Keeper, Kind, Refusal, Visit,
+    Visitor, decode, encode,
 };
 use crate::stream::Stream;
 
 /// Where the lane lies in the page.
 const LANE: usize = 0;
 
-/// What an owner says of its page.
+/// What an owner says of the page that it shares with a guest.
 #[derive(Debug, Serialize, Deserialize)]
 struct Grant {
     bytes: u64,
 }
+
+/// What a guest says, once: it has mapped and sealed that page. The answer comes when the page has the value so far.
+#[derive(Debug, Serialize, Deserialize)]
+struct Sealed;
 
 /// A named 64-bit value that only grows, across processes (Vulkan's timeline semaphore; on CUDA
 /// `cuStreamWriteValue64` and `cuStreamWaitValue64`).
@@ -71,8 +75,8 @@ pub struct Timeline {
     device: Device,
     home: Home,
     watcher: Arc<Watcher>,
+    /// The owner's own, or the copy of it that a guest shares with the owner.
     lane: Lane,
-    page: Arc<Page>,
     /// Those that signal it.
     signalling: Arc<Streams>,
     /// Those that wait for it.
@@ -81,7 +85,7 @@ pub struct Timeline {
 }
 
 enum Role {
-    Owner { keeper: Option<Keeper>, raiser: Raiser, board: Arc<Board> },
+    Owner { keeper: Option<Keeper>, raiser: Arc<Raiser> },
     Guest { visitor: Option<Visitor>, mourner: Arc<Mourner>, pid: i32 },
 }
 
@@ -89,8 +93,8 @@ impl Timeline {
     /// The largest value that can be signalled or waited for, 2^63 - 2.
     pub const VALUE_MAX: u64 = VALUE_MAX;
 
-    /// Makes a timeline at 0 and takes its name (`memfd_create`, `cuMemHostRegister`). Up to 256 others may open it,
-    /// of the same user.
+    /// Makes a timeline at 0 and takes its name (`cuMemHostRegister`). Up to 256 others may open it, of the same user;
+    /// each costs a page of shared memory, and each signal one store of the device more.
     ///
     /// # Errors
     /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`], or what the device or the
@@ -98,15 +102,19 @@ impl Timeline {
     pub fn create(domain: &Domain, name: &str, device: &Device) -> Result<Timeline> {
         let name = EndpointName::new(name)?;
         let watcher = Watcher::of_process()?;
-        let board = Arc::new(Board::new(device, 1)?);
-        let (page, fd) = Page::create(Some(device), LANE_BYTES)?;
-        let page = Arc::new(page);
-        let lane = Lane::new(&page, LANE);
-        let raiser = Raiser::new(lane.clone(), &board, 0, 0);
+        let lane = Lane::new(&Arc::new(Page::private(device, LANE_BYTES)?), LANE);
+        let raiser = Arc::new(Raiser::new(lane.clone(), 0));
+        let signalling = Arc::new(Streams::default());
+        let door = Door {
+            device: device.clone(),
+            raiser: raiser.clone(),
+            signalling: signalling.clone(),
+            drafts: Mutex::default(),
+        };
         let at = Address { domain, name: &name, kind: Kind::Timeline };
-        let keeper = Keeper::open(&at, Admission::default(), Arc::new(Door { fd, bytes: page.bytes() }))?;
-        let role = Role::Owner { keeper: Some(keeper), raiser, board };
-        Ok(Timeline::assemble(name.to_string(), device, watcher, lane, page, role))
+        let keeper = Keeper::open(&at, Admission::default(), Arc::new(door))?;
+        let role = Role::Owner { keeper: Some(keeper), raiser };
+        Ok(Timeline::assemble(name.to_string(), device, watcher, lane, signalling, role))
     }
 
     /// Opens a timeline that is there, in any process, this one among them.
@@ -126,15 +134,17 @@ impl Timeline {
         let name = EndpointName::new(name)?;
         let at = Address { domain, name: &name, kind: Kind::Timeline };
         let (visitor, gift) = Visitor::attach(&at, Some(device.info().id), &[], timeout)?;
-        let (grant, [fd]) = gift.open::<Grant, 1>(name.as_str())?;
-        let bytes = usize::try_from(grant.bytes).unwrap_or(usize::MAX);
-        let page = Arc::new(Page::open(Some(device), fd, bytes, name.as_str())?);
-        let lane = Lane::new(&page, LANE);
-        let mourner = Arc::new(Mourner { lane: lane.clone(), is_over: AtomicBool::new(false) });
-        visitor.listen(mourner.clone())?;
         let (watcher, pid) = (visitor.watcher().clone(), visitor.pid());
+        let lane = Lane::new(&Arc::new(share_page(gift, device, name.as_str())?), LANE);
+        let mourner = Arc::new(Mourner { lane: lane.clone(), is_over: AtomicBool::new(false) });
+        let settled = visitor.listen(mourner.clone()).and_then(|()| visitor.ask(&encode(&Sealed)?, ANSWER_TIMEOUT));
+        if let Err(error) = settled {
+            // Not dropped here: to unregister memory, a driver may wait for a stream that waits for a peer.
+            watcher.bury(Box::new((visitor, mourner, lane)));
+            return Err(error);
+        }
         let role = Role::Guest { visitor: Some(visitor), mourner, pid };
-        Ok(Timeline::assemble(name.to_string(), device, watcher, lane, page, role))
+        Ok(Timeline::assemble(name.to_string(), device, watcher, lane, Arc::default(), role))
     }
 
     fn assemble(
@@ -142,11 +152,11 @@ impl Timeline {
         device: &Device,
         watcher: Arc<Watcher>,
         lane: Lane,
-        page: Arc<Page>,
+        signalling: Arc<Streams>,
         role: Role,
     ) -> Timeline {
-        let (signalling, waiting) = Default::default();
-        Timeline { name, device: device.clone(), home: Home::here(), watcher, lane, page, signalling, waiting, role }
+        let (device, waiting) = (device.clone(), Arc::default());
+        Timeline { name, device, home: Home::here(), watcher, lane, signalling, waiting, role }
     }
 
     /// The endpoint's name.
@@ -305,56 +315,49 @@ impl Drop for Timeline {
     fn drop(&mut self) {
         if !self.home.is_here() {
             // What the parent has is not ours to end, and its memory may be used by it.
-            if let Role::Owner { keeper, board, .. } = &mut self.role {
-                std::mem::forget((keeper.take(), board.clone()));
+            if let Role::Owner { keeper, raiser } = &mut self.role {
+                std::mem::forget((keeper.take(), raiser.clone()));
             }
             if let Role::Guest { visitor, .. } = &mut self.role {
                 std::mem::forget(visitor.take());
             }
-            return std::mem::forget(self.page.clone());
+            return std::mem::forget(self.lane.clone());
         }
-        let (page, lane) = (self.page.clone(), self.lane.clone());
         let (signalling, waiting) = (self.signalling.clone(), self.waiting.clone());
         match &mut self.role {
-            Role::Owner { keeper, raiser, board } => {
+            Role::Owner { keeper, raiser } => {
                 drop(keeper.take());
-                let end = (lane, raiser.last());
-                close(&self.watcher, end, (page, board.clone()), signalling, waiting);
+                close(&self.watcher, raiser.clone(), signalling, waiting);
             }
-            Role::Guest { visitor, .. } => leave(&self.watcher, page, visitor.take(), waiting),
+            Role::Guest { visitor, .. } => leave(&self.watcher, self.lane.clone(), visitor.take(), waiting),
         }
     }
 }
 
 /// An owner's end: first what its streams have yet to signal, then the word of its end, then the memory.
-fn close(
-    watcher: &Watcher,
-    (lane, last): (Lane, u64),
-    (page, board): (Arc<Page>, Arc<Board>),
-    signalling: Arc<Streams>,
-    waiting: Arc<Streams>,
-) {
-    let (mut signalled, mut waited, mut lane) = (None, None, Some(lane));
+fn close(watcher: &Watcher, raiser: Arc<Raiser>, signalling: Arc<Streams>, waiting: Arc<Streams>) {
+    let (mut signalled, mut waited, mut has_ended) = (None, None, false);
     watcher.retire_patiently(move || {
-        if !passed(&mut signalled, &signalling) {
+        let is_caught_up = raiser.catch_up();
+        if !passed(&mut signalled, &signalling) || !is_caught_up {
             return false;
         }
-        if let Some(lane) = lane.take() {
-            lane.end_at(last);
+        if !std::mem::replace(&mut has_ended, true) {
+            raiser.end();
         }
-        passed(&mut waited, &waiting) && Arc::strong_count(&page) == 1 && Arc::strong_count(&board) == 1
+        passed(&mut waited, &waiting) && Arc::strong_count(&raiser) == 1
     });
 }
 
 /// A guest's end. The visit goes on for as long as a stream of ours may wait: its watcher is who lets it go.
-fn leave(watcher: &Watcher, page: Arc<Page>, mut visitor: Option<Visitor>, waiting: Arc<Streams>) {
+fn leave(watcher: &Watcher, lane: Lane, mut visitor: Option<Visitor>, waiting: Arc<Streams>) {
     let mut waited = None;
     watcher.retire_patiently(move || {
         if !passed(&mut waited, &waiting) {
             return false;
         }
         drop(visitor.take());
-        Arc::strong_count(&page) == 1
+        Arc::strong_count(lane.page()) == 1
     });
 }
 
@@ -362,22 +365,69 @@ fn passed(proof: &mut Option<Proof>, streams: &Streams) -> bool {
     proof.get_or_insert_with(|| streams.mark()).is_passed()
 }
 
-/// Gives the page to who comes.
+/// Maps the page that the owner made for this process alone, and seals it, so that no other process maps it.
+fn share_page(gift: Gift, device: &Device, name: &str) -> Result<Page> {
+    let (grant, [fd]) = gift.open::<Grant, 1>(name)?;
+    let bytes = usize::try_from(grant.bytes).unwrap_or(usize::MAX);
+    Draft::open(fd, bytes, name)?.close(device, name)
+}
+
+/// Gives a page of its own to each guest.
 struct Door {
-    fd: PrivateFd,
-    bytes: usize,
+    device: Device,
+    raiser: Arc<Raiser>,
+    signalling: Arc<Streams>,
+    /// Pages that their guests have not sealed.
+    drafts: Mutex<HashMap<u64, Draft>>,
+}
+
+impl Door {
+    fn drafts(&self) -> MutexGuard<'_, HashMap<u64, Draft>> {
+        self.drafts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Signals a guest no more, and lets its page go behind what was enqueued for it. Should the guest live, its streams
+    /// are let go.
+    fn show_out(&self, desk: &Desk, caller: &Caller) {
+        self.drafts().remove(&caller.id);
+        let Some(copy) = self.raiser.remove(caller.id) else { return };
+        let (raiser, streams, mut proof) = (self.raiser.clone(), self.signalling.clone(), None);
+        desk.watcher().retire_patiently(move || {
+            let is_over = passed(&mut proof, &streams);
+            if is_over {
+                copy.end_at(raiser.own().value());
+            }
+            is_over && Arc::strong_count(copy.page()) == 1
+        });
+    }
 }
 
 impl Keep for Door {
-    fn admit(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
-        Answer::new(&Grant { bytes: self.bytes as u64 }, vec![PrivateFd::duplicate(&self.fd)?])
+    fn admit(&self, _: &Desk, caller: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
+        let draft = Draft::create(LANE_BYTES)?;
+        let answer = Answer::new(&Grant { bytes: draft.bytes() as u64 }, vec![draft.descriptor()?])?;
+        self.drafts().insert(caller.id, draft);
+        Ok(answer)
     }
 
-    fn answer(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
-        Err(Refusal("a timeline answers no questions".into()))
+    fn answer(&self, desk: &Desk, caller: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
+        let Sealed = decode(body, desk.name())?;
+        let draft = self.drafts().remove(&caller.id).ok_or_else(|| Refusal("it has its page".into()))?;
+        let copy = Lane::new(&Arc::new(draft.confirm(&self.device, desk.name())?), LANE);
+        if !self.raiser.add(caller.id, &copy) {
+            let raiser = self.raiser.clone();
+            desk.watcher().retire_patiently(move || raiser.catch_up());
+        }
+        Ok(Answer::default())
     }
 
-    fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
+    fn suspect(&self, desk: &Desk, caller: &Caller) {
+        self.show_out(desk, caller);
+    }
+
+    fn gone(&self, desk: &Desk, caller: &Caller, _: Ending) {
+        self.show_out(desk, caller);
+    }
 }
 
 /// Sees the owner's end. On the watcher's thread: CPU stores alone.

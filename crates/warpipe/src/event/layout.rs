@@ -10,7 +10,6 @@ use crate::backend::IPC_EVENTS_MAX;
 use crate::device::Device;
 use crate::error::Result;
 use crate::fork::PrivateFd;
-use crate::memory::board::Board;
 use crate::memory::lane::{LANE_BYTES, Lane, Raiser};
 use crate::memory::page::{Page, Shared};
 
@@ -60,24 +59,25 @@ unsafe impl Shared for Head {}
 #[derive(Debug, Clone)]
 pub(super) struct Words {
     page: Arc<Page>,
-    board: Arc<Board>,
+    /// Of this process alone, laid out alike: the lanes that it raises itself.
+    own: Arc<Page>,
 }
 
 impl Words {
     pub(super) fn create(device: &Device) -> Result<(Words, PrivateFd)> {
-        let board = Arc::new(Board::new(device, EVENTS * LANES)?);
+        let own = Arc::new(Page::private(device, BYTES)?);
         let (page, fd) = Page::create(Some(device), BYTES)?;
-        Ok((Words { page: Arc::new(page), board }, fd))
+        Ok((Words { page: Arc::new(page), own }, fd))
     }
 
     pub(super) fn open(device: &Device, fd: PrivateFd, name: &str) -> Result<Words> {
-        let board = Arc::new(Board::new(device, EVENTS * LANES)?);
-        Ok(Words { page: Arc::new(Page::open(Some(device), fd, BYTES, name)?), board })
+        let own = Arc::new(Page::private(device, BYTES)?);
+        Ok(Words { page: Arc::new(Page::open(Some(device), fd, BYTES, name)?), own })
     }
 
     /// Whether nobody else here holds it.
     pub(super) fn is_last(&self) -> bool {
-        Arc::strong_count(&self.page) == 1 && Arc::strong_count(&self.board) == 1
+        Arc::strong_count(&self.page) == 1 && Arc::strong_count(&self.own) == 1
     }
 
     pub(super) fn spot(&self, index: u32) -> Spot {
@@ -87,7 +87,9 @@ impl Words {
     /// Who records on a lane that stands at `from`.
     pub(super) fn raiser(&self, index: u32, lane: usize, from: u64) -> Raiser {
         let spot = self.spot(index);
-        Raiser::new(spot.lane(lane), &self.board, spot.at * LANES + lane, from)
+        let raiser = Raiser::new(Spot { page: self.own.clone(), at: spot.at }.lane(lane), from);
+        raiser.add(0, &spot.lane(lane));
+        raiser
     }
 }
 

@@ -230,7 +230,7 @@ impl Event {
             none => none.insert(inner.ask_for_lane()?),
         };
         if let Side::Guest(lodging, _) = &inner.side
-            && (lodging.is_over() || raiser.lane().has_ended())
+            && (lodging.is_over() || inner.spot.lane(*lane).has_ended())
         {
             return Err(lodging.dropped());
         }

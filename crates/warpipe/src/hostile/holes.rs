@@ -24,6 +24,21 @@ fn punch(fd: impl AsFd, offset: u64) -> bool {
     rustix::fs::fallocate(fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, 4096).is_ok()
 }
 
+/// The inode of the file that `word` lies in, and whether this process can remove its page through any mapping.
+pub(crate) fn removes_page_of<T>(word: &T) -> (u64, bool) {
+    let page = std::ptr::from_ref(word) as u64 & !4095;
+    let all = mapped("");
+    let (_, inode) = *all.iter().find(|(at, _)| *at == page).expect("the word is in a file's first page");
+    (inode, all.iter().any(|&(at, other)| other == inode && removes(at)))
+}
+
+/// Whether a page that is mapped here can be removed through its mapping.
+fn removes(at: u64) -> bool {
+    // SAFETY: a shared mapping of the file under test, which consists of atomics alone: a page that is removed reads
+    // as zeros.
+    unsafe { rustix::mm::madvise(at as *mut std::ffi::c_void, 4096, rustix::mm::Advice::LinuxRemove) }.is_ok()
+}
+
 /// The ways in which a page of the file can be removed: through `fd`, a descriptor opened now, those opened
 /// `earlier`, and every mapping of it in this process.
 pub(crate) fn ways_to_remove(fd: BorrowedFd<'_>, earlier: &[OwnedFd], offset: u64) -> Vec<&'static str> {
@@ -36,28 +51,22 @@ pub(crate) fn ways_to_remove(fd: BorrowedFd<'_>, earlier: &[OwnedFd], offset: u6
     note("fallocate", punch(fd, offset));
     note("fallocate, reopened", punch(reopened(fd), offset));
     earlier.iter().for_each(|fd| note("fallocate, opened earlier", punch(fd, offset)));
-    for (at, end) in mappings(rustix::fs::fstat(fd).unwrap().st_ino) {
-        if offset < end - at {
-            let page = (at + offset) as *mut std::ffi::c_void;
-            // SAFETY: a shared mapping of the file under test, which consists of atomics alone: a page that is
-            // removed reads as zeros.
-            let removed = unsafe { rustix::mm::madvise(page, 4096, rustix::mm::Advice::LinuxRemove) };
-            note("madvise(MADV_REMOVE)", removed.is_ok());
-        }
+    let file = rustix::fs::fstat(fd).unwrap().st_ino;
+    for (at, _) in mapped("").into_iter().filter(|(_, inode)| *inode == file) {
+        note("madvise(MADV_REMOVE)", removes(at + offset));
     }
     ways
 }
 
-/// Where this process has a file mapped from its beginning.
-fn mappings(inode: u64) -> Vec<(u64, u64)> {
+/// Where this process has files of such a name mapped, and their inodes.
+fn mapped(name: &str) -> Vec<(u64, u64)> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    let range = |line: &str| {
+    let of = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
-        let (at, end) = words.first()?.split_once('-')?;
-        let number = |text| u64::from_str_radix(text, 16).ok();
-        (words.get(4) == Some(&inode.to_string().as_str())).then_some((number(at)?, number(end)?))
+        let at = u64::from_str_radix(words.first()?.split_once('-')?.0, 16).ok()?;
+        words.get(5)?.contains(name).then_some((at, words.get(4)?.parse().ok()?))
     };
-    maps.lines().filter_map(range).collect()
+    maps.lines().filter_map(of).collect()
 }
 
 /// A client that was welcomed, with the segment's descriptor.

@@ -86,7 +86,7 @@ impl Entry {
     pub(super) fn open(name: EndpointName, visitor: Visitor, gift: Gift, now_ns: u64) -> Result<Entry> {
         let (introduction, [fd]) = gift.open::<Introduction, 1>(name.as_str())?;
         let introduction = introduction.check(name.as_str())?;
-        let page = Page::open(None, fd, introduction.page_bytes as usize, name.as_str())?;
+        let page = Page::read(fd, introduction.page_bytes as usize, name.as_str())?;
         let pulse = Pulse::new(page, now_ns);
         Ok(Entry { name, introduction, pulse, is_stalled: false, is_suspect: false, visitor })
     }

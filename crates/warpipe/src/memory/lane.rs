@@ -8,10 +8,9 @@
 
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicU32, AtomicU64};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::board::Board;
 use super::page::{Page, Shared};
 use crate::backend::{StreamOp, TimelineWord};
 use crate::device::Device;
@@ -124,6 +123,27 @@ impl Lane {
         }
     }
 
+    /// Raises it to `value` with the CPU, unless a stream has come further.
+    fn bring_up(&self, value: u64) {
+        let word = &self.words().word;
+        for _ in 0..ATTEMPTS {
+            let found = word.load();
+            if found.wrapping_sub(value) as i64 >= 0 {
+                return;
+            }
+            word.advance(found, value);
+        }
+    }
+
+    /// Whether both are the same words.
+    pub(crate) fn is_same(&self, other: &Lane) -> bool {
+        Arc::ptr_eq(&self.page, &other.page) && self.offset == other.offset
+    }
+
+    pub(crate) fn page(&self) -> &Arc<Page> {
+        &self.page
+    }
+
     /// Makes it a new lane at 0. To be called when nobody waits for it or raises it any more.
     pub(crate) fn reset(&self) {
         self.words().word.store(0);
@@ -149,15 +169,17 @@ impl Lane {
     }
 }
 
-/// Who raises a lane: keeps its values in order.
+/// Who raises a lane: keeps its values in order, and tells others of them.
+///
+/// The values stand first of all in a lane of this process's own. No peer can set it back or take it away, so a stream
+/// of ours that waits for an earlier value of ours is let go whatever happens elsewhere. Each process that follows has
+/// a *copy* in a page of its own, which the same streams signal.
 #[derive(Debug)]
 pub(crate) struct Raiser {
-    lane: Lane,
-    /// A word of our own that follows the lane's: no peer can set it back, so a stream of ours that waits for an earlier
-    /// value of ours is let go whatever happens to the shared one.
-    board: Arc<Board>,
-    index: usize,
+    own: Lane,
     raised: Mutex<Raised>,
+    /// Copies that were added while streams had yet to signal earlier values: up to this value they are the CPU's.
+    late: Mutex<Vec<(Lane, u64)>>,
 }
 
 #[derive(Debug)]
@@ -166,23 +188,75 @@ struct Raised {
     last: u64,
     /// The stream that it was given to.
     stream: Option<Stream>,
+    /// By a number of the caller's.
+    copies: Vec<(u64, Lane)>,
+    /// Kept for its memory.
+    ops: Vec<StreamOp>,
 }
 
+/// Signals in one call of the driver that are executed in order; more may go out side by side.
+const ORDERED_MAX: usize = 4;
+
+/// Attempts to bring a copy up against its other user, who may write there what it likes.
+const ATTEMPTS: u32 = 64;
+
 impl Raiser {
-    /// The raiser of a lane that stands at `from`, with a word of `board`.
-    pub(crate) fn new(lane: Lane, board: &Arc<Board>, index: usize, from: u64) -> Raiser {
-        board.word(index).store(from);
-        lane.sign();
-        Raiser { lane, board: board.clone(), index, raised: Mutex::new(Raised { last: from, stream: None }) }
+    /// The raiser of a lane that stands at `from`; `own` lies in memory of this process alone.
+    pub(crate) fn new(own: Lane, from: u64) -> Raiser {
+        own.words().word.store(from);
+        let raised = Raised { last: from, stream: None, copies: Vec::new(), ops: Vec::new() };
+        Raiser { own, raised: Mutex::new(raised), late: Mutex::default() }
     }
 
-    pub(crate) fn lane(&self) -> &Lane {
-        &self.lane
+    /// The lane that no peer can write.
+    pub(crate) fn own(&self) -> &Lane {
+        &self.own
     }
 
     /// The highest value given to a stream, or stored.
     pub(crate) fn last(&self) -> u64 {
-        self.raised.lock().unwrap_or_else(PoisonError::into_inner).last
+        self.lock().last
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Raised> {
+        self.raised.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins to signal a copy, too. True if it has every value that has been given out; else [`catch_up`] is to be
+    /// called until it has.
+    ///
+    /// [`catch_up`]: Self::catch_up
+    pub(crate) fn add(&self, number: u64, copy: &Lane) -> bool {
+        copy.sign();
+        let mut raised = self.lock();
+        raised.copies.push((number, copy.clone()));
+        let last = raised.last;
+        drop(raised);
+        // Whatever is raised from here on reaches the copy by itself.
+        self.late.lock().unwrap_or_else(PoisonError::into_inner).push((copy.clone(), last));
+        self.catch_up()
+    }
+
+    /// Brings copies up to what was raised before they were added, as far as it has been reached; true once all are.
+    /// CPU stores alone.
+    pub(crate) fn catch_up(&self) -> bool {
+        let mut late = self.late.lock().unwrap_or_else(PoisonError::into_inner);
+        let reached = self.own.words().word.load();
+        late.retain(|(copy, last)| {
+            copy.bring_up(reached.min(*last));
+            reached < *last
+        });
+        late.is_empty()
+    }
+
+    /// Signals a copy no more; what streams have been given for it is still to come.
+    pub(crate) fn remove(&self, number: u64) -> Option<Lane> {
+        let mut raised = self.lock();
+        let index = raised.copies.iter().position(|(known, _)| *known == number)?;
+        let copy = raised.copies.swap_remove(index).1;
+        drop(raised);
+        self.late.lock().unwrap_or_else(PoisonError::into_inner).retain(|(late, _)| !late.is_same(&copy));
+        Some(copy)
     }
 
     /// Raises the lane behind the work of `stream`, to what `choose` makes of the last value. Values on several streams
@@ -193,35 +267,49 @@ impl Raiser {
         streams: &Streams,
         choose: impl FnOnce(u64) -> Result<u64>,
     ) -> Result<u64> {
-        let mut raised = self.raised.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut raised = self.lock();
         let value = choose(raised.last)?;
-        let own = self.board.device_word(self.index);
-        let ops = [
-            StreamOp::Wait { word: own, value: raised.last },
-            StreamOp::Signal { word: self.lane.word_ptr(), value },
-            StreamOp::Signal { word: own, value },
-        ];
+        let own = self.own.word_ptr();
         let is_behind = raised.stream.as_ref().is_none_or(|last| last.is_same(stream)) || self.is_done(&raised);
+        let wait = (!is_behind).then_some(StreamOp::Wait { word: own, value: raised.last });
+        let Raised { copies, ops, .. } = &mut *raised;
+        ops.clear();
+        ops.extend(wait);
+        ops.extend(copies.iter().map(|(_, copy)| StreamOp::Signal { word: copy.word_ptr(), value }));
         streams.note(stream);
-        // SAFETY: page and board are let go only when this stream, noted above, is proven to be past the operations
-        // (whoever holds `streams` retires both with them).
-        unsafe { stream.batch(if is_behind { &ops[1..] } else { &ops })? };
-        *raised = Raised { last: value, stream: Some(stream.clone()) };
+        // The own word comes last: whoever sees it reached, here or on another stream, is behind the copies.
+        if copies.len() >= ORDERED_MAX {
+            // SAFETY: as below.
+            unsafe { stream.batch(ops)? };
+            ops.clear();
+        }
+        ops.push(StreamOp::Signal { word: own, value });
+        // SAFETY: the pages are let go only when this stream, noted above, is proven to be past the operations (whoever
+        // holds `streams` retires them with it).
+        unsafe { stream.batch(ops)? };
+        (raised.last, raised.stream) = (value, Some(stream.clone()));
         Ok(value)
     }
 
     /// Raises the lane now. `choose` gets the last value, and the one that has been reached.
     pub(crate) fn raise_now(&self, choose: impl FnOnce(u64, u64) -> Result<u64>) -> Result<()> {
-        let mut raised = self.raised.lock().unwrap_or_else(PoisonError::into_inner);
-        let value = choose(raised.last, self.board.word(self.index).load())?;
-        self.lane.words().word.store(value);
-        self.board.word(self.index).store(value);
-        *raised = Raised { last: value, stream: None };
+        let mut raised = self.lock();
+        let value = choose(raised.last, self.own.words().word.load())?;
+        raised.copies.iter().for_each(|(_, copy)| copy.words().word.store(value));
+        self.own.words().word.store(value);
+        (raised.last, raised.stream) = (value, None);
         Ok(())
     }
 
+    /// Ends the lane and all copies. To be called when all streams are past what they were given.
+    pub(crate) fn end(&self) {
+        let raised = self.lock();
+        self.own.end_at(raised.last);
+        raised.copies.iter().for_each(|(_, copy)| copy.end_at(raised.last));
+    }
+
     fn is_done(&self, raised: &Raised) -> bool {
-        self.board.word(self.index).reached(raised.last)
+        self.own.words().word.reached(raised.last)
     }
 }
 
@@ -230,12 +318,13 @@ mod tests {
     use super::*;
 
     fn lane() -> Lane {
-        let (page, _fd) = Page::create(Some(&Device::host()), LANE_BYTES).unwrap();
-        Lane::new(&Arc::new(page), 0)
+        Lane::new(&Arc::new(Page::private(&Device::host(), LANE_BYTES).unwrap()), 0)
     }
 
-    fn raiser(lane: &Lane) -> Raiser {
-        Raiser::new(lane.clone(), &Arc::new(Board::new(&Device::host(), 1).unwrap()), 0, 0)
+    fn raiser(copy: &Lane) -> Raiser {
+        let raiser = Raiser::new(lane(), 0);
+        assert!(raiser.add(1, copy));
+        raiser
     }
 
     const WAIT: Duration = Duration::from_secs(10);
@@ -271,6 +360,42 @@ mod tests {
         assert!(lane.wait_host(&device, 2, WAIT).unwrap());
         slow.synchronize(WAIT).unwrap();
         assert_eq!(lane.value(), 2, "and is not set back by it");
+    }
+
+    #[test]
+    fn a_copy_that_comes_late_gets_each_value_as_it_is_reached() {
+        let (device, copies) = (Device::host(), [lane(), lane()]);
+        let (slow, slower, streams) = (device.stream().unwrap(), device.stream().unwrap(), Streams::default());
+        let raiser = raiser(&copies[0]);
+        let ((go, held), (go_on, held_on)) = (std::sync::mpsc::channel::<()>(), std::sync::mpsc::channel::<()>());
+        slow.call(move || assert!(held.recv().is_err())).unwrap();
+        slower.call(move || assert!(held_on.recv().is_err())).unwrap();
+        raiser.raise(&slow, &streams, |last| Ok(last + 1)).unwrap();
+        raiser.raise(&slower, &streams, |last| Ok(last + 1)).unwrap();
+        assert!(!raiser.add(2, &copies[1]));
+        raiser.raise(&slower, &streams, |last| Ok(last + 1)).unwrap();
+        drop(go);
+        assert!(raiser.own().wait_host(&device, 1, WAIT).unwrap());
+        assert!(!raiser.catch_up());
+        assert_eq!(copies[1].value(), 1, "what is reached between is there, too");
+        drop(go_on);
+        slower.synchronize(WAIT).unwrap();
+        assert!(raiser.catch_up());
+        assert_eq!(copies.each_ref().map(Lane::value), [3, 3]);
+    }
+
+    #[test]
+    fn many_copies_have_every_value_before_the_own_lane_has() {
+        let (device, copies) = (Device::host(), [0; 9].map(|_| lane()));
+        let (stream, streams) = (device.stream().unwrap(), Streams::default());
+        let raiser = raiser(&copies[0]);
+        (1..9).for_each(|index| assert!(raiser.add(index as u64 + 1, &copies[index])));
+        raiser.raise(&stream, &streams, |_| Ok(4)).unwrap();
+        assert!(raiser.own().wait_host(&device, 4, WAIT).unwrap());
+        assert_eq!(copies.each_ref().map(Lane::value), [4; 9]);
+        assert!(raiser.remove(3).unwrap().is_same(&copies[2]));
+        raiser.raise_now(|_, _| Ok(5)).unwrap();
+        assert_eq!((copies[2].value(), copies[3].value()), (4, 5));
     }
 
     #[test]

@@ -1,8 +1,15 @@
 //! Words that several processes share: a sealed memfd of atomics alone. **This module is marked for unsafe**: it maps
 //! and registers memory.
 //!
-//! Unlike a link's segment it may have more than two users, each of which can write all of it; what a face makes of that
-//! stands at the face's head. Nothing but atomics is ever read here, so whatever a peer writes is a value, not a fault.
+//! Nothing but atomics is ever read here, so whatever a peer writes is a value, not a fault. There are four kinds:
+//!
+//! * **private** ([`Page::private`]): of this process alone.
+//! * **of two processes** ([`Draft`]): both write it, and nobody can remove a page of it ([`seal`]). Streams wait for
+//!   words of these two kinds alone: a store of the CPU releases them, whatever any peer does.
+//! * **of many** ([`Page::create`]): each of them can write all of it, and remove pages of it. A device may write here,
+//!   CPUs read it, and **no stream waits for a word of it**: a device that registered a page that was removed keeps
+//!   the old one, which no CPU reaches any more.
+//! * **read-only** for all but its maker ([`Page::publish`]).
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -16,6 +23,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::proof::Streams;
+use crate::link::seal;
 use crate::link::watcher::Watcher;
 
 /// The unit of a page's length.
@@ -52,8 +60,33 @@ unsafe impl Send for Page {}
 unsafe impl Sync for Page {}
 
 impl Page {
-    /// `memfd_create`, `ftruncate`, seals, `mmap`, and registration if there is a device. Zeroed. Returns it and the
-    /// descriptor for the peers.
+    /// Words of this process alone, registered with the device. Zeroed.
+    pub(crate) fn private(device: &Device, bytes: usize) -> Result<Page> {
+        let bytes = bytes.next_multiple_of(PAGE_BYTES);
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh anonymous mapping at an address of the kernel's choice overlaps nothing.
+        let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED) };
+        let base = base.map_err(|e| Error::os("mmap", format!("{bytes} bytes of words"), e))?;
+        Page { base: base.cast(), bytes, registered: None, home: Home::here() }.register(Some(device))
+    }
+
+    /// Words that this process writes and others read: nobody else can map them for writing, or remove a page.
+    pub(crate) fn publish(bytes: usize) -> Result<(Page, PrivateFd)> {
+        let Draft { page, fd } = Draft::create(bytes)?;
+        seal::close(fd.as_fd()).map_err(|found| Error::argument("words", found, "a memfd that can be sealed"))?;
+        Ok((page, fd))
+    }
+
+    /// Maps what a peer has [published](Self::publish), for reading. Whether the peer has sealed it does not matter:
+    /// nothing is registered.
+    pub(crate) fn read(fd: PrivateFd, bytes: usize, name: &str) -> Result<Page> {
+        check_length(bytes, name)?;
+        seal::check(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
+        Page::map_as(fd.as_fd(), bytes, ProtFlags::READ)
+    }
+
+    /// Words of many: `memfd_create`, `ftruncate`, seals, `mmap`, and registration if there is a device. Zeroed. Returns
+    /// it and the descriptor for the peers. No stream may wait for one of them.
     pub(crate) fn create(device: Option<&Device>, bytes: usize) -> Result<(Page, PrivateFd)> {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
         let context = || format!("{bytes} bytes of shared words");
@@ -68,21 +101,16 @@ impl Page {
 
     /// Maps a page of `bytes` bytes that a peer made, once it has been seen to be a sealed memfd of that length.
     pub(crate) fn open(device: Option<&Device>, fd: PrivateFd, bytes: usize, name: &str) -> Result<Page> {
-        let wrong = |found: String| Error::Protocol {
-            name: name.to_string(),
-            field: "shared words",
-            found,
-            allowed: format!("a sealed memfd of 1 to {PAGES_BYTES_MAX} bytes, in whole pages"),
-        };
-        if bytes == 0 || bytes > PAGES_BYTES_MAX || !bytes.is_multiple_of(PAGE_BYTES) {
-            return Err(wrong(format!("{bytes} bytes")));
-        }
-        host::check_sealed_memfd(fd.as_fd(), bytes as u64).map_err(wrong)?;
+        check_length(bytes, name)?;
+        host::check_sealed_memfd(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
         Page::map(fd.as_fd(), bytes)?.register(device)
     }
 
     fn map(fd: BorrowedFd<'_>, bytes: usize) -> Result<Page> {
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        Page::map_as(fd, bytes, ProtFlags::READ | ProtFlags::WRITE)
+    }
+
+    fn map_as(fd: BorrowedFd<'_>, bytes: usize, protection: ProtFlags) -> Result<Page> {
         // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, 0) };
         let base = base.map_err(|e| Error::os("mmap", format!("{bytes} bytes of shared words"), e))?;
@@ -90,6 +118,7 @@ impl Page {
     }
 
     fn register(mut self, device: Option<&Device>) -> Result<Page> {
+        debug_assert!(self.registered.is_none());
         if let Some(device) = device {
             // SAFETY: page-aligned mapped memory, unmapped only after `unregister` (see `Drop`).
             let device_ptr = unsafe { device.backend().register(self.base, self.bytes)? };
@@ -135,6 +164,67 @@ impl Page {
     }
 }
 
+fn check_length(bytes: usize, name: &str) -> Result<()> {
+    if bytes == 0 || bytes > PAGES_BYTES_MAX || !bytes.is_multiple_of(PAGE_BYTES) {
+        return Err(wrong(format!("{bytes} bytes"), name));
+    }
+    Ok(())
+}
+
+fn wrong(found: String, name: &str) -> Error {
+    Error::Protocol {
+        name: name.to_string(),
+        field: "shared words",
+        found,
+        allowed: format!("a sealed memfd of 1 to {PAGES_BYTES_MAX} bytes, in whole pages"),
+    }
+}
+
+/// Words of two processes, mapped and not yet in use. One process makes it and gives the other its descriptor; the other
+/// opens and [closes](Self::close) it; then the first [confirms](Self::confirm) it. From then on both use a page that
+/// nobody can take away.
+#[derive(Debug)]
+pub(crate) struct Draft {
+    page: Page,
+    fd: PrivateFd,
+}
+
+impl Draft {
+    pub(crate) fn create(bytes: usize) -> Result<Draft> {
+        let bytes = bytes.next_multiple_of(PAGE_BYTES);
+        let fd = seal::memfd(c"warpipe-words", bytes as u64)?;
+        Ok(Draft { page: Page::map(fd.as_fd(), bytes)?, fd })
+    }
+
+    /// Maps what a peer made, once it has been seen to be a memfd of `bytes` bytes.
+    pub(crate) fn open(fd: PrivateFd, bytes: usize, name: &str) -> Result<Draft> {
+        check_length(bytes, name)?;
+        seal::check(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
+        Ok(Draft { page: Page::map(fd.as_fd(), bytes)?, fd })
+    }
+
+    /// A descriptor for the other process.
+    pub(crate) fn descriptor(&self) -> Result<PrivateFd> {
+        PrivateFd::duplicate(&self.fd).map_err(|e| Error::os("fcntl(F_DUPFD)", "shared words", e))
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.page.bytes
+    }
+
+    /// Seals it: both processes have mapped it. Registers it with the device.
+    pub(crate) fn close(self, device: &Device, name: &str) -> Result<Page> {
+        seal::close(self.fd.as_fd()).map_err(|found| wrong(found, name))?;
+        self.page.register(Some(device))
+    }
+
+    /// Registers it with the device, once the other process is seen to have sealed it.
+    pub(crate) fn confirm(self, device: &Device, name: &str) -> Result<Page> {
+        seal::check_closed(self.fd.as_fd()).map_err(|found| wrong(found, name))?;
+        self.page.register(Some(device))
+    }
+}
+
 impl Drop for Page {
     fn drop(&mut self) {
         if !self.home.is_here() {
@@ -162,6 +252,42 @@ mod tests {
         let theirs = Page::open(None, copy, ours.bytes(), "test").unwrap();
         ours.at::<AtomicU64>(8).store(7, Relaxed);
         assert_eq!(theirs.at::<AtomicU64>(8).load(Relaxed), 7);
+    }
+
+    #[test]
+    fn words_of_two_are_used_behind_the_seal_alone_and_no_page_of_them_can_be_removed() {
+        let device = Device::host();
+        let ours = Draft::create(2 * PAGE_BYTES).unwrap();
+        let copy = || PrivateFd::duplicate(&ours.fd).unwrap();
+        let (earlier, held) = ([crate::hostile::holes::reopened(ours.fd.as_fd())], copy());
+        let theirs = Draft::open(copy(), ours.bytes(), "test").unwrap();
+        assert!(!crate::hostile::holes::ways_to_remove(held.as_fd(), &earlier, 0).is_empty());
+        let theirs = theirs.close(&device, "test").unwrap();
+        let ours = ours.confirm(&device, "test").unwrap();
+        theirs.at::<AtomicU64>(4096).store(7, Relaxed);
+        for offset in [0, 4096] {
+            assert_eq!(crate::hostile::holes::ways_to_remove(held.as_fd(), &earlier, offset), [""; 0]);
+        }
+        assert_eq!(ours.at::<AtomicU64>(4096).load(Relaxed), 7);
+        assert!(Draft::open(held, ours.bytes(), "test").is_err(), "nobody else maps it any more");
+    }
+
+    #[test]
+    fn words_of_two_that_the_other_has_not_sealed_are_refused() {
+        let draft = Draft::create(PAGE_BYTES).unwrap();
+        let refused = draft.confirm(&Device::host(), "test").unwrap_err();
+        assert!(matches!(refused, Error::Protocol { field: "shared words", .. }), "{refused}");
+    }
+
+    #[test]
+    fn published_words_are_written_by_their_maker_alone() {
+        let (ours, fd) = Page::publish(PAGE_BYTES).unwrap();
+        let copy = || PrivateFd::duplicate(&fd).unwrap();
+        let theirs = Page::read(copy(), PAGE_BYTES, "test").unwrap();
+        ours.at::<AtomicU64>(0).store(7, Relaxed);
+        assert_eq!(theirs.at::<AtomicU64>(0).load(Relaxed), 7);
+        assert!(Page::map(fd.as_fd(), PAGE_BYTES).is_err());
+        assert_eq!(crate::hostile::holes::ways_to_remove(fd.as_fd(), &[], 0), [""; 0]);
     }
 
     #[test]

@@ -165,10 +165,10 @@ fn handles_go_between_threads() {
 }
 
 #[test]
-fn a_guest_that_scribbles_holds_up_neither_the_owners_streams_nor_its_end() {
+fn a_guest_that_scribbles_harms_neither_the_owner_nor_the_other_guests() {
     let stage = Stage::new("scribble");
-    let (owner, guest) = (stage.create(), stage.open());
-    let word = || guest.page.at::<crate::backend::TimelineWord>(LANE);
+    let (owner, guest, honest) = (stage.create(), stage.open(), stage.open());
+    let word = || guest.lane.page().at::<crate::backend::TimelineWord>(LANE);
     let streams = [stage.stream(), stage.stream()];
     for value in 1..=20 {
         owner.signal(&streams[value as usize % 2], value).unwrap();
@@ -177,11 +177,68 @@ fn a_guest_that_scribbles_holds_up_neither_the_owners_streams_nor_its_end() {
     streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
     owner.signal_now(21).unwrap();
     word().store(3);
-    let waiting = stage.stream();
+    let (waiting, other) = (stage.stream(), stage.stream());
     guest.wait(&waiting, 21).unwrap();
-    assert!(!waiting.is_idle().unwrap(), "it can hold up itself and its kind");
+    assert!(!waiting.is_idle().unwrap(), "it can hold up itself");
+    honest.wait(&other, 21).unwrap();
+    other.synchronize(WAIT).unwrap();
+    assert_eq!((honest.value(), owner.value()), (21, 21));
+    assert!(!honest.check(22).unwrap());
     drop(owner);
     waiting.synchronize(WAIT).unwrap();
     assert!(guest.check(21).unwrap(), "the owner's own word counts in the end");
     assert!(matches!(guest.check(22), Err(Error::OwnerGone { .. })));
+}
+
+#[test]
+fn no_page_of_a_timeline_can_be_removed_and_no_guest_has_anothers() {
+    let stage = Stage::new("holes");
+    let (owner, guests) = (stage.create(), [stage.open(), stage.open()]);
+    let streams = [stage.stream(), stage.stream()];
+    guests.iter().zip(&streams).for_each(|(guest, stream)| guest.wait(stream, 1).unwrap());
+    // This process holds both ends of each page: all mappings and descriptors that there are.
+    let pages = guests.each_ref().map(|guest| {
+        let word = guest.lane.page().at::<crate::backend::TimelineWord>(LANE);
+        crate::hostile::holes::removes_page_of(word)
+    });
+    assert!(pages[0].0 != pages[1].0 && !pages[0].1 && !pages[1].1, "{pages:?}");
+    owner.signal_now(1).unwrap();
+    streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+}
+
+#[test]
+fn a_guest_that_does_not_seal_its_page_gets_no_signals() {
+    let stage = Stage::new("unsealed");
+    let (owner, honest) = (stage.create(), stage.open());
+    let name = EndpointName::new("steps").unwrap();
+    let at = Address { domain: &stage.domain, name: &name, kind: Kind::Timeline };
+    let (visitor, gift) = Visitor::attach(&at, Some(stage.device.info().id), &[], Duration::ZERO).unwrap();
+    let (Grant { bytes }, [fd]) = gift.open::<Grant, 1>("steps").unwrap();
+    let draft = Draft::open(fd, bytes as usize, "steps").unwrap();
+    let lane = Lane::new(&Arc::new(Page::private(&stage.device, LANE_BYTES).unwrap()), LANE);
+    visitor.listen(Arc::new(Mourner { lane, is_over: AtomicBool::new(false) })).unwrap();
+    let refused = visitor.ask(&encode(&Sealed).unwrap(), WAIT).unwrap_err();
+    assert!(matches!(&refused, Error::Refused { text, .. } if text.contains("holes")), "{refused}");
+    let again = visitor.ask(&encode(&Sealed).unwrap(), WAIT).unwrap_err();
+    assert!(matches!(again, Error::Refused { .. }), "{again}");
+    drop(draft);
+    owner.signal_now(1).unwrap();
+    honest.wait_host(1, WAIT).unwrap();
+}
+
+#[test]
+fn a_guest_that_comes_late_sees_values_between_as_they_are_reached() {
+    let stage = Stage::new("late");
+    let owner = stage.create();
+    let ((slow, go), (slower, go_on), reading) = (stage.held(), stage.held(), stage.stream());
+    owner.signal(&slow, 3).unwrap();
+    owner.signal(&slower, 5).unwrap();
+    let guest = stage.open();
+    guest.wait(&reading, 2).unwrap();
+    drop(go);
+    reading.synchronize(WAIT).unwrap();
+    assert!(guest.check(3).unwrap() && !guest.check(4).unwrap());
+    drop(go_on);
+    guest.wait_host(5, WAIT).unwrap();
+    slower.synchronize(WAIT).unwrap();
 }
