@@ -17,6 +17,7 @@ mod names;
 mod policy;
 mod pool;
 mod queue;
+mod reuse;
 mod semaphore;
 mod service;
 mod stall;
@@ -102,6 +103,7 @@ pub fn all() -> Vec<Case> {
         stall::CASES,
         fork::CASES,
         fault::CASES,
+        reuse::CASES,
         model::CASES,
         queue::CASES,
         service::CASES,

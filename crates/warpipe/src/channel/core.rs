@@ -4,6 +4,7 @@ mod delivery;
 mod direct;
 mod reception;
 mod room;
+mod turn;
 
 pub(super) use direct::Recipients;
 pub(crate) use direct::{Departures, Member, Observer, Parcel};
@@ -11,12 +12,13 @@ pub(crate) use direct::{Departures, Member, Observer, Parcel};
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
+use self::turn::{Turn, Turns};
 use super::outlet::{Outlet, Parts, Phase, share_memory};
 use super::publisher::{Policy, PublisherBuilder, SlotHold, SlotReturn, SubscriberInfo};
 use crate::backend::{Access, DeviceKind, StreamOp};
@@ -73,7 +75,12 @@ pub(super) struct Core {
     this: Weak<Core>,
     me: Weak<dyn Watched>,
     watcher: Arc<Watcher>,
+    /// Never held across a call of the driver that gives a stream work or asks one: see [`turn`].
     state: Mutex<State>,
+    turn_is_over: Condvar,
+    turns: Arc<Turns>,
+    /// The last value of a fence: no word of the board has reached a later one.
+    fences: AtomicU64,
     /// All that have worked on the links or the board.
     streams: Arc<Streams>,
     greetings: Mutex<HashMap<u64, Greeting>>,
@@ -92,13 +99,26 @@ pub(super) struct State {
     arena: Arena,
     outlets: Vec<Outlet>,
     next_sequence: u64,
-    fences: u64,
     history: VecDeque<Kept>,
     closed: bool,
+    /// One thread has the turn.
+    is_sending: bool,
+    awaiting_turn: u32,
+    /// Links that wait for the history until the turn is over.
+    joiners: VecDeque<u64>,
     ops: Vec<StreamOp>,
-    places: Vec<(usize, u64)>,
+    places: Vec<Place>,
     /// Of those who have gone. Only with an observer.
     departures: Departures,
+}
+
+/// Where one sample goes on one link.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    /// Where the link was found.
+    index: usize,
+    id: u64,
+    position: u64,
 }
 
 /// A sample of the history.
@@ -151,13 +171,18 @@ impl Core {
                 arena: Arena::new(&device, options.memory_limit),
                 outlets: Vec::new(),
                 next_sequence: 1,
-                fences: 0,
                 history: VecDeque::new(),
                 closed: false,
+                is_sending: false,
+                awaiting_turn: 0,
+                joiners: VecDeque::new(),
                 ops: Vec::new(),
                 places: Vec::new(),
                 departures: Departures::default(),
             }),
+            turn_is_over: Condvar::new(),
+            turns: Arc::default(),
+            fences: AtomicU64::new(0),
             streams: Arc::new(streams),
             greetings: Mutex::default(),
             next_id: AtomicU64::new(1),
@@ -238,22 +263,60 @@ impl Core {
         state.arena.serial(slot) != serial
     }
 
-    /// Returns a slot that was loaned and not sent. What `stream` still does to it is waited for on the device.
-    pub(super) fn return_slot(&self, slot: SlotId, stream: Option<&Stream>) -> Result<()> {
-        let foreign = stream.and_then(|stream| stream.check_of(&self.device).err());
-        let mut state = self.lock();
-        let result = match stream.filter(|_| foreign.is_none()) {
-            Some(stream) => {
-                self.note(stream);
-                let value = state.next_fence();
-                let op = StreamOp::Signal { word: self.board.device_word(slot as usize), value };
-                // SAFETY: the board outlives its signals (`close` retires the core until they are done).
-                unsafe { stream.batch(&[op]) }.inspect(|()| state.arena.fence(slot, value))
-            }
-            None => foreign.map_or(Ok(()), Err),
+    /// Returns a slot that was loaned and not sent. What is enqueued on the streams `behind` may still write it: it is
+    /// free when they are past that.
+    ///
+    /// # Errors
+    /// No fence was to be had. The slot is free when the streams are proven to be past what they have.
+    pub(super) fn return_slot(&self, slot: SlotId, behind: &[Stream]) -> Result<()> {
+        let Some((last, others)) = behind.split_last() else {
+            self.lock().arena.let_go(slot);
+            return Ok(());
         };
-        state.arena.let_go(slot);
-        result
+        let fenced = others.iter().try_for_each(|other| last.wait_for(other)).and_then(|()| self.fence(slot, last));
+        match fenced {
+            Ok(value) => {
+                let mut state = self.lock();
+                state.arena.fence(slot, value);
+                state.arena.let_go(slot);
+            }
+            Err(_) => self.once_past(behind, move |core| core.lock().arena.let_go(slot)),
+        }
+        fenced.map(drop)
+    }
+
+    /// Has `stream` signal a slot's own word behind the work that it has been given. Returns the value.
+    fn fence(&self, slot: SlotId, stream: &Stream) -> Result<u64> {
+        self.note(stream);
+        let value = self.next_fence();
+        let op = StreamOp::Signal { word: self.board.device_word(slot as usize), value };
+        // SAFETY: the board outlives its signals: the caller has the core, and `close` waits for that, and then for the
+        // stream, noted above.
+        unsafe { stream.batch(&[op]) }?;
+        Ok(value)
+    }
+
+    /// Calls `then`, on the attendant, when the streams are proven to be past what they have been given so far. Where
+    /// the driver has refused a fence there is no other way to know.
+    fn once_past(&self, streams: &[Stream], then: impl FnOnce(&Core) + Send + 'static) {
+        let Some(core) = self.this.upgrade() else { return };
+        let past = Streams::default();
+        streams.iter().for_each(|stream| past.note(stream));
+        let (mut proof, mut then) = (None, Some(then));
+        // However long they take: who waits for the slot, or for the sample's end, has nobody else.
+        self.watcher.retire_patiently(move || {
+            let is_past = proof.get_or_insert_with(|| past.mark()).is_passed();
+            if is_past && let Some(then) = then.take() {
+                then(&core);
+                core.ring();
+            }
+            is_past
+        });
+    }
+
+    /// A value that no word of the board has reached: words only grow.
+    fn next_fence(&self) -> u64 {
+        self.fences.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// Takes back every slot that nobody uses any more.
@@ -328,19 +391,14 @@ impl State {
         self.arena.chunks()[slot.region as usize].region.ptr() + slot.offset
     }
 
-    /// A value that no word of the board has reached: words only grow.
-    fn next_fence(&mut self) -> u64 {
-        self.fences += 1;
-        self.fences
-    }
-
     /// Finds a place at every live recipient; who has none misses this sample.
     fn place(&mut self, to: Recipients) {
         let State { arena, outlets, places, .. } = self;
         places.clear();
         let is_meant = |outlet: &Outlet| outlet.is_live() && to.include(outlet);
         for (index, outlet) in outlets.iter_mut().enumerate().filter(|(_, outlet)| is_meant(outlet)) {
-            places.extend(outlet.place(|slot| arena.let_go(slot)).map(|position| (index, position)));
+            let id = outlet.id;
+            places.extend(outlet.place(|slot| arena.let_go(slot)).map(|position| Place { index, id, position }));
         }
     }
 
@@ -353,7 +411,9 @@ impl State {
     fn announce(&mut self, region: u32) {
         let State { arena, outlets, .. } = self;
         let chunk = &arena.chunks()[region as usize];
-        for outlet in outlets.iter_mut().filter(|outlet| matches!(outlet.phase, Phase::Live | Phase::Attaching)) {
+        for outlet in
+            outlets.iter_mut().filter(|outlet| matches!(outlet.phase, Phase::Live | Phase::Joining | Phase::Attaching))
+        {
             if !outlet.announce(region, chunk) {
                 outlet.leave(None);
             }

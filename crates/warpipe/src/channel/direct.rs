@@ -65,8 +65,9 @@ impl SampleMut {
 
     /// [`send`](SampleMut::send) to one subscriber.
     pub(crate) fn send_to(mut self, to: u64, metadata: &Metadata, stream: &Stream) -> Result<u64, SendError> {
+        let gathered = self.gather(stream);
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");
-        let sent = self.core.send_to(slot, &self.layout, metadata, stream, to);
+        let sent = gathered.and_then(|()| self.core.send_to(slot, &self.layout, metadata, stream, to));
         sent.map_err(|unsent| self.unsent(slot, unsent, stream))
     }
 
@@ -78,8 +79,9 @@ impl SampleMut {
         metadata: &Metadata,
         stream: &Stream,
     ) -> Result<(Parcel, Option<u64>), SendError> {
+        let gathered = self.gather(stream);
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");
-        let posted = self.core.post(slot, &self.layout, metadata, stream, to);
+        let posted = gathered.and_then(|()| self.core.post(slot, &self.layout, metadata, stream, to));
         posted.map_err(|unsent: Unsent| self.unsent(slot, unsent, stream))
     }
 }

@@ -27,6 +27,8 @@ use crate::memory::arena::{Chunk, SlotId};
 pub(super) enum Phase {
     /// The subscriber maps the regions; it gets no samples yet.
     Attaching,
+    /// It waits for the history, until the sample that is on its way has been sent.
+    Joining,
     /// It gets samples.
     Live,
     /// It gets no more samples, and is forgotten when it has released those that it holds.
@@ -218,12 +220,6 @@ impl Outlet {
         if std::mem::take(&mut self.sleeps) {
             self.wake.ring();
         }
-    }
-
-    /// Ends what this subscriber was told of `slot`, whose data will never be complete.
-    pub(super) fn abort(&mut self, slot: SlotId) {
-        let (ring, in_flight) = (&mut self.ring, &self.in_flight);
-        in_flight.iter().filter(|&&(_, other)| other == slot).for_each(|&(position, _)| ring.abort(position));
     }
 
     /// The slots that this subscriber is done with. `thorough` looks behind a sample that is held long, too.

@@ -301,6 +301,7 @@ impl Publisher {
             layout: *layout,
             metadata: Metadata::EMPTY,
             behind: None,
+            earlier: Vec::new(),
         })
     }
 
@@ -324,7 +325,10 @@ impl Publisher {
         let sent = sent.and_then(|()| self.core.send(slot, layout, &Metadata::EMPTY, stream));
         sent.map_err(|unsent| match unsent {
             Unsent::Untold(error) => {
-                let _ = self.core.return_slot(slot, None);
+                // Behind the copy, which may be on its way whatever failed.
+                let device = stream.check_of(&self.core.device);
+                let behind = device.map_or(&[][..], |()| std::slice::from_ref(stream));
+                let _ = self.core.return_slot(slot, behind);
                 error
             }
             Unsent::Told(error) => error,
@@ -351,7 +355,8 @@ impl Publisher {
     /// `source` is readable by the device for `layout.bytes()` bytes until the stream has done the copy.
     pub unsafe fn send_device(&self, stream: &Stream, layout: &Layout, source: DevicePtr) -> Result<u64> {
         stream.check_of(&self.core.device)?;
-        let sample = self.loan(layout)?;
+        let mut sample = self.loan(layout)?;
+        sample.stay_behind(stream);
         if layout.bytes() > 0 {
             // SAFETY: the slot is this loan's alone and as long as the layout; the source is the caller's promise.
             unsafe { stream.copy(sample.slot_ptr(), source, layout.bytes())? };

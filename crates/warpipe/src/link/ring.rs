@@ -122,12 +122,6 @@ impl SenderRing {
         self.segment.header().receiver.asleep.load(SeqCst) != 0
     }
 
-    /// Ends a sample that was published and whose data will never be complete. It is not taken back even where it
-    /// still could be: its sequence number is spent, and a reader that may miss none would see a gap.
-    pub(crate) fn abort(&mut self, position: u64) {
-        abort(&self.segment, position);
-    }
-
     fn step_over(&mut self, position: u64) {
         for skipped in self.next..position {
             self.segment.entry(skipped).turn.store(turn(skipped, SKIPPED), Release);
@@ -169,12 +163,11 @@ impl SenderRing {
     }
 }
 
-/// Tells the reader of `position`, on a link that may be on its way out, that the data will not be complete, and
-/// lets its stream go on.
-pub(crate) fn abort(segment: &Segment, position: u64) {
-    let entry = segment.entry(position);
-    entry.aborted.store(position, Release);
-    entry.ready.store(position);
+/// Tells the reader of `position` that the data will not be complete. It is not taken back even where it still could be:
+/// its sequence number is spent, and a reader that may miss none would see a gap. Its stream is let go by `ready`, which
+/// is to be stored when nothing writes the slot any more.
+pub(crate) fn give_up(segment: &Segment, position: u64) {
+    segment.entry(position).aborted.store(position, Release);
 }
 
 /// The receiver's end.

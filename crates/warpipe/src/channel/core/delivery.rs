@@ -1,6 +1,8 @@
 //! A sample's way out: a place on each link, the entries, the signals that complete it, and what is undone when they fail.
 
 use super::*;
+use crate::link::ring;
+use crate::link::segment::Segment;
 
 impl Core {
     /// Sends what lies in `slot` to every subscriber, behind the work enqueued on `stream`.
@@ -13,9 +15,9 @@ impl Core {
     ) -> Result<u64, Unsent> {
         let _range = nvtx::range(nvtx::SEND);
         stream.check_of(&self.device).map_err(Unsent::Untold)?;
-        let mut state = self.make_room(Recipients::All).map_err(Unsent::Untold)?;
-        let sequence = self.deliver(&mut state, slot, layout, metadata, stream, Recipients::All)?;
-        state.arena.let_go(slot);
+        let mut turn = self.make_room(Recipients::All).map_err(Unsent::Untold)?;
+        let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, Recipients::All)?;
+        turn.arena.let_go(slot);
         Ok(sequence)
     }
 
@@ -23,7 +25,7 @@ impl Core {
     /// slot stays, unless subscribers had been told when it failed.
     pub(super) fn deliver(
         &self,
-        state: &mut State,
+        turn: &mut Turn<'_>,
         slot: SlotId,
         layout: &Layout,
         metadata: &Metadata,
@@ -31,22 +33,23 @@ impl Core {
         to: Recipients,
     ) -> Result<u64, Unsent> {
         self.note(stream);
-        self.prepare(state, slot, to);
-        // SAFETY: the words lie in link segments and the board, which are let go only when this stream, noted above,
-        // is proven to be past them (`close`, `drop_outlet`).
-        let enqueue = |state: &State| unsafe { stream.batch(&state.ops) };
+        self.prepare(turn, slot, to);
+        let ops = std::mem::take(&mut turn.ops);
+        // SAFETY: the words lie in link segments and the board, which are let go only when this turn is over and this
+        // stream, noted above, is proven to be past them (`close`, `drop_outlet`).
+        let enqueue = |turn: &mut Turn<'_>| turn.unlocked(|| unsafe { stream.batch(&ops) });
         // It is `ready` that orders the devices, so the entries may be out before the driver is asked: a subscriber on
         // another core enqueues its wait and its kernels meanwhile.
-        let early = self.signals_first(state).then(|| enqueue(state));
-        let sequence = self.tell(state, slot, layout, metadata);
-        let enqueued = early.unwrap_or_else(|| enqueue(state));
-        // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
-        state.wake_sleepers();
-        if let Err(error) = enqueued {
-            self.abort(state, slot);
-            return Err(Unsent::Told(error));
+        let early = self.signals_first(turn).then(|| enqueue(turn));
+        let sequence = self.tell(turn, slot, layout, metadata);
+        let enqueued = early.unwrap_or_else(|| enqueue(turn));
+        turn.ops = ops;
+        if enqueued.is_err() {
+            self.lose(turn, slot, stream);
         }
-        Ok(sequence)
+        // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
+        turn.wake_sleepers();
+        enqueued.map(|()| sequence).map_err(Unsent::Told)
     }
 
     /// Whether the signals must, or should, be enqueued before the entries are out.
@@ -56,7 +59,7 @@ impl Core {
     /// wait for: an entry that is ready from the first goes to the reader's cache once, and not there and back again.
     fn signals_first(&self, state: &State) -> bool {
         let is_host = self.device.info().id.kind == DeviceKind::Host;
-        is_host || state.places.iter().any(|&(index, _)| state.outlets[index].is_local)
+        is_host || state.places.iter().any(|&Place { index, .. }| state.outlets[index].is_local)
     }
 
     /// Finds the places of one sample, and leaves the signals that complete it in `state.ops`. To be followed by
@@ -65,10 +68,10 @@ impl Core {
         state.place(to);
         let State { outlets, places, ops, .. } = &mut *state;
         ops.clear();
-        ops.extend(places.iter().map(|&(index, position)| outlets[index].ready_op(position)));
+        ops.extend(places.iter().map(|place| outlets[place.index].ready_op(place.position)));
         // Without a reader's word that says when the slot is done, its own word on the board does.
         if self.history_stream.is_some() || state.places.is_empty() {
-            let value = state.next_fence();
+            let value = self.next_fence();
             state.arena.fence(slot, value);
             state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
         }
@@ -88,9 +91,12 @@ impl Core {
             metadata: metadata.clone(),
         };
         let State { arena, outlets, places, .. } = state;
-        for &(index, position) in places.iter() {
-            arena.hold(slot);
-            outlets[index].publish(position, slot, &description);
+        for place in places.iter() {
+            // Whoever has left since its place was found gets nothing more.
+            if let Some(outlet) = place.find(outlets).filter(|outlet| outlet.is_live()) {
+                arena.hold(slot);
+                outlet.publish(place.position, slot, &description);
+            }
         }
         let keep = self.options.history as usize;
         if keep > 0 {
@@ -99,14 +105,34 @@ impl Core {
         sequence
     }
 
-    /// Ends a sample whose data will never be complete, for every subscriber that was told of it.
-    fn abort(&self, state: &mut State, slot: SlotId) {
-        state.outlets.iter_mut().for_each(|outlet| outlet.abort(slot));
-        let State { arena, history, .. } = state;
+    /// Ends a sample that was published and whose signals the driver refused: its readers are told at once that it is
+    /// lost. Their streams go on, and its slot is free, only when `stream` is past the work that fills the slot, which
+    /// was enqueued before and still runs.
+    fn lose(&self, state: &mut State, slot: SlotId, stream: &Stream) {
+        let State { arena, outlets, places, history, .. } = state;
+        let words: Vec<(Arc<Segment>, u64)> = places
+            .iter()
+            .filter_map(|place| Some((place.find(outlets)?.ring.segment().clone(), place.position)))
+            .collect();
+        words.iter().for_each(|(segment, position)| ring::give_up(segment, *position));
         history.iter_mut().filter(|kept| kept.slot == slot).for_each(|kept| kept.is_lost = true);
-        if arena.fence_of(slot) != 0 {
-            self.board.word(slot as usize).store(arena.fence_of(slot));
-        }
-        arena.let_go(slot);
+        let fence = arena.fence_of(slot);
+        self.once_past(std::slice::from_ref(stream), move |core| {
+            words.iter().for_each(|(segment, position)| segment.entry(*position).ready.store(*position));
+            if fence != 0 {
+                core.board.word(slot as usize).store(fence);
+            }
+            core.lock().arena.let_go(slot);
+        });
+    }
+}
+
+impl Place {
+    fn find<'a>(&self, outlets: &'a mut [Outlet]) -> Option<&'a mut Outlet> {
+        let index = match outlets.get(self.index) {
+            Some(outlet) if outlet.id == self.id => self.index,
+            _ => outlets.iter().position(|outlet| outlet.id == self.id)?,
+        };
+        outlets.get_mut(index)
     }
 }

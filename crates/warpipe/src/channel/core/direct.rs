@@ -154,9 +154,9 @@ impl Core {
     ) -> Result<u64, Unsent> {
         stream.check_of(&self.device).map_err(Unsent::Untold)?;
         let to = Recipients::One(to);
-        let mut state = self.make_room(to).map_err(Unsent::Untold)?;
-        let sequence = self.deliver(&mut state, slot, layout, metadata, stream, to)?;
-        state.arena.let_go(slot);
+        let mut turn = self.make_room(to).map_err(Unsent::Untold)?;
+        let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
+        turn.arena.let_go(slot);
         Ok(sequence)
     }
 
@@ -171,27 +171,32 @@ impl Core {
         to: Option<u64>,
     ) -> Result<(Parcel, Option<u64>), Unsent> {
         stream.check_of(&self.device).map_err(Unsent::Untold)?;
-        let mut state = self.make_room(Recipients::Nobody).map_err(Unsent::Untold)?;
-        let to = to.filter(|&id| state.has_room(id)).map_or(Recipients::Nobody, Recipients::One);
-        self.deliver(&mut state, slot, layout, metadata, stream, to)?;
-        let position = state.places.first().map(|&(_, position)| position);
+        let mut turn = self.make_room(Recipients::Nobody).map_err(Unsent::Untold)?;
+        let to = to.filter(|&id| turn.has_room(id)).map_or(Recipients::Nobody, Recipients::One);
+        self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
+        let position = turn.places.first().map(|place| place.position);
         let core = self.this.upgrade().ok_or(Unsent::Untold(Error::Forked))?;
         Ok((Parcel { core, slot, layout: *layout }, position))
     }
 
     fn forward(&self, slot: SlotId, layout: &Layout, metadata: &Metadata, to: u64) -> Result<Option<u64>> {
         self.home.check()?;
-        let mut state = self.lock();
-        self.reclaim(&mut state, false);
-        if state.closed || !state.has_room(to) {
+        let mut turn = self.take_turn()?;
+        self.reclaim(&mut turn, false);
+        if turn.closed || !turn.has_room(to) {
             return Ok(None);
         }
-        let sequence = state.next_sequence;
-        state.next_sequence += 1;
-        let State { arena, outlets, .. } = &mut *state;
+        let State { arena, outlets, .. } = &mut *turn;
         let Some(outlet) = outlets.iter_mut().find(|outlet| outlet.id == to) else { return Ok(None) };
         let Some(position) = outlet.place(|_| {}) else { return Ok(None) };
-        self.ready_behind(arena, slot, outlet, position)?;
+        let fence = arena.fence_of(slot);
+        let word = outlet.ring.segment().clone();
+        self.ready_behind(&mut turn, slot, fence, &word, position)?;
+        let sequence = turn.next_sequence;
+        let State { arena, outlets, next_sequence, .. } = &mut *turn;
+        let live = outlets.iter_mut().find(|outlet| outlet.id == to && outlet.is_live());
+        let Some(outlet) = live else { return Ok(None) };
+        *next_sequence += 1;
         arena.hold(slot);
         let (region, offset) = (arena.slot(slot).region, arena.slot(slot).offset);
         let metadata = metadata.clone();

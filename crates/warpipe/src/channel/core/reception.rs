@@ -3,7 +3,9 @@
 
 use super::*;
 use crate::backend::DeviceId;
+use crate::link::ring;
 use crate::link::segment::OpenError;
+use crate::link::segment::Segment;
 
 impl Core {
     /// Takes in those who connect, some at a time. Without descriptors left, connections wait in the backlog: the
@@ -148,8 +150,7 @@ impl Core {
                     drop(state);
                     let registered = segment.register(fd.as_fd());
                     drop(segment);
-                    state = self.lock();
-                    self.go_live(&mut state, id, registered);
+                    state = self.go_live(self.lock(), id, registered);
                 }
                 Ok(Received::Message(Message::Bye(_), _)) => {
                     outlet.leave(None);
@@ -173,28 +174,37 @@ impl Core {
         Next::Keep
     }
 
-    /// Gives a link samples from here on, if its segment could be registered.
-    fn go_live(&self, state: &mut State, id: u64, registered: Result<(), OpenError>) {
-        let Some(outlet) = state.find(id).filter(|outlet| outlet.phase == Phase::Attaching) else { return };
+    /// Gives a link samples from here on, if its segment could be registered; those of the history first.
+    fn go_live<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        id: u64,
+        registered: Result<(), OpenError>,
+    ) -> MutexGuard<'a, State> {
+        let Some(outlet) = state.find(id).filter(|outlet| outlet.phase == Phase::Attaching) else { return state };
         match registered {
+            Ok(()) if message::send(outlet.socket(), &Message::Attached, &[]).is_err() => outlet.leave(None),
+            Ok(()) if self.options.history == 0 => outlet.phase = Phase::Live,
             Ok(()) => {
-                outlet.phase = Phase::Live;
-                let told = message::send(outlet.socket(), &Message::Attached, &[]).is_ok();
-                self.replay(state, id);
-                if !told {
-                    state.find(id).into_iter().for_each(|outlet| outlet.leave(None));
+                outlet.phase = Phase::Joining;
+                state.joiners.push_back(id);
+                // Whoever sends just now lets it in when that is done.
+                if !state.is_sending {
+                    drop(Turn::begin(self, state));
+                    state = self.lock();
                 }
             }
             Err(OpenError::Fault(fault)) => outlet.refuse(fault),
             Err(OpenError::Local(error)) => outlet.refuse(error),
         }
         self.ring();
+        state
     }
 
     /// The socket has closed: a leaver is done with it, anybody else is suspect from now on.
     fn on_end(&self, state: &mut State, id: u64) {
         if let Some(outlet) = state.find(id)
-            && matches!(outlet.phase, Phase::Attaching | Phase::Live)
+            && matches!(outlet.phase, Phase::Attaching | Phase::Joining | Phase::Live)
         {
             outlet.leave(None);
             outlet.phase = Phase::Suspect;
@@ -231,23 +241,21 @@ impl Core {
         }
     }
 
-    /// Lets a link's memory go once this process's streams are past it.
+    /// Lets a link's memory go once this process's streams are past it, and what is being sent has been.
     fn drop_outlet(&self, mut outlet: Outlet) {
         outlet.watches.clear();
         // The segment alone: what waits for a stream must not keep descriptors.
-        let (segment, streams) = (outlet.ring.segment().clone(), self.streams.clone());
+        let segment = outlet.ring.segment().clone();
         drop(outlet);
-        let mut proof = None;
-        self.watcher.retire(move || {
-            Arc::strong_count(&segment) == 1 && proof.get_or_insert_with(|| streams.mark()).is_passed()
-        });
+        let mut past = self.past_signals();
+        self.watcher.retire(move || Arc::strong_count(&segment) == 1 && past());
     }
 
     /// Frees what a dead subscriber held once this process's streams are past it, whatever it left in its words.
     fn free_soon(&self, id: u64) {
-        let (core, streams, mut proof) = (self.this.clone(), self.streams.clone(), None);
+        let (core, mut past) = (self.this.clone(), self.past_signals());
         self.watcher.retire(move || {
-            if !proof.get_or_insert_with(|| streams.mark()).is_passed() {
+            if !past() {
                 return false;
             }
             if let Some(core) = core.upgrade() {
@@ -262,34 +270,59 @@ impl Core {
         });
     }
 
-    /// Gives a late joiner the history.
-    fn replay(&self, state: &mut State, id: u64) {
-        let State { arena, outlets, history, .. } = state;
-        let Some(outlet) = outlets.iter_mut().find(|outlet| outlet.id == id) else { return };
-        for Kept { slot, description, is_lost } in history.iter() {
+    /// Tells when every signal of a link that gets no more samples has been executed: of the sends until now, too, that
+    /// have told their streams nothing yet.
+    fn past_signals(&self) -> impl FnMut() -> bool + Send + 'static {
+        let (turns, streams, mut proof) = (self.turns.clone(), self.streams.clone(), None);
+        let turn = turns.last();
+        move || turns.is_over(turn) && proof.get_or_insert_with(|| streams.mark()).is_passed()
+    }
+
+    /// Gives a late joiner the history; from then on it gets what is sent.
+    pub(super) fn replay(&self, turn: &mut Turn<'_>, id: u64) {
+        if let Some(outlet) = turn.find(id).filter(|outlet| outlet.phase == Phase::Joining) {
+            outlet.phase = Phase::Live;
+        }
+        // The history is the same to the end: only a sender changes it.
+        for index in 0..turn.history.len() {
+            let State { arena, outlets, history, .. } = &mut **turn;
+            let Some(outlet) = outlets.iter_mut().find(|outlet| outlet.id == id && outlet.is_live()) else { return };
             let Some(position) = outlet.place(|_| {}) else { return };
-            if *is_lost {
+            let (slot, is_lost, segment) = (history[index].slot, history[index].is_lost, outlet.ring.segment().clone());
+            let fence = arena.fence_of(slot);
+            if is_lost {
                 // It keeps its place, or a subscriber that must see every number would miss one.
-                crate::link::ring::abort(outlet.ring.segment(), position);
-            } else if self.ready_behind(arena, *slot, outlet, position).is_err() {
+                ring::give_up(&segment, position);
+                segment.entry(position).ready.store(position);
+            } else if self.ready_behind(turn, slot, fence, &segment, position).is_err() {
                 return;
             }
-            arena.hold(*slot);
-            outlet.publish(position, *slot, description);
+            let State { arena, outlets, history, .. } = &mut **turn;
+            let Some(outlet) = outlets.iter_mut().find(|outlet| outlet.id == id && outlet.is_live()) else { return };
+            arena.hold(slot);
+            outlet.publish(position, slot, &history[index].description);
             outlet.wake_sleeper();
         }
     }
 
-    /// Makes `position` ready behind the work that fills `slot`: by the CPU if that is done, else on the device, behind
-    /// the word that the original send signals.
-    pub(super) fn ready_behind(&self, arena: &Arena, slot: SlotId, outlet: &Outlet, position: u64) -> Result<()> {
-        let (index, fence) = (slot as usize, arena.fence_of(slot));
+    /// Makes `position` of a link ready behind the work that fills `slot`: by the CPU if that is done, else on the
+    /// device, behind the word that the original send signals. That has been enqueued: whoever sends has the turn.
+    pub(super) fn ready_behind(
+        &self,
+        turn: &mut Turn<'_>,
+        slot: SlotId,
+        fence: u64,
+        segment: &Arc<Segment>,
+        position: u64,
+    ) -> Result<()> {
+        let index = slot as usize;
         if self.board.word(index).reached(fence) {
-            outlet.ring.segment().entry(position).ready.store(position);
+            segment.entry(position).ready.store(position);
         } else if let Some(stream) = &self.history_stream {
             let wait = StreamOp::Wait { word: self.board.device_word(index), value: fence };
+            let signal = StreamOp::Signal { word: segment.ready_word(position), value: position };
             // SAFETY: the board and the link's segment outlive their operations (see `send`).
-            unsafe { stream.batch(&[wait, outlet.ready_op(position)])? };
+            turn.unlocked(|| unsafe { stream.batch(&[wait, signal]) })?;
         }
         Ok(())
     }

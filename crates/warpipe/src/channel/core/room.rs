@@ -1,10 +1,11 @@
 //! How a sender waits for room: it looks, then sleeps until a reader rings.
 
+use super::turn::TurnWait;
 use super::*;
 
 impl Core {
-    /// Waits until every recipient that may not miss a sample has room for one.
-    pub(super) fn make_room(&self, to: Recipients) -> Result<MutexGuard<'_, State>> {
+    /// Waits until every recipient that may not miss a sample has room for one, and nobody else sends. Takes the turn.
+    pub(super) fn make_room(&self, to: Recipients) -> Result<Turn<'_>> {
         self.make_room_within(to, None)
     }
 
@@ -17,19 +18,24 @@ impl Core {
         }
     }
 
-    /// `limit` replaces the timeout of the subscribers' policies.
-    fn make_room_within(&self, to: Recipients, limit: Option<Duration>) -> Result<MutexGuard<'_, State>> {
+    /// `limit` replaces the timeout of the subscribers' policies, and that of the turn.
+    fn make_room_within(&self, to: Recipients, limit: Option<Duration>) -> Result<Turn<'_>> {
         self.home.check()?;
         let mut clock = Stopwatch::default();
         let mut backoff = Backoff::spinning(LOOKS);
+        let mut wait = TurnWait::within(limit);
         let mut state = self.lock();
         loop {
+            if state.is_sending {
+                state = self.wait_for_turn(state, &mut wait)?;
+                continue;
+            }
             if state.closed {
                 return Err(Error::PublisherGone { name: self.name.clone(), pid: own_pid(), graceful: true });
             }
             self.reclaim(&mut state, false);
             to.check(&self.name, &mut state)?;
-            let Some(full) = state.first_full(to) else { return Ok(state) };
+            let Some(full) = state.first_full(to) else { return Ok(Turn::begin(self, state)) };
             let subscriber = format!("process {}", full.peer.pid);
             let Policy::Block { timeout } = full.policy else {
                 return Err(Error::Full { name: self.name.clone(), subscriber, depth: self.options.depth });

@@ -19,7 +19,7 @@ use crate::tensor::Layout;
 ///
 /// Dropped without being sent, it returns at once: if kernels may still be writing it, [`discard`](Self::discard)
 /// it on their stream instead. After [`write`](Self::write), or when it could not be sent, it returns once the work
-/// enqueued on that stream is done.
+/// enqueued on those streams is done.
 #[must_use = "a loan that is not sent goes back"]
 pub struct SampleMut {
     pub(in crate::channel) core: Arc<Core>,
@@ -28,8 +28,10 @@ pub struct SampleMut {
     pub(super) address: DevicePtr,
     pub(in crate::channel) layout: Layout,
     pub(in crate::channel) metadata: Metadata,
-    /// Whose work it returns behind, if it is dropped.
+    /// The stream that was given work on it last. Dropped, it returns behind that, and behind those before.
     pub(super) behind: Option<Stream>,
+    /// Further streams that were given work on it: mostly none.
+    pub(super) earlier: Vec<Stream>,
 }
 
 impl SampleMut {
@@ -103,29 +105,39 @@ impl SampleMut {
     }
 
     /// Hands the tensor to every subscriber, behind the work enqueued on `stream` so far
-    /// (`cuStreamBatchMemOp`). Returns its sequence number, from 1. Does not wait for the device.
+    /// (`cuStreamBatchMemOp`), and behind what [`write`](Self::write) enqueued on others. Returns its sequence number,
+    /// from 1. Does not wait for the device.
     ///
     /// # Errors
     /// Gives the loan back inside the error, and nobody has got the sample: [`Error::Timeout`] or [`Error::Full`]
     /// by the subscribers' [`Policy`](crate::Policy), [`Error::Argument`] for a stream of another device than the publisher's,
     /// [`Error::Forked`]. When the driver itself fails ([`Error::Driver`]) there is
-    /// no loan to give back: whoever was told of the sample is told that it is lost.
+    /// no loan to give back: subscribers are told that the sample is lost. While another thread's send of the same
+    /// publisher is held up by the driver (its stream's launch queue is full), `Timeout` after 10 s.
     pub fn send(mut self, stream: &Stream) -> Result<u64, SendError> {
+        let gathered = self.gather(stream);
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");
-        match self.core.send(slot, &self.layout, &self.metadata, stream) {
-            Ok(sequence) => Ok(sequence),
-            Err(unsent) => Err(self.unsent(slot, unsent, stream)),
-        }
+        let sent = gathered.and_then(|()| self.core.send(slot, &self.layout, &self.metadata, stream));
+        sent.map_err(|unsent| self.unsent(slot, unsent, stream))
+    }
+
+    /// Puts `stream` behind the other streams that were given work on the loan.
+    #[inline]
+    pub(in crate::channel) fn gather(&self, stream: &Stream) -> Result<(), Unsent> {
+        let others = self.behind.iter().chain(&self.earlier).filter(|other| !other.is_same(stream));
+        others.into_iter().try_for_each(|other| stream.wait_for(other)).map_err(Unsent::Untold)
     }
 
     /// Dropped from here on, it returns behind the work on `stream`, which may be writing it: who gives a loan and a
     /// stream to a call that fails has no other chance to say so.
     pub(crate) fn stay_behind(&mut self, stream: &Stream) {
-        if stream.check_of(&self.core.device).is_ok() && self.behind.as_ref().is_none_or(|known| !known.is_same(stream))
-        {
-            self.core.note(stream);
-            self.behind = Some(stream.clone());
+        let is_known = |known: &Stream| known.is_same(stream);
+        if self.behind.as_ref().is_some_and(is_known) || stream.check_of(&self.core.device).is_err() {
+            return;
         }
+        self.core.note(stream);
+        self.earlier.retain(|known| !is_known(known));
+        self.earlier.extend(self.behind.replace(stream.clone()));
     }
 
     pub(in crate::channel) fn unsent(mut self, slot: SlotId, unsent: Unsent, stream: &Stream) -> SendError {
@@ -142,10 +154,19 @@ impl SampleMut {
     /// Gives the slot back unsent, once the work enqueued on `stream` so far is done.
     ///
     /// # Errors
-    /// [`Error::Driver`], [`Error::Argument`] for a stream of another device; the slot is back all the same.
+    /// [`Error::Driver`]: the slot is back as soon as the stream is known to have done that work.
+    /// [`Error::Argument`] for a stream of another device: the slot is back as if the loan were dropped.
     pub fn discard(mut self, stream: &Stream) -> Result<()> {
         self.core.home.check()?;
-        self.slot.take().map_or(Ok(()), |slot| self.core.return_slot(slot, Some(stream)))
+        let foreign = stream.check_of(&self.core.device);
+        self.stay_behind(stream);
+        self.give_back().and(foreign)
+    }
+
+    fn give_back(&mut self) -> Result<()> {
+        let Some(slot) = self.slot.take() else { return Ok(()) };
+        self.earlier.extend(self.behind.take());
+        self.core.return_slot(slot, &self.earlier)
     }
 }
 
@@ -208,8 +229,9 @@ impl Drop for SlotHold {
 
 impl Drop for SampleMut {
     fn drop(&mut self) {
-        if let Some(slot) = self.slot.take().filter(|_| self.core.home.is_here()) {
-            let _ = self.core.return_slot(slot, self.behind.as_ref());
+        if self.core.home.is_here() {
+            // Without a fence it comes back all the same, later.
+            let _ = self.give_back();
         }
     }
 }

@@ -1,0 +1,153 @@
+//! When a slot may be lent again: never before the work that was enqueued on it is done, whatever failed meanwhile.
+
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use warpipe::backend::testing::{Failing, Wrapped};
+use warpipe::{DType, Device, Error, Layout, Policy, Publisher, SampleMut, Stream};
+
+use super::Case;
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::payload::Payload;
+use crate::process::eventually;
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("a slot is lent again behind the copy of a send that failed", failed_copy),
+    Case::new(
+        "a sample whose signal is refused is lost at once, and its slot lent again behind its writer",
+        refused_send,
+    ),
+    Case::new("a loan that was written on two streams is lent again behind both", two_writers),
+    Case::new("a slot whose fence is refused is lent again behind the stream's work", refused_fence),
+];
+
+/// A quarter of the publisher's memory.
+const WORDS: u64 = (512 << 10) / 8;
+const SLOTS: usize = 4;
+
+/// A publisher of four slots that does not wait for one, and a stream that stands still until the gate is opened.
+struct Tight {
+    failing: Arc<Wrapped<Failing>>,
+    publisher: Publisher,
+    held: Stream,
+    gate: mpsc::Sender<()>,
+}
+
+impl Tight {
+    fn new(context: &Context) -> Result<Tight> {
+        let failing = Wrapped::new(context.device.backend().clone(), Failing::default());
+        let device = Device::from_backend(failing.clone());
+        let builder = context.publisher("tight").device(&device).memory_limit(8 * WORDS * SLOTS as u64);
+        let publisher = builder.depth(1).policy(Policy::Fail).loan_timeout(Duration::ZERO).build()?;
+        let (gate, opened) = mpsc::channel::<()>();
+        let held = device.stream()?;
+        let tight = Tight { failing, publisher, held, gate };
+        ensure!(tight.free()? == SLOTS, "nothing is in use yet");
+        tight.held.call(move || _ = opened.recv_timeout(PATIENCE))?;
+        Ok(tight)
+    }
+
+    fn loan(&self) -> warpipe::Result<SampleMut> {
+        self.publisher.loan(&Layout::contiguous(DType::U64, &[WORDS])?)
+    }
+
+    /// How many slots can be lent just now.
+    fn free(&self) -> Result<usize> {
+        let mut loans = Vec::new();
+        loop {
+            match self.loan() {
+                Ok(loan) => loans.push(loan),
+                Err(Error::MemoryLimit { .. }) => return Ok(loans.len()),
+                Err(other) => bail!(other),
+            }
+        }
+    }
+
+    /// One slot stays in use until the gate is opened, and samples in the others are not written by what it lets go.
+    fn check(self, context: &Context) -> Result<()> {
+        ensure!(self.free()? == SLOTS - 1, "{} slots can be lent while one is still to be written", self.free()?);
+        let (stream, mut tally) = (context.stream()?, context.tally()?);
+        let others = self.publisher.device().stream()?;
+        let mut subscriber = context.subscriber("tight").build()?;
+        let loans: Vec<SampleMut> = (1..SLOTS as u64)
+            .map(|seed| Payload::of(WORDS, seed).loan(&self.publisher, &others))
+            .collect::<warpipe::Result<_>>()?;
+        others.synchronize(PATIENCE)?;
+        self.gate.send(())?;
+        self.held.synchronize(PATIENCE)?;
+        for loan in loans {
+            loan.send(&others)?;
+            ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "the next samples are whole");
+            ensure!(eventually(PATIENCE, || self.publisher.subscribers()[0].in_flight == 0), "it is released");
+        }
+        let mut free = 0;
+        let is_back = || {
+            free = self.free().unwrap_or_default();
+            free == SLOTS
+        };
+        ensure!(eventually(PATIENCE, is_back), "{free} slots are back");
+        Ok(())
+    }
+}
+
+fn failed_copy(context: &Context) -> Result<()> {
+    let tight = Tight::new(context)?;
+    let mut full = context.subscriber("tight").build()?;
+    let stream = context.stream()?;
+    // It has no room for more.
+    Payload::of(WORDS, 98).send(&tight.publisher, &tight.publisher.device().stream()?)?;
+    let bytes = vec![7; 8 * WORDS as usize];
+    match tight.publisher.send_slice(&tight.held, &Layout::contiguous(DType::U64, &[WORDS])?, &bytes) {
+        Err(Error::Full { .. }) => {}
+        other => bail!("a full subscriber gave {other:?}"),
+    }
+    full.receive(&stream)?.finish(PATIENCE)?;
+    stream.synchronize(PATIENCE)?;
+    drop(full);
+    ensure!(eventually(PATIENCE, || tight.publisher.subscribers().is_empty()), "it has left");
+    tight.check(context)
+}
+
+fn refused_send(context: &Context) -> Result<()> {
+    let tight = Tight::new(context)?;
+    let mut subscriber = context.subscriber("tight").build()?;
+    let stream = context.stream()?;
+    let loan = Payload::of(WORDS, 99).loan(&tight.publisher, &tight.held)?;
+    tight.failing.hook().aim("batch", 1);
+    match loan.send(&tight.held) {
+        Err(failed) => ensure!(failed.sample.is_none(), "its subscriber has been told: {failed}"),
+        Ok(sequence) => bail!("a refused signal sent {sequence}"),
+    }
+    let sample = subscriber.receive(&stream)?;
+    match sample.is_complete() {
+        Err(Error::SampleLost { sequence: 1, .. }) => {}
+        other => bail!("a sample without a signal gave {other:?}"),
+    }
+    ensure!(!stream.is_idle()?, "the reader's stream goes on while the sample is still written");
+    drop(sample);
+    drop(subscriber);
+    tight.check(context)?;
+    Ok(stream.synchronize(PATIENCE)?)
+}
+
+fn two_writers(context: &Context) -> Result<()> {
+    let tight = Tight::new(context)?;
+    let idle = tight.publisher.device().stream()?;
+    let bytes = vec![7; 8 * WORDS as usize];
+    let mut loan = tight.loan()?;
+    loan.write(&tight.held, &bytes)?;
+    loan.write(&idle, &bytes)?;
+    drop(loan);
+    tight.check(context)
+}
+
+fn refused_fence(context: &Context) -> Result<()> {
+    let tight = Tight::new(context)?;
+    let loan = Payload::of(WORDS, 99).loan(&tight.publisher, &tight.held)?;
+    tight.failing.hook().aim("batch", 1);
+    ensure!(loan.discard(&tight.held).is_err(), "the driver refused its fence");
+    tight.check(context)
+}

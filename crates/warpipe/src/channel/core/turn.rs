@@ -1,0 +1,154 @@
+//! One thread of a publisher sends at a time, and calls the driver without the publisher's lock.
+//!
+//! A call that gives a stream work blocks when the stream's launch queue is full, for as long as the stream waits for a
+//! peer. The watcher, who lets such a stream go when that peer dies, takes the publisher's lock with every tick, and the
+//! attendant takes it for whatever subscribers do. So the lock is never held across such a call. What keeps the order
+//! of samples instead is the turn: whoever has it finds places, publishes entries and enqueues signals; all others may
+//! look, take samples back and free slots meanwhile.
+
+use std::ops::{Deref, DerefMut};
+
+use super::*;
+
+/// How long a sender waits for another thread's send, which a full launch queue may hold up.
+const TURN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Looks for the turn before it is waited for asleep: a send takes a microsecond.
+const TURN_LOOKS: u32 = 2_000;
+
+/// The turns that were taken and those that are over: what is let go waits for the sends that may still signal it, since
+/// their streams have perhaps been given nothing yet.
+#[derive(Debug, Default)]
+pub(super) struct Turns {
+    begun: AtomicU64,
+    over: AtomicU64,
+}
+
+impl Turns {
+    /// The last one so far.
+    pub(super) fn last(&self) -> u64 {
+        self.begun.load(Ordering::SeqCst)
+    }
+
+    /// Whether it is over, with all before it.
+    pub(super) fn is_over(&self, turn: u64) -> bool {
+        self.over.load(Ordering::SeqCst) >= turn
+    }
+}
+
+/// The right to send. The state is locked, but for the calls of the driver: see [`Turn::unlocked`].
+pub(super) struct Turn<'a> {
+    core: &'a Core,
+    state: Option<MutexGuard<'a, State>>,
+}
+
+impl<'a> Turn<'a> {
+    /// Takes the turn, which nobody has.
+    pub(super) fn begin(core: &'a Core, mut state: MutexGuard<'a, State>) -> Turn<'a> {
+        debug_assert!(!state.is_sending);
+        state.is_sending = true;
+        core.turns.begun.fetch_add(1, Ordering::SeqCst);
+        Turn { core, state: Some(state) }
+    }
+
+    /// Makes a call of the driver without the lock. Links may leave and end meanwhile; places and history stay.
+    #[inline]
+    pub(super) fn unlocked<T>(&mut self, call: impl FnOnce() -> T) -> T {
+        drop(self.state.take());
+        let made = call();
+        self.state = Some(self.core.lock());
+        made
+    }
+}
+
+impl Deref for Turn<'_> {
+    type Target = State;
+
+    #[inline]
+    fn deref(&self) -> &State {
+        self.state.as_ref().expect("locked but for `unlocked`")
+    }
+}
+
+impl DerefMut for Turn<'_> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut State {
+        self.state.as_mut().expect("locked but for `unlocked`")
+    }
+}
+
+impl Drop for Turn<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.state.is_none() {
+            // A panic in a call of the driver.
+            self.state = Some(self.core.lock());
+        }
+        while let Some(id) = self.joiners.pop_front() {
+            self.core.replay(self, id);
+        }
+        self.is_sending = false;
+        let others_wait = self.awaiting_turn > 0;
+        self.core.turns.over.fetch_add(1, Ordering::SeqCst);
+        drop(self.state.take());
+        if others_wait {
+            self.core.turn_is_over.notify_all();
+        }
+    }
+}
+
+/// One thread's wait for the turn.
+pub(super) struct TurnWait {
+    /// Of the whole wait; without one, [`TURN_TIMEOUT`] for each turn of another's that is waited for.
+    limit: Option<Duration>,
+    turn: u64,
+    clock: Stopwatch,
+    backoff: Backoff,
+}
+
+impl TurnWait {
+    pub(super) fn within(limit: Option<Duration>) -> TurnWait {
+        TurnWait { limit, turn: 0, clock: Stopwatch::default(), backoff: Backoff::spinning(TURN_LOOKS) }
+    }
+}
+
+impl Core {
+    /// Waits a while for the turn, which another thread has.
+    #[cold]
+    pub(super) fn wait_for_turn<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        wait: &mut TurnWait,
+    ) -> Result<MutexGuard<'a, State>> {
+        let turn = self.turns.last();
+        if wait.limit.is_none() && wait.turn != turn {
+            *wait = TurnWait { turn, ..TurnWait::within(None) };
+        }
+        if wait.backoff.step().is_zero() {
+            drop(state);
+            (0..8).for_each(|_| std::hint::spin_loop());
+            return Ok(self.lock());
+        }
+        let limit = wait.limit.unwrap_or(TURN_TIMEOUT);
+        let left = limit.saturating_sub(wait.clock.elapsed());
+        if left.is_zero() {
+            let what = format!("another thread's send of {:?}, which the driver holds up", self.name);
+            return Err(Error::Timeout { what, waited: limit });
+        }
+        state.awaiting_turn += 1;
+        let waited = self.turn_is_over.wait_timeout(state, left);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        state.awaiting_turn -= 1;
+        Ok(state)
+    }
+
+    /// Takes the turn as soon as it is to be had.
+    pub(super) fn take_turn(&self) -> Result<Turn<'_>> {
+        let mut wait = TurnWait::within(None);
+        let mut state = self.lock();
+        while state.is_sending {
+            state = self.wait_for_turn(state, &mut wait)?;
+        }
+        Ok(Turn::begin(self, state))
+    }
+}
