@@ -107,6 +107,7 @@ mod queue;
 mod rendezvous;
 mod semaphore;
 mod service;
+mod stats;
 mod stream;
 pub mod tensor;
 mod timeline;
@@ -132,6 +133,7 @@ pub use queue::{
 pub use rendezvous::Kind;
 pub use semaphore::{Permit, Semaphore};
 pub use service::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
+pub use stats::{ProcessStats, process_stats};
 pub use stream::Stream;
 pub use tensor::{DType, Layout};
 pub use timeline::Timeline;

@@ -28,7 +28,7 @@ use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::Home;
 use crate::link::proof::{Proof, Streams};
-use crate::link::watcher::Watcher;
+use crate::link::watcher::{Usage, Watcher};
 use crate::memory::lane::{LANE_BYTES, Lane, Raiser, VALUE_MAX, Verdict};
 use crate::memory::page::{Draft, Page};
 use crate::rendezvous::{
@@ -337,27 +337,30 @@ impl Drop for Timeline {
 /// An owner's end: first what its streams have yet to signal, then the word of its end, then the memory.
 fn close(watcher: &Watcher, raiser: Arc<Raiser>, signalling: Arc<Streams>, waiting: Arc<Streams>) {
     let (mut signalled, mut waited, mut has_ended) = (None, None, false);
-    watcher.retire_patiently(move || {
+    watcher.retire(move || {
         let is_caught_up = raiser.catch_up();
         if !passed(&mut signalled, &signalling) || !is_caught_up {
-            return false;
+            return Usage::Busy;
         }
         if !std::mem::replace(&mut has_ended, true) {
             raiser.end();
         }
-        passed(&mut waited, &waiting) && Arc::strong_count(&raiser) == 1
+        if !passed(&mut waited, &waiting) {
+            return Usage::Busy;
+        }
+        if Arc::strong_count(&raiser) > 1 { Usage::Held } else { Usage::Over }
     });
 }
 
 /// A guest's end. The visit goes on for as long as a stream of ours may wait: its watcher is who lets it go.
 fn leave(watcher: &Watcher, lane: Lane, mut visitor: Option<Visitor>, waiting: Arc<Streams>) {
     let mut waited = None;
-    watcher.retire_patiently(move || {
+    watcher.retire(move || {
         if !passed(&mut waited, &waiting) {
-            return false;
+            return Usage::Busy;
         }
         drop(visitor.take());
-        Arc::strong_count(lane.page()) == 1
+        if Arc::strong_count(lane.page()) > 1 { Usage::Held } else { Usage::Over }
     });
 }
 
@@ -392,12 +395,12 @@ impl Door {
         self.drafts().remove(&caller.id);
         let Some(copy) = self.raiser.remove(caller.id) else { return };
         let (raiser, streams, mut proof) = (self.raiser.clone(), self.signalling.clone(), None);
-        desk.watcher().retire_patiently(move || {
-            let is_over = passed(&mut proof, &streams);
-            if is_over {
-                copy.end_at(raiser.own().value());
+        desk.watcher().retire(move || {
+            if !passed(&mut proof, &streams) {
+                return Usage::Busy;
             }
-            is_over && Arc::strong_count(copy.page()) == 1
+            copy.end_at(raiser.own().value());
+            if Arc::strong_count(copy.page()) > 1 { Usage::Held } else { Usage::Over }
         });
     }
 }
@@ -416,7 +419,7 @@ impl Keep for Door {
         let copy = Lane::new(&Arc::new(draft.confirm(&self.device, desk.name())?), LANE);
         if !self.raiser.add(caller.id, &copy) {
             let raiser = self.raiser.clone();
-            desk.watcher().retire_patiently(move || raiser.catch_up());
+            desk.watcher().retire(move || raiser.catch_up());
         }
         Ok(Answer::default())
     }

@@ -4,7 +4,7 @@ use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{ExitStatus, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use warpipe::backend::{Access, DeviceKind, RawRegion, StreamOp};
@@ -27,6 +27,22 @@ const CHILD_PATIENCE: Duration = Duration::from_secs(30);
 const MUST_WAIT: Duration = Duration::from_millis(20);
 
 const SIGSEGV: i32 = 11;
+
+/// Whether everything that the checks made and dropped has been given back.
+pub fn given_back() -> Check {
+    let start = Instant::now();
+    loop {
+        let stats = warpipe::process_stats();
+        if stats.dropping == 0 {
+            return Check::ok("given back", "nothing waits for a device");
+        }
+        if start.elapsed() > PATIENCE {
+            let detail = format!("{} dropped and kept, {} for more than 60 s", stats.dropping, stats.overdue);
+            return Check::failed("given back", detail, "a device does not do its work: see dmesg for its driver");
+        }
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+}
 
 /// A region, allocated or imported, released with its owner.
 pub struct Scratch {

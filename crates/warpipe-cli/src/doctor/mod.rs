@@ -36,6 +36,8 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<Exit> {
         gpu::peers(&mut report, &gpus)?;
         report.add(system::mps())?;
     }
+    report.section("this process")?;
+    report.add(memory::given_back())?;
     report.finish()
 }
 

@@ -32,7 +32,7 @@ use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
 use crate::link::proof::Streams;
 use crate::link::wake::{Bell, Wake};
-use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
+use crate::link::watcher::{Next, Usage, Watch, Watched, Watcher, new_generation};
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
 use crate::memory::board::Board;
 use crate::nvtx;
@@ -304,7 +304,7 @@ impl Core {
         streams.iter().for_each(|stream| past.note(stream));
         let (mut proof, mut then) = (None, Some(then));
         // However long they take: who waits for the slot, or for the sample's end, has nobody else.
-        self.watcher.retire_patiently(move || {
+        self.watcher.retire(move || {
             let is_past = proof.get_or_insert_with(|| past.mark()).is_passed();
             if is_past && let Some(then) = then.take() {
                 then(&core);
@@ -379,8 +379,10 @@ impl Core {
         // Never here, even if all is quiet: to unregister memory, a driver may wait for a stream that waits for a peer.
         let (core, mut proof) = (self.clone(), None);
         self.watcher.retire(move || {
-            let is_last = Arc::strong_count(&core) == 1;
-            is_last && proof.get_or_insert_with(|| core.streams.mark()).is_passed()
+            if Arc::strong_count(&core) > 1 {
+                return Usage::Held;
+            }
+            proof.get_or_insert_with(|| core.streams.mark()).is_passed().into()
         });
     }
 }

@@ -25,7 +25,7 @@ use crate::link::peer::Peer;
 use crate::link::proof::Streams;
 use crate::link::segment::Segment;
 use crate::link::wake::{Bell, Wake};
-use crate::link::watcher::{Next, STALLED_AFTER, Watch, Watched, Watcher};
+use crate::link::watcher::{Next, STALLED_AFTER, Usage, Watch, Watched, Watcher};
 use crate::memory::region::Region;
 use crate::stream::Stream;
 
@@ -292,14 +292,14 @@ impl Inlet {
     pub(super) fn give_back(self: &Arc<Self>, position: u64) {
         let me = self.clone();
         // However long its sender takes: it waits for the slot, and this end keeps the link for it.
-        self.watcher.retire_patiently(move || {
+        self.watcher.retire(move || {
             let entry = me.segment().entry(position);
-            let complete = entry.ready.reached(position);
-            if complete {
-                entry.released.store(position);
-                me.tell_release();
+            if !entry.ready.reached(position) {
+                return Usage::Held;
             }
-            complete
+            entry.released.store(position);
+            me.tell_release();
+            Usage::Over
         });
     }
 
@@ -423,11 +423,12 @@ impl Inlet {
             inlet.mapping.fetch_sub(1, SeqCst);
             inlet.bell.ring();
         };
-        if is_flood || self.watcher.attend(Box::new(map)).is_err() {
+        if is_flood {
             let found = "more announcements than can be queued".to_string();
             let violation = Violation { field: "regions", found, allowed: format!("at most {MAPPING_MAX}") };
-            self.fail(self.violation(violation));
+            return self.fail(self.violation(violation));
         }
+        self.watcher.attend(Box::new(map));
     }
 
     /// Whether regions have been announced that are not mapped yet.

@@ -15,7 +15,7 @@ use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::{self, Home, PrivateFd};
 use crate::link::proof::{Proof, Streams};
-use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
+use crate::link::watcher::{Next, Usage, Watch, Watched, Watcher, new_generation};
 use crate::memory::lane::{Lane, Raiser};
 use crate::rendezvous::{Address, Admission, Answer, Caller, Desk, Ending, Keep, Keeper, Kind, Refusal, decode};
 
@@ -217,7 +217,7 @@ impl House {
         state.slots[index as usize].phase = Phase::Ending;
         drop(state);
         let (house, mut proof) = (self.clone(), None);
-        self.watcher.retire_patiently(move || {
+        self.watcher.retire(move || {
             let is_over = passed(&mut proof, house.streams());
             if is_over {
                 house.rooms.lock().end(index);
@@ -243,12 +243,12 @@ impl Drop for House {
         drop(self.keeper.take());
         let mut state = std::mem::take(&mut *self.rooms.lock());
         let (streams, mut proof) = (self.rooms.streams.clone(), None);
-        self.watcher.retire_patiently(move || {
+        self.watcher.retire(move || {
             if !passed(&mut proof, &streams) {
-                return false;
+                return Usage::Busy;
             }
             state.slots.drain(..).filter(|slot| slot.is_shared).for_each(|slot| slot.end());
-            state.pages.iter().all(|(words, _)| words.is_last())
+            if state.pages.iter().all(|(words, _)| words.is_last()) { Usage::Over } else { Usage::Held }
         });
     }
 }

@@ -14,7 +14,7 @@ use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::{self, Home};
 use crate::link::proof::Streams;
-use crate::link::watcher::{Next, Watched, Watcher};
+use crate::link::watcher::{Next, Usage, Watched, Watcher};
 use crate::memory::lane::Raiser;
 use crate::rendezvous::{ANSWER_TIMEOUT, Address, Kind, Visit, Visitor, encode};
 
@@ -164,15 +164,16 @@ impl Lodging {
         let lane = lane.map(|lane| lane as u8);
         let Ok(close) = encode(&Ask::Close { index, serial, lane }) else { return };
         let (lodging, mut proof) = (self.clone(), None);
-        self.watcher.retire_patiently(move || {
+        self.watcher.retire(move || {
             if !passed(&mut proof, &lodging.streams) {
-                return false;
+                return Usage::Busy;
             }
-            let is_told = !matches!(lodging.visitor().post(&close), Err(Error::Timeout { .. }));
-            if is_told {
-                lodging.guestbook.lock().retain(|(known, _)| *known != entry);
+            if let Err(Error::Timeout { .. }) = lodging.visitor().post(&close) {
+                // Its maker does not read its socket.
+                return Usage::Held;
             }
-            is_told
+            lodging.guestbook.lock().retain(|(known, _)| *known != entry);
+            Usage::Over
         });
     }
 
@@ -217,7 +218,7 @@ impl Drop for Lodging {
         }
         // Every event of it has been closed, each behind its streams' work.
         drop(self.visitor.take());
-        self.watcher.retire_patiently(move || pages.iter().flatten().all(Words::is_last));
+        self.watcher.retire(move || if pages.iter().flatten().all(Words::is_last) { Usage::Over } else { Usage::Held });
     }
 }
 

@@ -13,8 +13,8 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{self, Sender, SyncSender, TrySendError};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -32,8 +32,10 @@ pub(crate) const TICK: Duration = Duration::from_millis(200);
 /// How often memory that waits for a device is looked at again.
 const RETIRE_TICK: Duration = Duration::from_millis(2);
 
-/// After this the device is taken for hung, and the memory stays until the process ends.
-const RETIRE_MAX: Duration = Duration::from_secs(60);
+/// What waits for longer than this is looked at with every [`TICK`] only. If it waits for a device, that device is
+/// taken for hung, and it is counted ([`Watcher::counts`]); it is never given up, since nothing but a proof says that
+/// nobody touches it any more.
+const OVERDUE_AFTER: Duration = Duration::from_secs(60);
 
 /// A heartbeat older than this means *stalled*, to people.
 pub(crate) const STALLED_AFTER: Duration = Duration::from_millis(900);
@@ -71,21 +73,73 @@ struct Tables {
     watches: HashMap<u64, Entry>,
     ticked: Vec<Weak<dyn Watched>>,
     retired: Vec<Retired>,
-    /// Those that have waited for long, and may: looked at with every tick.
-    patient: Vec<Retired>,
+    /// Those that have waited for long: looked at with every tick.
+    slow: Vec<Retired>,
+}
+
+/// What a look at something that is to be dropped found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Usage {
+    /// It is waited for that others give it up, here or in another process: that may take as long as they like.
+    Held,
+    /// Nobody else holds it. Work that was enqueued on it is not done.
+    Busy,
+    /// It may be dropped.
+    Over,
+}
+
+impl From<bool> for Usage {
+    /// Of what nobody else holds: whether its work is done.
+    fn from(is_quiet: bool) -> Usage {
+        if is_quiet { Usage::Over } else { Usage::Busy }
+    }
 }
 
 struct Retired {
-    is_quiet: Box<dyn FnMut() -> bool + Send>,
+    look: Box<dyn FnMut() -> Usage + Send>,
+    /// What the last look found, and since when that is so.
+    usage: Usage,
     since: Instant,
-    is_patient: bool,
+    /// It is counted as such.
+    is_overdue: bool,
 }
 
-/// What the attendant does, in order.
+impl Retired {
+    fn look(&mut self, now: Instant) -> Usage {
+        // A closure that panicked may not be called again, and what it owns may be in use: it is kept.
+        let usage = survive(|| (self.look)()).unwrap_or(Usage::Held);
+        if usage != self.usage {
+            (self.usage, self.since) = (usage, now);
+        }
+        usage
+    }
+
+    fn is_slow(&self, now: Instant, after: Duration) -> bool {
+        now.saturating_duration_since(self.since) > after
+    }
+}
+
+impl Counts {
+    fn set_overdue(&self, is_counted: &mut bool, is_overdue: bool) {
+        match (std::mem::replace(is_counted, is_overdue), is_overdue) {
+            (false, true) => self.overdue.fetch_add(1, Ordering::Relaxed),
+            (true, false) => self.overdue.fetch_sub(1, Ordering::Relaxed),
+            _ => return,
+        };
+    }
+}
+
+/// What the attendant does, in order. As many can wait as there are that may ask for one, each for one at a time: a
+/// watched descriptor ([`ONCE`]), a link's regions, a connection, the look at what is to be dropped. A count on top of
+/// those would refuse whoever comes next for what this process is late with.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
-/// The most jobs that may wait for the attendant.
-const JOBS_MAX: usize = 4096;
+/// What waits to be dropped. Counted beside the tables, out of which the attendant takes what it looks at.
+#[derive(Debug, Default)]
+struct Counts {
+    waiting: AtomicUsize,
+    overdue: AtomicUsize,
+}
 
 /// What the reaper drops: once each, what somebody had. So as many can wait for him as there may be of them, and each
 /// has a descriptor, mapped memory or a place in its maker's limits until it is dropped; a count would be one more limit
@@ -98,7 +152,11 @@ pub(crate) struct Watcher {
     epoll: PrivateFd,
     bell: Bell,
     tables: Mutex<Tables>,
-    jobs: SyncSender<Job>,
+    jobs: Sender<Job>,
+    /// The attendant has been asked to look at what is retired, and has not begun.
+    is_reap_due: AtomicBool,
+    overdue_after: Duration,
+    counts: Counts,
     remains: Sender<Remains>,
     next_id: AtomicU64,
 }
@@ -125,18 +183,20 @@ impl std::fmt::Debug for Watch {
 /// will do: a socket whose peer has closed is told of again and again even to who listens for nothing at all.
 const ONCE: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ONESHOT);
 
+/// The watcher of this process, and the generation of forks that it was started in.
+static CURRENT: Mutex<Option<(u64, Arc<Watcher>)>> = Mutex::new(None);
+
 /// The bell's key in the epoll set.
 const BELL: u64 = 0;
 
 impl Watcher {
     /// The watcher of this process, started on first use; a forked child starts its own.
     pub(crate) fn of_process() -> Result<Arc<Watcher>> {
-        static CURRENT: Mutex<Option<(u64, Arc<Watcher>)>> = Mutex::new(None);
         let mut current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
         match &*current {
             Some((generation, watcher)) if *generation == fork::generation() => Ok(watcher.clone()),
             _ => {
-                let watcher = Watcher::start()?;
+                let watcher = Watcher::start(OVERDUE_AFTER)?;
                 if let Some((_, inherited)) = current.replace((fork::generation(), watcher.clone())) {
                     // The parent's: its thread is not here and its descriptors are closed.
                     std::mem::forget(inherited);
@@ -146,16 +206,31 @@ impl Watcher {
         }
     }
 
-    fn start() -> Result<Arc<Watcher>> {
+    /// The watcher of this process, if it has been started.
+    pub(crate) fn running() -> Option<Arc<Watcher>> {
+        let current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
+        current.as_ref().filter(|(generation, _)| *generation == fork::generation()).map(|(_, watcher)| watcher.clone())
+    }
+
+    /// How much waits to be dropped, and how much of that for a device that has not done its work within
+    /// [`OVERDUE_AFTER`].
+    pub(crate) fn counts(&self) -> (usize, usize) {
+        (self.counts.waiting.load(Ordering::Relaxed), self.counts.overdue.load(Ordering::Relaxed))
+    }
+
+    fn start(overdue_after: Duration) -> Result<Arc<Watcher>> {
         let epoll = PrivateFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC))
             .map_err(|e| Error::os("epoll_create1", "the watcher", e))?;
-        let (jobs, queue) = mpsc::sync_channel::<Job>(JOBS_MAX);
+        let (jobs, queue) = mpsc::channel::<Job>();
         let (remains, graves) = mpsc::channel::<Remains>();
         let watcher = Arc::new(Watcher {
             epoll,
             bell: Bell::new()?,
             tables: Mutex::default(),
             jobs,
+            is_reap_due: AtomicBool::new(false),
+            overdue_after,
+            counts: Counts::default(),
             remains,
             next_id: AtomicU64::new(BELL + 1),
         });
@@ -175,9 +250,12 @@ impl Watcher {
         Ok(watcher)
     }
 
-    /// Leaves a job to the attendant. An error when it has too many already; the job is dropped.
-    pub(crate) fn attend(&self, job: Job) -> Result<(), TrySendError<Job>> {
-        self.jobs.try_send(job)
+    /// Leaves a job to the attendant. For who asks for one at a time, or counts those that wait (see [`Job`]).
+    pub(crate) fn attend(&self, job: Job) {
+        if let Err(mpsc::SendError(job)) = self.jobs.send(job) {
+            // No attendant any more: better it stays than that it calls the driver here.
+            std::mem::forget(job);
+        }
     }
 
     fn add(&self, fd: BorrowedFd<'_>, id: u64, events: epoll::EventFlags) -> Result<()> {
@@ -206,20 +284,13 @@ impl Watcher {
         self.bell.ring();
     }
 
-    /// Has the attendant call `is_quiet` until it is true, then drop it with all that it owns: memory that a stream
-    /// may still touch is let go only when this process has its own proof that it will not (see
-    /// [`proof`](super::proof)).
-    pub(crate) fn retire(&self, is_quiet: impl FnMut() -> bool + Send + 'static) {
-        self.retire_as(Box::new(is_quiet), false);
-    }
-
-    /// The same without an end: for what others wait for, and who may have to wait for a kernel of minutes.
-    pub(crate) fn retire_patiently(&self, is_quiet: impl FnMut() -> bool + Send + 'static) {
-        self.retire_as(Box::new(is_quiet), true);
-    }
-
-    fn retire_as(&self, is_quiet: Box<dyn FnMut() -> bool + Send>, is_patient: bool) {
-        self.lock().retired.push(Retired { is_quiet, since: Instant::now(), is_patient });
+    /// Has the attendant call `look` until it finds that everything is over, then drops it with all that it owns: memory
+    /// that a stream may still touch is let go only when this process has its own proof that it will not (see
+    /// [`proof`](super::proof)). However long that takes.
+    pub(crate) fn retire<U: Into<Usage>>(&self, mut look: impl FnMut() -> U + Send + 'static) {
+        let look = Box::new(move || look().into());
+        self.counts.waiting.fetch_add(1, Ordering::Relaxed);
+        self.lock().retired.push(Retired { look, usage: Usage::Held, since: Instant::now(), is_overdue: false });
         self.bell.ring();
     }
 
@@ -249,10 +320,11 @@ impl Watcher {
     /// How long to sleep at most.
     fn pause(&self, last_tick: Instant, last_reap: Instant) -> Option<Duration> {
         let tables = self.lock();
-        if !tables.retired.is_empty() {
+        // An attendant that is late rings when it is done.
+        if !tables.retired.is_empty() && !self.is_reap_due.load(Ordering::Acquire) {
             return Some(RETIRE_TICK.saturating_sub(last_reap.elapsed()));
         }
-        let ticks = !(tables.ticked.is_empty() && tables.patient.is_empty());
+        let ticks = !(tables.ticked.is_empty() && tables.slow.is_empty());
         ticks.then(|| TICK.saturating_sub(last_tick.elapsed()))
     }
 
@@ -283,10 +355,7 @@ impl Watcher {
             me.call(id, target, tag);
             me.listen_again(id);
         };
-        if self.attend(Box::new(deal)).is_err() {
-            // Too many jobs: the descriptor speaks again.
-            self.listen_again(id);
-        }
+        self.attend(Box::new(deal));
     }
 
     /// Listens to a descriptor that has spoken [`ONCE`]; nothing happens if it is watched no longer.
@@ -307,32 +376,41 @@ impl Watcher {
         }
     }
 
-    /// Has the attendant look at what waits for a device: to ask for it calls the driver. Should the attendant have
-    /// too much to do, it is asked again.
+    /// Has the attendant look at what waits for a device: to ask for it calls the driver. Once is enough, however late
+    /// the attendant is.
     fn reap_soon(self: &Arc<Self>) {
+        if self.is_reap_due.swap(true, Ordering::AcqRel) {
+            return;
+        }
         let me = self.clone();
-        let _ = self.attend(Box::new(move || me.reap()));
+        self.attend(Box::new(move || {
+            me.is_reap_due.store(false, Ordering::Release);
+            me.reap();
+        }));
     }
 
     fn reap(&self) {
         let mut waiting = std::mem::take(&mut self.lock().retired);
-        let mut index = 0;
+        let (mut slow, mut index) = (Vec::new(), 0);
         while index < waiting.len() {
-            let retired = &mut waiting[index];
-            if survive(|| (retired.is_quiet)()).unwrap_or(false) {
+            let (one, now) = (&mut waiting[index], Instant::now());
+            let usage = one.look(now);
+            let is_slow = one.is_slow(now, self.overdue_after);
+            self.counts.set_overdue(&mut one.is_overdue, is_slow && usage == Usage::Busy);
+            if usage == Usage::Over {
+                self.counts.waiting.fetch_sub(1, Ordering::Relaxed);
                 self.bury(Box::new(waiting.swap_remove(index)));
-            } else if retired.since.elapsed() > RETIRE_MAX && retired.is_patient {
-                let patient = waiting.swap_remove(index);
-                self.lock().patient.push(patient);
-            } else if retired.since.elapsed() > RETIRE_MAX {
-                // Unmapping under a device that may yet write is worse than keeping the memory.
-                std::mem::forget(waiting.swap_remove(index));
+            } else if is_slow {
+                slow.push(waiting.swap_remove(index));
             } else {
                 index += 1;
             }
         }
-        if !waiting.is_empty() {
-            self.lock().retired.append(&mut waiting);
+        if !(waiting.is_empty() && slow.is_empty()) {
+            let mut tables = self.lock();
+            tables.retired.append(&mut waiting);
+            tables.slow.append(&mut slow);
+            drop(tables);
             self.bell.ring();
         }
     }
@@ -340,8 +418,8 @@ impl Watcher {
     fn tick_all(self: &Arc<Self>) {
         let targets = {
             let mut tables = self.lock();
-            let patient = std::mem::take(&mut tables.patient);
-            tables.retired.extend(patient);
+            let slow = std::mem::take(&mut tables.slow);
+            tables.retired.extend(slow);
             tables.ticked.retain(|target| target.strong_count() > 0);
             tables.ticked.clone()
         };
@@ -430,8 +508,8 @@ mod tests {
 
     #[test]
     fn whoever_buries_drops_nothing_however_long_the_reaper_is_held_up() {
-        const COUNT: usize = 3 * JOBS_MAX;
-        let watcher = Watcher::start().unwrap();
+        const COUNT: usize = 10_000;
+        let watcher = Watcher::start(OVERDUE_AFTER).unwrap();
         let (go, wait) = mpsc::channel();
         let dropped = Arc::new(Mutex::new(Vec::new()));
         watcher.bury(Box::new(Stuck(wait)));
@@ -444,5 +522,57 @@ mod tests {
             std::thread::yield_now();
         }
         assert!(dropped.lock().unwrap().iter().all(|name| name.as_deref() == Some("warpipe-reaper")));
+    }
+
+    fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+        let start = Instant::now();
+        while !is_so() {
+            assert!(start.elapsed() < Duration::from_secs(10), "{what}");
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn an_attendant_that_is_late_is_asked_once_and_refuses_nobody() {
+        let watcher = Watcher::start(OVERDUE_AFTER).unwrap();
+        let ((go, wait), (stands, standing)) = (mpsc::channel::<()>(), mpsc::channel());
+        watcher.attend(Box::new(move || {
+            stands.send(()).unwrap();
+            let _ = wait.recv();
+        }));
+        standing.recv_timeout(Duration::from_secs(10)).unwrap();
+        let looks = Arc::new(AtomicU64::new(0));
+        let counted = looks.clone();
+        watcher.retire(move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            Usage::Held
+        });
+        // A minute of it, as the watcher would ask.
+        (0..30_000).for_each(|_| watcher.reap_soon());
+        let (tell, told) = mpsc::channel();
+        let seen = looks.clone();
+        watcher.attend(Box::new(move || tell.send(seen.load(Ordering::Relaxed)).unwrap()));
+        drop(go);
+        assert_eq!(told.recv_timeout(Duration::from_secs(10)), Ok(1), "one look, and then who came next");
+    }
+
+    #[test]
+    fn what_a_device_is_late_with_is_counted_and_dropped_when_it_is_done() {
+        let watcher = Watcher::start(Duration::ZERO).unwrap();
+        let (usage, (tell, told)) = (Arc::new(Mutex::new(Usage::Held)), mpsc::channel::<()>());
+        let found = usage.clone();
+        watcher.retire(move || {
+            let _owned = &tell;
+            *found.lock().unwrap()
+        });
+        // Longer than anything may take, and no device's fault.
+        eventually("it is looked at with the ticks", || !watcher.lock().slow.is_empty());
+        assert_eq!(watcher.counts(), (1, 0));
+        *usage.lock().unwrap() = Usage::Busy;
+        eventually("it is counted", || watcher.counts() == (1, 1));
+        assert_eq!(told.try_recv(), Err(mpsc::TryRecvError::Empty), "it is kept");
+        *usage.lock().unwrap() = Usage::Over;
+        assert_eq!(told.recv_timeout(Duration::from_secs(10)), Err(mpsc::RecvTimeoutError::Disconnected), "dropped");
+        assert_eq!(watcher.counts(), (0, 0));
     }
 }

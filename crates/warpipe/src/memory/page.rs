@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::proof::Streams;
 use crate::link::seal;
-use crate::link::watcher::Watcher;
+use crate::link::watcher::{Usage, Watcher};
 
 /// The unit of a page's length.
 pub(crate) const PAGE_BYTES: usize = 4096;
@@ -158,8 +158,10 @@ impl Page {
         }
         let mut proof = None;
         watcher.retire(move || {
-            let page = &self;
-            Arc::strong_count(page) == 1 && proof.get_or_insert_with(|| streams.mark()).is_passed()
+            if Arc::strong_count(&self) > 1 {
+                return Usage::Held;
+            }
+            proof.get_or_insert_with(|| streams.mark()).is_passed().into()
         });
     }
 }

@@ -15,7 +15,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::Home;
 use crate::link::proof::Streams;
-use crate::link::watcher::Watcher;
+use crate::link::watcher::{Usage, Watcher};
 use crate::rendezvous::{ANSWER_TIMEOUT, Keeper, Visitor, decode, encode};
 use crate::stream::{Backoff, Stream};
 
@@ -192,9 +192,9 @@ impl Core {
     pub(super) fn pay_later(&self, permit: u32, value: u64) {
         let room = self.room.clone();
         // However long the holders before it take: nobody else would ever store it.
-        self.watcher.retire_patiently(move || {
+        self.watcher.retire(move || {
             room.word(permit).advance(value.wrapping_sub(1), value);
-            room.word(permit).reached(value)
+            if room.word(permit).reached(value) { Usage::Over } else { Usage::Held }
         });
     }
 }
@@ -211,15 +211,15 @@ impl Drop for Core {
             drop(side.take());
         }
         // Others wait for the name, and for the goodbye.
-        self.watcher.retire_patiently(move || {
+        self.watcher.retire(move || {
             let room = &room;
             if !proof.get_or_insert_with(|| streams.mark()).is_passed() {
-                return false;
+                return Usage::Busy;
             }
             // Only now a goodbye: whoever has said it owes no signal any more. And only now the page: never on this
             // thread, since to unregister memory, a driver may wait for a stream that waits for a peer.
             drop(side.take());
-            Arc::strong_count(room) == 1
+            if Arc::strong_count(room) > 1 { Usage::Held } else { Usage::Over }
         });
     }
 }

@@ -5,6 +5,7 @@ mod polled;
 use std::collections::{HashMap, HashSet};
 use std::ops::Deref;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -112,6 +113,7 @@ impl ServerBuilder {
             greeted: HashSet::new(),
             gone: HashSet::new(),
             failed: HashMap::new(),
+            is_clearing: Arc::default(),
             door,
             arrivals,
             clock,
@@ -155,6 +157,8 @@ pub struct Server {
     gone: HashSet<EndpointName>,
     /// Names whose links have failed, and when: they are tried again, but not at once.
     failed: HashMap<EndpointName, Instant>,
+    /// The attendant has been asked to clear away what they left, and has not begun.
+    is_clearing: Arc<AtomicBool>,
     door: Arc<Door>,
     arrivals: PrivateFd,
     clock: Clock,
@@ -275,12 +279,17 @@ impl Server {
     /// Removes what dead clients left: their names were for once, and nobody will take them again. A name that is held
     /// stays.
     fn clear_away(&self) {
+        let names: Vec<_> = self.gone.iter().chain(self.failed.keys()).cloned().collect();
         let Ok(watcher) = Watcher::of_process() else { return };
-        for name in self.gone.iter().chain(self.failed.keys()) {
-            let (domain, name) = (self.domain.clone(), name.clone());
-            // One that is still held is tried again with the next look.
-            let _ = watcher.attend(Box::new(move || _ = domain.clear_name(&name)));
+        // One look at a time, however late the attendant is. A name that is still held is tried again with the next.
+        if names.is_empty() || self.is_clearing.swap(true, Ordering::AcqRel) {
+            return;
         }
+        let (domain, is_clearing) = (self.domain.clone(), self.is_clearing.clone());
+        watcher.attend(Box::new(move || {
+            is_clearing.store(false, Ordering::Release);
+            names.iter().for_each(|name| _ = domain.clear_name(name));
+        }));
     }
 
     /// Attaches to a client, on a thread of its own: it may be stopped, and others are not to wait for it.

@@ -96,8 +96,7 @@ impl Core {
                 core.attach(id, greeting, device, generation);
             }
         };
-        // A full queue drops the connection, and the subscriber sees it closed.
-        let _ = self.watcher.attend(Box::new(attach));
+        self.watcher.attend(Box::new(attach));
     }
 
     /// Makes the link and sends it.
@@ -248,7 +247,7 @@ impl Core {
         let segment = outlet.ring.segment().clone();
         drop(outlet);
         let mut past = self.past_signals();
-        self.watcher.retire(move || Arc::strong_count(&segment) == 1 && past());
+        self.watcher.retire(move || if Arc::strong_count(&segment) > 1 { Usage::Held } else { past().into() });
     }
 
     /// Frees what a dead subscriber held once this process's streams are past it, whatever it left in its words.
