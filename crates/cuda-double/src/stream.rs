@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::status::*;
 use crate::work::Work;
@@ -14,11 +14,18 @@ use crate::{device, host, memory};
 /// The code of the first work that failed: every call that looks at streams returns it from then on.
 static FAULT: AtomicI32 = AtomicI32::new(0);
 
+/// Pieces of work that fit in a stream's launch queue behind the one that is being done, as measured on an H200. A call that
+/// finds no room waits in the driver, and so does every other call for that stream.
+const LAUNCH_QUEUE: usize = 1_020;
+
 pub struct Stream {
+    /// Held by a call that gives the stream work, or asks it.
+    calls: Mutex<()>,
     /// The fixed number of its device.
     device: usize,
     queue: Mutex<Queue>,
     grown: Condvar,
+    shrunk: Condvar,
 }
 
 #[derive(Default)]
@@ -31,7 +38,13 @@ struct Queue {
 
 impl Stream {
     fn start(device: usize) -> Outcome<Arc<Stream>> {
-        let stream = Arc::new(Stream { device, queue: Mutex::default(), grown: Condvar::new() });
+        let stream = Arc::new(Stream {
+            device,
+            queue: Mutex::default(),
+            grown: Condvar::new(),
+            shrunk: Condvar::new(),
+            calls: Mutex::default(),
+        });
         let worker = stream.clone();
         std::thread::Builder::new()
             .name("cuda-double".into())
@@ -42,11 +55,18 @@ impl Stream {
 
     pub fn push(&self, work: Work) -> Outcome {
         check_fault()?;
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let _calls = self.calls();
+        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_full = |queue: &mut Queue| queue.work.len() >= LAUNCH_QUEUE;
+        let mut queue = self.shrunk.wait_while(queue, is_full).unwrap_or_else(PoisonError::into_inner);
         queue.work.push_back(work);
         queue.unfinished += 1;
         self.grown.notify_one();
         Ok(())
+    }
+
+    fn calls(&self) -> MutexGuard<'_, ()> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits, without a limit, until all work so far is done.
@@ -89,7 +109,9 @@ impl Stream {
             .grown
             .wait_while(queue, |queue| queue.work.is_empty() && !queue.closed)
             .unwrap_or_else(PoisonError::into_inner);
-        queue.work.pop_front()
+        let work = queue.work.pop_front();
+        self.shrunk.notify_one();
+        work
     }
 }
 
@@ -150,7 +172,9 @@ extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> c_int {
 extern "C" fn cuStreamQuery(stream: *mut c_void) -> c_int {
     answer("cuStreamQuery", Needs::Context, || {
         check_fault()?;
-        if find(stream)?.is_idle() { Ok(()) } else { Err(NOT_READY) }
+        let stream = find(stream)?;
+        let _calls = stream.calls();
+        if stream.is_idle() { Ok(()) } else { Err(NOT_READY) }
     })
 }
 

@@ -7,6 +7,7 @@ mod death;
 mod event;
 mod fault;
 mod fork;
+mod full;
 mod handles;
 mod layout;
 mod legacy;
@@ -103,6 +104,7 @@ pub fn all() -> Vec<Case> {
         stall::CASES,
         fork::CASES,
         fault::CASES,
+        full::CASES,
         reuse::CASES,
         model::CASES,
         queue::CASES,

@@ -31,16 +31,23 @@ pub struct HostBackend {
     allocated: AtomicU64,
     imported: AtomicU64,
     plain: Plain,
+    has_short_queues: bool,
 }
 
 impl HostBackend {
     /// The process's one host backend.
     pub fn shared() -> Arc<dyn Backend> {
         static SHARED: OnceLock<Arc<HostBackend>> = OnceLock::new();
-        SHARED.get_or_init(|| Arc::new(HostBackend::new())).clone()
+        SHARED.get_or_init(|| Arc::new(HostBackend::new(false))).clone()
     }
 
-    fn new() -> HostBackend {
+    /// Another one, for tests, with streams like those of a driver: 1,020 operations fit in a stream's queue; a call that
+    /// finds no room blocks, and so does every other call for that stream, until there is some.
+    pub fn with_short_queues() -> Arc<dyn Backend> {
+        Arc::new(HostBackend::new(true))
+    }
+
+    fn new(has_short_queues: bool) -> HostBackend {
         let system = rustix::system::sysinfo();
         let id = DeviceId { kind: DeviceKind::Host, uuid: [0; 16] };
         let memory_bytes = system.totalram.saturating_mul(u64::from(system.mem_unit.max(1)));
@@ -49,6 +56,7 @@ impl HostBackend {
             allocated: AtomicU64::new(0),
             imported: AtomicU64::new(0),
             plain: Plain::default(),
+            has_short_queues,
         }
     }
 
@@ -135,7 +143,7 @@ impl Backend for HostBackend {
     }
 
     fn create_stream(&self) -> Result<RawStream> {
-        Ok(RawStream(Arc::into_raw(HostStream::start()?).cast_mut().cast::<c_void>()))
+        Ok(RawStream(Arc::into_raw(HostStream::start(self.has_short_queues)?).cast_mut().cast::<c_void>()))
     }
 
     unsafe fn destroy_stream(&self, raw: RawStream) -> Result<()> {

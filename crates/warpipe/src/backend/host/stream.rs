@@ -17,8 +17,14 @@ use crate::error::{Error, Result};
 /// The most operations that may be queued; who enqueues more waits for room.
 const QUEUE_MAX: usize = 1 << 16;
 
+/// The same of a stream that is like a driver's: the launch queue of an H200.
+const LAUNCH_QUEUE: usize = 1_020;
+
 /// How long an enqueue waits for room in a full queue.
 const ROOM_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The same of a stream that is like a driver's. A driver waits for ever.
+const LAUNCH_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Looks at a word before its wait is queued: a sample is announced a moment before its `ready` is stored, and
 /// to queue the wait for so little would cost two thread switches.
@@ -79,6 +85,9 @@ pub(super) struct HostStream {
     unfinished: AtomicUsize,
     queue: Mutex<Queue>,
     changed: Condvar,
+    /// Of a stream that is like a driver's: held by a call that gives it work, or asks it. Such a call waits for room in
+    /// the queue, and all others for the stream wait for that call.
+    calls: Option<Mutex<()>>,
 }
 
 impl fmt::Debug for HostStream {
@@ -88,9 +97,11 @@ impl fmt::Debug for HostStream {
 }
 
 impl HostStream {
-    pub(super) fn start() -> Result<Arc<HostStream>> {
-        let stream =
-            Arc::new(HostStream { unfinished: AtomicUsize::new(0), queue: Mutex::default(), changed: Condvar::new() });
+    /// A new stream. One that `is_like_a_drivers` has a short queue, and blocks its callers when that is full.
+    pub(super) fn start(is_like_a_drivers: bool) -> Result<Arc<HostStream>> {
+        let (unfinished, queue, changed) = (AtomicUsize::new(0), Mutex::default(), Condvar::new());
+        let calls = is_like_a_drivers.then(Mutex::default);
+        let stream = Arc::new(HostStream { unfinished, queue, changed, calls });
         let worker = stream.clone();
         std::thread::Builder::new()
             .name("warpipe-stream".into())
@@ -112,6 +123,7 @@ impl HostStream {
 
     /// [`is_idle`](Self::is_idle), also for who has seen an event complete that was the last of its work.
     pub(super) fn has_finished(&self) -> bool {
+        let _calls = self.calls();
         self.is_idle() || {
             // An event completes under the lock, and the count falls with it.
             let _completing = self.lock();
@@ -119,13 +131,19 @@ impl HostStream {
         }
     }
 
+    fn calls(&self) -> Option<MutexGuard<'_, ()>> {
+        self.calls.as_ref().map(|calls| calls.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     pub(super) fn push(&self, op: Op) -> Result<()> {
+        let calls = self.calls();
+        let (max, limit) = if calls.is_some() { (LAUNCH_QUEUE, LAUNCH_TIMEOUT) } else { (QUEUE_MAX, ROOM_TIMEOUT) };
         let queue = self.lock();
-        let full = |queue: &mut Queue| queue.ops.len() >= QUEUE_MAX;
+        let full = |queue: &mut Queue| queue.ops.len() >= max;
         let (mut queue, waited) =
-            self.changed.wait_timeout_while(queue, ROOM_TIMEOUT, full).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait_timeout_while(queue, limit, full).unwrap_or_else(PoisonError::into_inner);
         if waited.timed_out() {
-            return Err(Error::Timeout { what: "room in the stream's queue".into(), waited: ROOM_TIMEOUT });
+            return Err(Error::Timeout { what: "room in the stream's queue".into(), waited: limit });
         }
         queue.ops.push_back(op);
         self.unfinished.fetch_add(1, Ordering::Relaxed);
@@ -295,9 +313,9 @@ mod tests {
 
     #[test]
     fn who_sees_a_streams_last_event_complete_finds_the_stream_idle() {
-        let stream = HostStream::start().unwrap();
+        let stream = HostStream::start(false).unwrap();
         // To wake them takes the stream's thread a while, between the event and its count.
-        let waiters: Vec<_> = (0..8).map(|_| HostStream::start().unwrap()).collect();
+        let waiters: Vec<_> = (0..8).map(|_| HostStream::start(false).unwrap()).collect();
         for _ in 0..200 {
             let event = Arc::new(HostEvent::default());
             let turn = event.next_turn();

@@ -1,0 +1,113 @@
+//! What goes on while a call of the driver is held up by a full launch queue.
+//!
+//! A stream that waits for a peer takes about a thousand further operations; the call that gives it one more blocks in
+//! the driver, and so does every other call for that stream. The library's own threads must not follow it there: they
+//! are the ones that let the stream go when that peer dies.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use warpipe::backend::host::HostBackend;
+use warpipe::{DType, Device, Error, Layout, Policy, Sample, Stream, Subscriber};
+
+use super::Case;
+use crate::PATIENCE;
+use crate::context::{Backend, Context};
+use crate::peer::{Batch, Order, Peer, PublisherPlan};
+use crate::process::eventually;
+
+pub(super) const CASES: &[Case] = &[Case::new(
+    "a send that a full launch queue holds up stops no heartbeat, and returns when what its stream waits for dies",
+    held_up_send,
+)
+.ends_clients()];
+
+const WORDS: u64 = 64;
+/// More operations than any driver queues behind one that waits.
+const SENDS: u64 = 8_000;
+
+/// A stream that waits for another process's sample, and a thread whose sends it holds up.
+struct HeldUp {
+    upstream: Peer,
+    waiting: Sample,
+    _subscriber: Subscriber,
+    stream: Stream,
+    sent: Arc<AtomicU64>,
+    sender: JoinHandle<warpipe::Result<()>>,
+}
+
+impl HeldUp {
+    fn new(context: &Context) -> Result<HeldUp> {
+        // The host's own streams take more than anybody sends.
+        let device = match context.settings.backend {
+            Backend::Host => Device::from_backend(HostBackend::with_short_queues()),
+            Backend::Cuda => context.device.clone(),
+        };
+        let mut upstream = context.peer()?;
+        upstream.publish(PublisherPlan::of("upstream"))?;
+        let mut subscriber = context.subscriber("upstream").device(&device).build()?;
+        let stream = device.stream()?;
+        upstream.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
+        let waiting = subscriber.receive(&stream)?;
+        let builder = context.publisher("downstream").device(&device).policy(Policy::DropNewest);
+        let publisher = Arc::new(builder.depth(4).build()?);
+        let sent = Arc::new(AtomicU64::new(0));
+        let sender = std::thread::spawn({
+            let (publisher, stream, sent) = (publisher.clone(), stream.clone(), sent.clone());
+            move || {
+                let layout = Layout::contiguous(DType::U64, &[1])?;
+                for _ in 0..SENDS {
+                    publisher.loan(&layout)?.send(&stream)?;
+                    sent.fetch_add(1, SeqCst);
+                }
+                Ok(())
+            }
+        });
+        Ok(HeldUp { upstream, waiting, _subscriber: subscriber, stream, sent, sender })
+    }
+
+    /// Waits until no send has come through for a while.
+    fn settle(&self) -> Result<()> {
+        let (mut last, mut since) = (0, Instant::now());
+        let is_held_up = || {
+            let now = self.sent.load(SeqCst);
+            if now != last {
+                (last, since) = (now, Instant::now());
+            }
+            now > 0 && since.elapsed() > Duration::from_millis(300)
+        };
+        ensure!(eventually(PATIENCE, is_held_up), "the sends do not come to a halt");
+        ensure!(last < SENDS && !self.sender.is_finished(), "nothing was held up by {last} sends");
+        Ok(())
+    }
+
+    /// Kills the process that the stream waits for: everything goes on.
+    fn release(self) -> Result<()> {
+        let HeldUp { mut upstream, waiting, stream, sender, .. } = self;
+        upstream.kill()?;
+        ensure!(eventually(PATIENCE, || sender.is_finished()), "the stream is not let go");
+        sender.join().map_err(|_| anyhow::anyhow!("a panic"))?.context("the sends that were held up")?;
+        stream.synchronize(PATIENCE)?;
+        match waiting.finish(PATIENCE) {
+            Err(Error::SampleLost { .. }) => Ok(()),
+            other => bail!("the sample of a dead process gave {other:?}"),
+        }
+    }
+}
+
+fn held_up_send(context: &Context) -> Result<()> {
+    let held = HeldUp::new(context)?;
+    let mut witness = context.peer()?;
+    witness.subscribe("downstream")?;
+    held.settle()?;
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(1_500) {
+        let state = witness.text(&Order::PublisherState { subscriber: 0 })?;
+        ensure!(state == "Some(Alive)", "its subscriber sees the publisher {state}");
+    }
+    held.release()?;
+    witness.dismiss()
+}
