@@ -46,7 +46,7 @@ pub fn dlpack(py: Python<'_>, memory: &Memory, request: Request<'_>) -> PyResult
                 "a copy on the GPU is the consumer's to make: export it with copy=None and copy that".into(),
             ));
         }
-        return dlpack::export(py, &memory.copied(py)?, None, versioned, true);
+        return dlpack::export(py, &memory.packed(py)?, None, versioned, true);
     }
     let stay = ready_for(py, memory, request.stream.as_ref())?;
     dlpack::export(py, memory, stay, versioned, false)

@@ -9,8 +9,10 @@ use std::time::Duration;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
+use crate::device::is_cuda;
 use crate::ending;
 use crate::errors::{Fault, Outcome};
+use crate::rows::Rows;
 use crate::slot::Slot;
 use crate::source::{Keep, Place, Source};
 use crate::wait::{in_slices, late, none_if_late};
@@ -30,6 +32,8 @@ pub trait Target: Send {
     fn lowest(&self) -> u64;
     /// Its length.
     fn bytes(&self) -> u64;
+    /// Whether it can be reached at these addresses alone: then what does not lie there is not it.
+    fn is_private(&self) -> bool;
     /// Enqueues a copy of bytes of the host, as many as it is long.
     fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()>;
 }
@@ -41,6 +45,10 @@ impl Target for Slot {
 
     fn bytes(&self) -> u64 {
         self.layout().bytes()
+    }
+
+    fn is_private(&self) -> bool {
+        true
     }
 
     fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()> {
@@ -119,7 +127,15 @@ impl Copies {
             py.detach(|| into.write(own, bytes))?;
             return Ok(own.clone());
         }
-        let Place::Device(address, reader, keep) = source.place else { unreachable!("what is not here is there") };
+        let (address, reader, keep) = match source.place {
+            Place::Rows(rows, keep) => {
+                py.detach(|| gather(&rows, into, own))?;
+                drop(keep);
+                return Ok(own.clone());
+            }
+            Place::Device(address, reader, keep) => (address, reader, keep),
+            Place::Bytes(_) | Place::Host(..) => unreachable!("bytes of the host were written above"),
+        };
         let target = reader.follow()?.clone();
         if source.layout.bytes() > 0 {
             copy(&target, into, address)?;
@@ -158,6 +174,20 @@ impl Copies {
         sweep(py);
         waited.map(drop)
     }
+}
+
+/// Copies rows of the host into a whole target: in place where that is memory of the host that no work is due on, else by
+/// way of a buffer.
+fn gather(rows: &Rows, into: &mut impl Target, own: &warpipe::Stream) -> Outcome<()> {
+    let is_apart = into.is_private() && !rows.meet(into.lowest(), into.bytes());
+    if is_apart && !is_cuda(own.device()) && own.is_idle()? {
+        // SAFETY: the source's extent was checked and its owner keeps it for this call; the target is this caller's alone,
+        // as long (callers compare the layouts), and on the host, where `own`, behind all that may write it, is done.
+        unsafe { rows.copy_to(into.lowest() as *mut u8) };
+        return Ok(());
+    }
+    // SAFETY: as above.
+    into.write(own, &unsafe { rows.to_vec() }?)
 }
 
 /// Enqueues the copy of a whole target.

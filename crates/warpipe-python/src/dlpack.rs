@@ -117,6 +117,12 @@ pub fn export(
     copied: bool,
 ) -> PyResult<Py<PyAny>> {
     let layout = &memory.layout;
+    if layout.shape().iter().zip(layout.strides()).any(|(&length, &stride)| length > 1 && stride < 0) {
+        // Allowed by the protocol, but PyTorch 2.6 ends the process that imports one.
+        let said = format!("it runs backwards (strides {:?}), which DLPack's consumers do not take", layout.strides());
+        let next = "use .numpy(), or have its sender make it contiguous first";
+        return Err(Fault::Own("ExportError", format!("{said}; {next}")).into());
+    }
     let (shape, strides) = ([0; RANK_MAX], [0; RANK_MAX]);
     let mut exported = Box::new(Exported { shape, strides, _stay: stay, _memory: memory.clone() });
     for (to, &from) in exported.shape.iter_mut().zip(layout.shape()) {

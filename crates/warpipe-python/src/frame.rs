@@ -225,7 +225,7 @@ impl Frame {
         array::jax(slf.as_any(), &slf.get().held.memory()?, copy)
     }
 
-    /// The elements' slot as bytes, copied, once the data is complete: ``nbytes`` of them for a contiguous tensor.
+    /// The elements as bytes in row-major order, as ``numpy().tobytes()`` gives them, copied once the data is complete.
     ///
     /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {

@@ -266,6 +266,11 @@ impl Target for Range<'_> {
         self.bytes
     }
 
+    fn is_private(&self) -> bool {
+        // Who has the same memory by a ticket has it at other addresses.
+        false
+    }
+
     fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()> {
         if bytes.len() as u64 != self.bytes {
             return Err(Fault::layout(format!("{} bytes for {}", bytes.len(), self.bytes)));

@@ -118,7 +118,9 @@ pub fn carrier(device: &warpipe::Device, source: &Source, metadata: &[u8]) -> Ou
     let refuse =
         |reason: String| Fault::Own("ExportError", format!("the tensor cannot be sent where it lies: {reason}"));
     let (Place::Device(address, ..) | Place::Host(address, _)) = &source.place else {
-        return Err(refuse("it was gathered into a copy already; make it contiguous first".into()));
+        return Err(refuse(
+            "it has gaps, or is no array, and is gathered into a copy; make it a contiguous one first".into(),
+        ));
     };
     if source.layout.bytes() == 0 {
         return Err(refuse("it is empty".into()));

@@ -17,7 +17,7 @@
 //! | `memory` | what arrays are made of, and when it goes back |
 //! | `array`, `dlpack`, `torch` | memory of ours as arrays of others |
 //! | `in_place` | tensors of others that are sent where they lie |
-//! | `source`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |
+//! | `source`, `rows`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |
 //! | `errors`, `wait`, `turn`, `process` | exceptions; waits that Ctrl-C ends; threads; forks |
 //! | `ending` | threads that are inside of Python when that ends |
 //! | `testing` | private switches of the tests |
@@ -60,6 +60,7 @@ mod pool;
 mod process;
 mod publisher;
 mod queue;
+mod rows;
 mod semaphore;
 mod server;
 mod slot;

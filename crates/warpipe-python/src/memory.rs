@@ -11,6 +11,7 @@ use warpipe::{Layout, LegacyMemory, Receipt, Sample, SlotHold};
 use crate::errors::{Fault, Outcome};
 use crate::held::{Held, download};
 use crate::process::Home;
+use crate::rows::Rows;
 use crate::stream::{Consumer, Consumers};
 use crate::testing;
 use crate::wait::{in_slices, late, none_if_late};
@@ -241,6 +242,20 @@ impl Memory {
             Hold::Held(held) => held.settle_soon(py),
             _ => Ok(()),
         }
+    }
+
+    /// A copy on the host in row-major order and without gaps, once the data is complete.
+    pub fn packed(&self, py: Python<'_>) -> PyResult<Memory> {
+        let copied = self.copied(py)?;
+        if copied.layout.is_contiguous() {
+            return Ok(copied);
+        }
+        let layout = Layout::contiguous(copied.layout.dtype(), copied.layout.shape()).map_err(Fault::from)?;
+        let rows = Rows::of(&copied.layout, copied.lowest);
+        // SAFETY: a copy's bytes stay as long as its hold, and its layout was checked against their length.
+        let bytes: Arc<[u8]> = py.detach(|| unsafe { rows.to_vec() })?.into();
+        let lowest = bytes.as_ptr() as DevicePtr;
+        Ok(Memory { layout, address: lowest, lowest, hold: Hold::Copy(bytes), ..copied })
     }
 
     /// A copy on the host, once the data is complete.

@@ -118,7 +118,8 @@ fn policy(name: &str) -> Outcome<(&'static str, Policy)> {
 }
 
 impl Publisher {
-    fn inner(&self) -> Outcome<Arc<warpipe::Publisher>> {
+    /// The library's, until it is closed.
+    pub fn inner(&self) -> Outcome<Arc<warpipe::Publisher>> {
         self.home.check()?;
         let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).clone();
         inner.ok_or_else(|| Fault::closed("publisher", &self.name))
@@ -299,13 +300,14 @@ impl Publisher {
         let stream = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
         let (device, lasting) = (&self.device, zero_copy != ZeroCopy::No);
         let wanted = Wanted { device, stream: stream.as_ref(), own: &self.stream, packed: false, lasting };
-        let source = wanted.find(tensor)?;
+        let mut source = wanted.find(tensor)?;
         if lasting {
             match in_place::carrier(device, &source, &encoded) {
                 Ok(carrier) => return self.send_in_place(py, source, &carrier, stream.as_ref()),
                 Err(fault) if zero_copy == ZeroCopy::Require => return Err(fault.into()),
                 Err(fault) => warn_of_copy(py, fault.into())?,
             }
+            source = Wanted { lasting: false, ..wanted }.find(tensor)?;
         }
         let mut slot = self.take(py, &source.layout)?;
         slot.set_metadata(metadata)?;

@@ -11,6 +11,7 @@ use crate::dlpack::{self, Imported};
 use crate::dtype;
 use crate::ending;
 use crate::errors::{Fault, Outcome};
+use crate::rows::Rows;
 use crate::stream::{Consumer, cupy_stream, imported, torch_stream};
 
 /// A tensor to be sent.
@@ -25,8 +26,10 @@ pub struct Source {
 pub enum Place {
     /// In memory of the host, from this address on.
     Host(u64, #[allow(dead_code, reason = "held, not used")] Keep),
-    /// Gathered into a buffer of our own.
-    Gathered(Vec<u8>),
+    /// In a buffer of our own.
+    Bytes(Vec<u8>),
+    /// In memory of the host, with gaps or in another order than is sent.
+    Rows(Rows, #[allow(dead_code, reason = "held, not used")] Keep),
     /// On the publisher's GPU from this address on, to be read on this stream.
     Device(u64, Consumer, Keep),
 }
@@ -53,7 +56,7 @@ pub struct Wanted<'a> {
     pub own: &'a warpipe::Stream,
     /// Row-major and without gaps, whatever it is where it lies.
     pub packed: bool,
-    /// Kept by us, whatever its owner promises: others read it where it lies.
+    /// Kept by us, whatever its owner promises: others read it where it lies, also backwards.
     pub lasting: bool,
 }
 
@@ -72,7 +75,7 @@ struct Extent {
     below: u64,
     /// From the lowest byte to one past the highest.
     bytes: u64,
-    /// It has gaps, or it is not in the order that is wanted.
+    /// It has gaps, runs backwards, or is not in the order that is wanted.
     must_gather: bool,
 }
 
@@ -149,7 +152,7 @@ impl Wanted<'_> {
             return Err(elsewhere(tensor.device, device));
         }
         let stated = Stated::of_import(&tensor);
-        let extent = stated.extent(self.packed)?;
+        let extent = stated.extent(self)?;
         if extent.must_gather {
             return self.find(&contiguous(found, &stated)?);
         }
@@ -170,7 +173,7 @@ impl Wanted<'_> {
             return Err(elsewhere((dlpack::CUDA, 0), device));
         }
         let stated = Stated::of_interface(found, interface)?;
-        let extent = stated.extent(self.packed)?;
+        let extent = stated.extent(self)?;
         if extent.must_gather {
             return self.find(&contiguous(found, &stated)?);
         }
@@ -185,10 +188,11 @@ impl Wanted<'_> {
     }
 
     fn of_host(self, stated: &Stated, keep: Keep) -> PyResult<Source> {
-        let extent = stated.extent(self.packed)?;
+        let extent = stated.extent(self)?;
         if extent.must_gather {
             let layout = Layout::contiguous(stated.dtype, &stated.shape).map_err(Fault::from)?;
-            return Ok(Source { layout, place: Place::Gathered(stated.gather(&layout)?) });
+            let rows = Rows::new(stated.address, stated.dtype.bytes(), &stated.shape, &stated.strides);
+            return Ok(Source { layout, place: Place::Rows(rows, keep) });
         }
         Ok(Source { layout: stated.layout(&extent)?, place: Place::Host(stated.address - extent.below, keep) })
     }
@@ -197,13 +201,18 @@ impl Wanted<'_> {
 impl Source {
     fn bytes(bytes: Vec<u8>) -> PyResult<Source> {
         let layout = Layout::bytes_only(bytes.len() as u64).map_err(Fault::from)?;
-        Ok(Source { layout, place: Place::Gathered(bytes) })
+        Ok(Source { layout, place: Place::Bytes(bytes) })
     }
 
-    /// Its bytes, if they are on the host.
+    /// Whether it lies on the host.
+    pub fn is_of_host(&self) -> bool {
+        !matches!(self.place, Place::Device(..))
+    }
+
+    /// Its bytes, if they are on the host as they are sent.
     pub fn host_bytes(&self) -> Option<&[u8]> {
         match &self.place {
-            Place::Gathered(bytes) => Some(bytes),
+            Place::Bytes(bytes) => Some(bytes),
             Place::Host(..) if self.layout.bytes() == 0 => Some(&[]),
             Place::Host(address, _) => {
                 // SAFETY: the object says that its tensor lies there, the extent was worked out from the same shape and
@@ -211,19 +220,25 @@ impl Source {
                 // array library.
                 Some(unsafe { std::slice::from_raw_parts(*address as *const u8, self.layout.bytes() as usize) })
             }
-            Place::Device(..) => None,
+            Place::Rows(..) | Place::Device(..) => None,
         }
     }
 }
 
 impl Stated {
-    fn of_import(tensor: &Imported) -> Stated {
-        Stated {
-            dtype: tensor.dtype,
-            shape: tensor.shape.clone(),
-            strides: tensor.strides.clone(),
-            address: tensor.address,
+    fn new(dtype: DType, shape: Vec<u64>, mut strides: Vec<i64>, address: u64) -> Stated {
+        // Where no step is ever taken, any stride is right, and one is as good as another.
+        let is_empty = shape.contains(&0);
+        for ((stride, plain), &length) in strides.iter_mut().zip(dlpack::row_major(&shape)).zip(&shape) {
+            if is_empty || length == 1 {
+                *stride = plain;
+            }
         }
+        Stated { dtype, shape, strides, address }
+    }
+
+    fn of_import(tensor: &Imported) -> Stated {
+        Stated::new(tensor.dtype, tensor.shape.clone(), tensor.strides.clone(), tensor.address)
     }
 
     /// Reads `__array_interface__` or `__cuda_array_interface__`, versions 2 and 3.
@@ -250,7 +265,7 @@ impl Stated {
         let address: Option<u64> = stated("data", data, address)?;
         let strides = match get("strides")? {
             None => dlpack::row_major(&shape),
-            Some(strides) => stated("strides", &strides, in_elements(&strides, dtype))?,
+            Some(strides) => stated("strides", &strides, in_elements(&strides, &shape, dtype))?,
         };
         if strides.len() != shape.len() {
             return Err(Fault::layout(format!("{} dimensions but {} strides", shape.len(), strides.len())).into());
@@ -259,10 +274,10 @@ impl Stated {
         if address == 0 && !shape.contains(&0) {
             return Err(Fault::layout("its data is null").into());
         }
-        Ok(Stated { dtype, shape, strides, address })
+        Ok(Stated::new(dtype, shape, strides, address))
     }
 
-    fn extent(&self, packed: bool) -> Outcome<Extent> {
+    fn extent(&self, wanted: Wanted<'_>) -> Outcome<Extent> {
         if self.shape.contains(&0) {
             return Ok(Extent { below: 0, bytes: 0, must_gather: false });
         }
@@ -279,12 +294,15 @@ impl Stated {
             }
             elements = elements.checked_mul(i128::from(length)).filter(|&n| n < 1 << 62).ok_or_else(too_far)?;
         }
-        let is_turned = packed && self.strides != dlpack::row_major(&self.shape);
+        // A subscriber's DLPack has no negative strides: PyTorch ends the process that imports one.
+        let is_reversed =
+            !wanted.lasting && self.shape.iter().zip(&self.strides).any(|(&length, &stride)| length > 1 && stride < 0);
+        let is_turned = wanted.packed && self.strides != dlpack::row_major(&self.shape);
         let below = u64::try_from(-low).map_err(|_| too_far())?;
         let bytes = u64::try_from(high - low).ok().filter(|&bytes| bytes < 1 << 62).ok_or_else(too_far)?;
         let lowest = self.address.checked_sub(below).ok_or_else(too_far)?;
         lowest.checked_add(bytes).ok_or_else(too_far)?;
-        Ok(Extent { below, bytes, must_gather: i128::from(bytes) > elements * width || is_turned })
+        Ok(Extent { below, bytes, must_gather: i128::from(bytes) > elements * width || is_reversed || is_turned })
     }
 
     /// The layout of the tensor in a slot that begins with its lowest byte.
@@ -294,28 +312,6 @@ impl Stated {
             return Err(Fault::layout(format!("{} bytes, or {}", layout.bytes(), extent.bytes)));
         }
         Ok(layout)
-    }
-
-    /// The elements in row-major order.
-    fn gather(&self, packed: &Layout) -> Outcome<Vec<u8>> {
-        let length = packed.bytes() as usize;
-        let mut bytes = Vec::new();
-        let no_room = |_| Fault::Own("DeviceMemoryError", format!("this process has no room for {length} bytes"));
-        bytes.try_reserve_exact(length).map_err(no_room)?;
-        let width = self.dtype.bytes() as usize;
-        let mut index = vec![0u64; self.shape.len()];
-        loop {
-            let reach: i64 = index.iter().zip(&self.strides).map(|(&at, &stride)| at as i64 * stride).sum();
-            let element = self.address.wrapping_add_signed(reach * width as i64);
-            // SAFETY: an element of the tensor, whose extent was checked; the object keeps it there for this call.
-            bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(element as *const u8, width) });
-            // The next index, the last dimension fastest.
-            let Some(turned) = (0..index.len()).rev().find(|&axis| index[axis] + 1 < self.shape[axis]) else {
-                return Ok(bytes);
-            };
-            index[turned] += 1;
-            index[turned + 1..].fill(0);
-        }
     }
 }
 
@@ -349,10 +345,12 @@ fn is_masked(found: &Bound<'_, PyAny>) -> PyResult<bool> {
     masks.call_method1("is_masked", (found,))?.is_truthy()
 }
 
-fn in_elements(strides: &Bound<'_, PyAny>, dtype: DType) -> PyResult<Vec<i64>> {
+fn in_elements(strides: &Bound<'_, PyAny>, shape: &[u64], dtype: DType) -> PyResult<Vec<i64>> {
     let width = dtype.bytes() as i64;
     let bytes: Vec<i64> = strides.extract()?;
-    let whole = bytes.iter().all(|stride| stride % width == 0);
+    // Where no step is taken, a stride may be anything.
+    let is_stepped = |(stride, &length): (&i64, &u64)| stride % width != 0 && length > 1;
+    let whole = shape.contains(&0) || !bytes.iter().zip(shape).any(is_stepped);
     if !whole {
         return Err(Fault::layout(format!("strides of {bytes:?} bytes and elements of {width}; copy it first")).into());
     }

@@ -102,9 +102,9 @@ impl Holding {
         format!("{:?}, {}", self.layout, self.device)
     }
 
-    /// The elements' slot as bytes, copied, once nobody writes it any more.
+    /// The elements as bytes in row-major order, copied, once nobody writes them any more.
     pub fn bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        match &self.memory()?.copied(py)?.hold {
+        match &self.memory()?.packed(py)?.hold {
             Hold::Copy(bytes) => Ok(PyBytes::new(py, bytes)),
             _ => unreachable!("a copy is a copy"),
         }

@@ -4,11 +4,13 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::prelude::*;
+use warpipe::{DType, Layout};
 
 use crate::device::Device;
 use crate::errors::Fault;
 use crate::held::{Place, Plain};
 use crate::loan::Loan;
+use crate::publisher::Publisher;
 use crate::stream::{Consumer, Stream};
 use crate::view::View;
 use crate::wait::seconds;
@@ -36,6 +38,16 @@ fn _slow_fill(loan: &Bound<'_, Loan>, stream: &Bound<'_, Stream>, seed: u64, del
         warpipe_kernels::slow_fill(stream.get().inner()?, memory.lowest, memory.layout.bytes() / 8, seed, delay)
     };
     Ok(filled.map_err(Fault::from)?)
+}
+
+/// Sends the bytes 0 to ``count`` as a tensor that runs backwards, as a publisher in Rust can.
+#[pyfunction]
+fn _send_reversed(py: Python<'_>, publisher: &Bound<'_, Publisher>, count: u8) -> PyResult<u64> {
+    let (inner, bytes) = (publisher.get().inner()?, (0..count).collect::<Vec<u8>>());
+    let last = u64::from(count.saturating_sub(1));
+    let layout = Layout::strided(DType::U8, &[u64::from(count)], &[-1], last).map_err(Fault::from)?;
+    let sent = py.detach(|| inner.device().stream().and_then(|stream| inner.send_slice(&stream, &layout, &bytes)));
+    Ok(sent.map_err(Fault::from)?)
 }
 
 /// Word ``index`` of the pattern of ``seed``.
@@ -107,5 +119,6 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_slow_fill, module)?)?;
     module.add_function(wrap_pyfunction!(_allocate_plain, module)?)?;
     module.add_function(wrap_pyfunction!(_pattern, module)?)?;
+    module.add_function(wrap_pyfunction!(_send_reversed, module)?)?;
     module.add_function(wrap_pyfunction!(_preload, module)?)
 }

@@ -129,7 +129,7 @@ impl View {
             );
         }
         held.admit(&Consumer::own(&own))?;
-        let is_to_be_awaited = consumer.is_none() && source.host_bytes().is_some();
+        let is_to_be_awaited = consumer.is_none() && source.is_of_host();
         // SAFETY: the view's range, which the hold keeps until the streams that it is told of are past the copy.
         let mut range = unsafe { Range::new(&self.tensor.device, memory.lowest, self.tensor.layout.bytes()) };
         let filled_on = COPIES.fill(py, &mut range, source, &own, None)?;
@@ -216,7 +216,7 @@ impl View {
         array::jax(slf.as_any(), &slf.get().memory()?, copy)
     }
 
-    /// The elements as bytes, copied, once the streams that were given work on them are past it.
+    /// The elements as bytes in row-major order, copied, once the streams that were given work on them are past it.
     ///
     /// Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
