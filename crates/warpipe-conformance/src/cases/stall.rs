@@ -16,6 +16,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a stopped subscriber is shown stalled, and goes on without a loss", stalled_subscriber),
     Case::new("a stopped publisher is shown stalled, and goes on", stalled_publisher),
     Case::new("a subscriber that stays stopped is evicted, and the publisher goes on", eviction),
+    Case::new("both ends are stopped for long and continued: nobody is evicted or shown stalled", both_stopped),
     Case::new("what an evicted subscriber holds stays untouched until it releases it", evicted_holder),
 ];
 
@@ -103,6 +104,31 @@ fn eviction(context: &Context) -> Result<()> {
     all_whole(&idler.items(&Order::Receive { subscriber: 1, count: 1, hold: false })?, [21])?;
     idler.dismiss()?;
     worker.dismiss()
+}
+
+fn both_stopped(context: &Context) -> Result<()> {
+    let evict_after = Duration::from_millis(500);
+    let (mut sender, mut receiver) = (context.peer()?, context.peer()?);
+    let evict_after_ms = Some(evict_after.as_millis() as u64);
+    sender.publish(PublisherPlan { evict_after_ms, ..PublisherPlan::of("frozen") })?;
+    receiver.subscribe("frozen")?;
+    sender.ask(&Order::AwaitSubscribers(1))?;
+    for sequence in 1..=4 {
+        sender.stop()?;
+        receiver.stop()?;
+        // That they stand still for so long is what is tried; nothing is waited for.
+        std::thread::park_timeout(3 * evict_after);
+        sender.go_on()?;
+        // It answers, so it runs; the other is behind it by this much and no more.
+        sender.ask(&Order::AwaitSubscribers(1))?;
+        receiver.go_on()?;
+        let state = receiver.ask(&Order::PublisherState { subscriber: 0 })?;
+        ensure!(format!("{state:?}").contains("Alive"), "the publisher is shown as {state:?}");
+        sender.ask(&Order::SendAndWait(Batch::of(1, WORDS, sequence)))?;
+        all_whole(&receiver.receive(1)?, [sequence])?;
+    }
+    receiver.dismiss()?;
+    sender.dismiss()
 }
 
 fn evicted_holder(context: &Context) -> Result<()> {

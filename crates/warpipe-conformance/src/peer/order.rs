@@ -20,6 +20,8 @@ pub struct PublisherPlan {
     pub memory_limit: Option<u64>,
     /// See [`PublisherBuilder::policy`].
     pub policy: Option<PolicyPlan>,
+    /// See [`PublisherBuilder::evict_after`], in milliseconds.
+    pub evict_after_ms: Option<u64>,
 }
 
 /// A [`Policy`] in words.
@@ -66,7 +68,7 @@ impl PublisherPlan {
         if let Some(policy) = self.policy {
             builder = builder.policy(policy.policy());
         }
-        builder
+        builder.evict_after(self.evict_after_ms.map(Duration::from_millis))
     }
 }
 

@@ -331,10 +331,9 @@ impl Core {
             // Another thread of the parent may have held the lock at the fork: it is not to be touched here.
             return Vec::new();
         }
-        let now = now_ns();
         let mut state = self.lock();
         self.reclaim(&mut state, true);
-        state.outlets.iter().filter(|outlet| outlet.phase != Phase::Attaching).map(|outlet| outlet.info(now)).collect()
+        state.outlets.iter().filter(|outlet| outlet.phase != Phase::Attaching).map(Outlet::info).collect()
     }
 
     /// Waits until `count` subscribers are attached.

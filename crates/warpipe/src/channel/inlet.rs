@@ -23,9 +23,10 @@ use crate::link::entry::Violation;
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
 use crate::link::proof::Streams;
+use crate::link::pulse::Pulse;
 use crate::link::segment::Segment;
 use crate::link::wake::{Bell, Wake};
-use crate::link::watcher::{Next, STALLED_AFTER, Usage, Watch, Watched, Watcher};
+use crate::link::watcher::{Next, Usage, Watch, Watched, Watcher};
 use crate::memory::region::Region;
 use crate::stream::Stream;
 
@@ -92,6 +93,7 @@ pub(crate) struct Inlet {
     device: Device,
     pub(super) wake: Wake,
     bell: Arc<Bell>,
+    pulse: Pulse,
     fault: Mutex<Fault>,
     socket: Arc<PrivateFd>,
     watcher: Arc<Watcher>,
@@ -167,6 +169,7 @@ impl Inlet {
             device: device.clone(),
             wake: welcome.wake,
             bell: bell.clone(),
+            pulse: Pulse::default(),
             fault: Mutex::default(),
             socket,
             watcher: watcher.clone(),
@@ -211,12 +214,11 @@ impl Inlet {
     }
 
     pub(super) fn peer_state(&self) -> PeerState {
-        let beat = self.segment().header().sender.heartbeat_ns.load(Relaxed);
         match self.standing() {
             _ if self.is_dead() || self.peer.is_proven_dead() => PeerState::Dead,
             Standing::Suspect | Standing::Failed => PeerState::Suspect,
             Standing::Closed | Standing::Evicted => PeerState::Leaving,
-            Standing::Open if now_ns().saturating_sub(beat) > STALLED_AFTER.as_nanos() as u64 => PeerState::Stalled,
+            Standing::Open if self.pulse.is_stalled() => PeerState::Stalled,
             Standing::Open => PeerState::Alive,
         }
     }
@@ -461,7 +463,9 @@ impl Watched for Inlet {
     }
 
     fn on_tick(&self, now_ns: u64) {
-        self.segment().header().receiver.heartbeat_ns.store(now_ns, Relaxed);
+        let header = self.segment().header();
+        header.receiver.heartbeat_ns.store(now_ns, Relaxed);
+        self.pulse.tick(header.sender.heartbeat_ns.load(Relaxed));
     }
 }
 

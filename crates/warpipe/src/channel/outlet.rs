@@ -16,10 +16,11 @@ use crate::link::PeerState;
 use crate::link::entry::Description;
 use crate::link::message::{self, Farewell, Message};
 use crate::link::peer::Peer;
+use crate::link::pulse::Pulse;
 use crate::link::ring::{Room, SenderRing};
 use crate::link::segment::Segment;
 use crate::link::wake::Wake;
-use crate::link::watcher::{Remains, STALLED_AFTER, Watch};
+use crate::link::watcher::{Remains, Watch};
 use crate::memory::arena::{Chunk, SlotId};
 
 /// How far a link has come.
@@ -50,6 +51,7 @@ pub(super) struct Outlet {
     pub(super) peer: Peer,
     pub(super) ring: SenderRing,
     pub(super) since: Instant,
+    pulse: Pulse,
     /// Shared, so that a sender can sleep on it without the publisher's lock.
     pub(super) wake: Arc<Wake>,
     /// What the subscriber has been given and not yet released, oldest first.
@@ -118,6 +120,7 @@ impl Parts {
             peer: self.peer,
             ring: self.ring,
             since: Instant::now(),
+            pulse: Pulse::default(),
             watches: Vec::new(),
             in_flight: VecDeque::new(),
             releases_seen: 0,
@@ -273,25 +276,29 @@ impl Outlet {
         self.ring.segment().header().sender.heartbeat_ns.store(now_ns, Relaxed);
     }
 
-    /// How long ago the subscriber gave a sign of life.
-    pub(super) fn silence(&self, now_ns: u64) -> Duration {
-        let beat = self.ring.segment().header().receiver.heartbeat_ns.load(Relaxed);
-        Duration::from_nanos(now_ns.saturating_sub(beat)).min(self.since.elapsed())
+    /// A tick of ours: looks for the subscriber's heartbeat.
+    pub(super) fn feel_pulse(&self) {
+        self.pulse.tick(self.ring.segment().header().receiver.heartbeat_ns.load(Relaxed));
     }
 
-    pub(super) fn info(&self, now_ns: u64) -> SubscriberInfo {
+    /// How long the subscriber has given no sign of life.
+    pub(super) fn silence(&self) -> Duration {
+        self.pulse.silence()
+    }
+
+    pub(super) fn info(&self) -> SubscriberInfo {
         let state = match self.phase {
             _ if self.peer.is_proven_dead() => PeerState::Dead,
             Phase::Suspect => PeerState::Suspect,
             Phase::Leaving => PeerState::Leaving,
-            _ if self.silence(now_ns) > STALLED_AFTER => PeerState::Stalled,
+            _ if self.pulse.is_stalled() => PeerState::Stalled,
             _ => PeerState::Alive,
         };
         SubscriberInfo {
             pid: self.peer.pid,
             uid: self.peer.uid,
             state,
-            silent_for: self.silence(now_ns),
+            silent_for: self.silence(),
             in_flight: self.in_flight.len() as u32,
             dropped: self.dropped,
         }

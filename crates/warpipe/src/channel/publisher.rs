@@ -148,7 +148,7 @@ impl PublisherBuilder {
     }
 
     /// Close the link of a subscriber that has given no sign of life for this long; never by default. What it
-    /// holds stays untouched until it releases it or dies. At least 500 ms: a heartbeat comes every 200 ms.
+    /// holds stays untouched until it releases it or dies. Counted in steps of 200 ms in which this process runs itself; at least 500 ms.
     pub fn evict_after(mut self, silence: Option<Duration>) -> Self {
         self.evict_after = silence;
         self

@@ -8,6 +8,7 @@ pub(crate) mod entry;
 pub(crate) mod message;
 pub(crate) mod peer;
 pub(crate) mod proof;
+pub(crate) mod pulse;
 pub(crate) mod ring;
 pub(crate) mod seal;
 pub(crate) mod segment;

@@ -106,7 +106,7 @@ pub struct MemberInfo {
 pub enum Change {
     /// It is there.
     Joined(MemberInfo),
-    /// Its heartbeat is older than 900 ms. It may be back the next moment.
+    /// Its heartbeat has stood still for a second in which the watch itself ran. It may be back the next moment.
     Stalled(MemberInfo),
     /// Its heartbeat is back.
     Recovered(MemberInfo),

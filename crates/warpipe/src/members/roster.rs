@@ -3,13 +3,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::queue::Cleanup;
 use super::{BEAT, Change, Introduction, MemberInfo, member_name};
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::link::PeerState;
+use crate::link::pulse::Pulse;
 use crate::link::watcher::STALLED_AFTER;
 use crate::memory::page::Page;
 use crate::rendezvous::{Gift, Visitor};
@@ -18,36 +19,12 @@ use crate::rendezvous::{Gift, Visitor};
 pub(super) struct Entry {
     name: EndpointName,
     introduction: Introduction,
+    page: Page,
     pulse: Pulse,
     is_stalled: bool,
     is_suspect: bool,
     /// Dropped last: it says goodbye, and hears no more.
     visitor: Visitor,
-}
-
-/// A heartbeat, and when it was last seen to change: what a peer writes as the time may be anything.
-struct Pulse {
-    page: Page,
-    beat: u64,
-    changed_ns: u64,
-}
-
-impl Pulse {
-    fn new(page: Page, now_ns: u64) -> Pulse {
-        let beat = page.at::<AtomicU64>(BEAT).load(Relaxed);
-        Pulse { page, beat, changed_ns: beat.min(now_ns) }
-    }
-
-    fn look(&mut self, now_ns: u64) {
-        let beat = self.page.at::<AtomicU64>(BEAT).load(Relaxed);
-        if beat != self.beat {
-            (self.beat, self.changed_ns) = (beat, now_ns);
-        }
-    }
-
-    fn silence(&self, now_ns: u64) -> Duration {
-        Duration::from_nanos(now_ns.saturating_sub(self.changed_ns))
-    }
 }
 
 /// A process that listens under a member's name and has not answered yet.
@@ -83,12 +60,12 @@ const CLEANUPS_MAX: usize = 4096;
 
 impl Entry {
     /// What a member brought when it was visited.
-    pub(super) fn open(name: EndpointName, visitor: Visitor, gift: Gift, now_ns: u64) -> Result<Entry> {
+    pub(super) fn open(name: EndpointName, visitor: Visitor, gift: Gift) -> Result<Entry> {
         let (introduction, [fd]) = gift.open::<Introduction, 1>(name.as_str())?;
         let introduction = introduction.check(name.as_str())?;
         let page = Page::read(fd, introduction.page_bytes as usize, name.as_str())?;
-        let pulse = Pulse::new(page, now_ns);
-        Ok(Entry { name, introduction, pulse, is_stalled: false, is_suspect: false, visitor })
+        let pulse = Pulse::new(page.at::<AtomicU64>(BEAT).load(Relaxed));
+        Ok(Entry { name, introduction, page, pulse, is_stalled: false, is_suspect: false, visitor })
     }
 
     pub(super) fn visitor(&self) -> &Visitor {
@@ -103,14 +80,14 @@ impl Entry {
         }
     }
 
-    fn info(&self, state: PeerState, now_ns: u64) -> MemberInfo {
+    fn info(&self, state: PeerState) -> MemberInfo {
         MemberInfo {
             name: member_name(&self.name).unwrap_or_default().to_owned(),
             role: self.introduction.role.clone(),
             pid: self.visitor.pid(),
             uid: self.visitor.uid(),
             state,
-            silent_for: self.pulse.silence(now_ns),
+            silent_for: self.pulse.silence(),
             since_ns: self.introduction.since_ns,
             generation: self.visitor.generation(),
             endpoints: Vec::new(),
@@ -135,44 +112,46 @@ impl Roster {
     }
 
     /// Takes in who has answered. One whose connection was lost, and who is the same still, is back without a word.
-    pub(super) fn admit(&mut self, id: u64, mut entry: Entry, now_ns: u64) -> Option<Change> {
+    pub(super) fn admit(&mut self, id: u64, mut entry: Entry) -> Option<Change> {
         let is_same = |other: &Entry| {
             other.name == entry.name && other.visitor.generation() == entry.visitor.generation() && other.is_suspect
         };
         let known = self.entries.iter().find(|(_, other)| is_same(other)).map(|(id, _)| *id);
         let known = known.and_then(|id| self.entries.remove(&id));
-        entry.is_stalled = known.as_ref().is_some_and(|known| known.is_stalled);
-        let told = known.is_none().then(|| Change::Joined(entry.info(PeerState::Alive, now_ns)));
+        let told = known.is_none().then(|| Change::Joined(entry.info(PeerState::Alive)));
+        if let Some(known) = known {
+            (entry.is_stalled, entry.pulse) = (known.is_stalled, known.pulse);
+        }
         self.entries.insert(id, entry);
         told
     }
 
     /// A member's socket has closed. After a goodbye it is gone; else the proof of its death is waited for.
-    pub(super) fn ended(&mut self, id: u64, graceful: bool, now_ns: u64) -> Option<(Change, Entry)> {
+    pub(super) fn ended(&mut self, id: u64, graceful: bool) -> Option<(Change, Entry)> {
         if !graceful {
             self.entries.get_mut(&id)?.is_suspect = true;
             return None;
         }
         let entry = self.entries.remove(&id)?;
-        Some((Change::Left(entry.info(PeerState::Leaving, now_ns)), entry))
+        Some((Change::Left(entry.info(PeerState::Leaving)), entry))
     }
 
-    pub(super) fn died(&mut self, id: u64, now_ns: u64) -> Option<Death> {
+    pub(super) fn died(&mut self, id: u64) -> Option<Death> {
         let entry = self.entries.remove(&id)?;
-        let member = entry.info(PeerState::Dead, now_ns);
+        let member = entry.info(PeerState::Dead);
         let cleanups = self.cleanups.remove(&member.name).unwrap_or_default();
         self.cleanups_count -= cleanups.len();
         Some(Death { own_pid: entry.introduction.own_pid, member, cleanups, remains: entry })
     }
 
-    /// Feels every pulse.
-    pub(super) fn look(&mut self, now_ns: u64) -> Vec<Change> {
+    /// Refreshes the heartbeat of every member. To be called with each tick.
+    pub(super) fn look(&mut self) -> Vec<Change> {
         let mut changes = Vec::new();
         for entry in self.entries.values_mut().filter(|entry| !entry.is_suspect) {
-            entry.pulse.look(now_ns);
-            let is_stalled = entry.pulse.silence(now_ns) > STALLED_AFTER;
+            entry.pulse.tick(entry.page.at::<AtomicU64>(BEAT).load(Relaxed));
+            let is_stalled = entry.pulse.is_stalled();
             if is_stalled != std::mem::replace(&mut entry.is_stalled, is_stalled) {
-                let info = entry.info(entry.state(), now_ns);
+                let info = entry.info(entry.state());
                 changes.push(if is_stalled { Change::Stalled(info) } else { Change::Recovered(info) });
             }
         }
@@ -190,10 +169,10 @@ impl Roster {
 
     /// Everybody, sorted by name, with the number under which each is found in lock files. Who has not answered for as
     /// long as a heart may stand still counts as stalled.
-    pub(super) fn list(&self, now_ns: u64) -> Vec<(MemberInfo, Option<i32>)> {
+    pub(super) fn list(&self) -> Vec<(MemberInfo, Option<i32>)> {
         let known = self.entries.values().map(|entry| {
             let own_pid = entry.introduction.own_pid;
-            (entry.info(entry.state(), now_ns), Some(own_pid))
+            (entry.info(entry.state()), Some(own_pid))
         });
         let silent = self.silent.iter().filter(|(_, silent)| silent.since.elapsed() > STALLED_AFTER);
         let silent = silent.map(|(name, silent)| (silent.info(name), None));

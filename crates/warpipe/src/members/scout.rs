@@ -12,7 +12,6 @@ use rustix::event::{PollFd, PollFlags};
 use super::queue::Queue;
 use super::roster::{Entry, Roster, Silent};
 use super::{Change, MEMBERS_MAX, member_name};
-use crate::clock::now_ns;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::PrivateFd;
@@ -146,7 +145,7 @@ impl Scout {
             self.hear_calls();
             if self.last_tick.elapsed() >= TICK {
                 self.last_tick = Instant::now();
-                let changes = self.shared.roster().look(now_ns());
+                let changes = self.shared.roster().look();
                 self.shared.tell(changes);
             }
             if !self.is_settled && (self.calls.is_empty() || self.began.elapsed() > STALLED_AFTER) {
@@ -186,7 +185,7 @@ impl Scout {
         for (id, event) in notes {
             match event {
                 Event::Ended { graceful } => {
-                    let told = self.shared.roster().ended(id, graceful, now_ns());
+                    let told = self.shared.roster().ended(id, graceful);
                     // It may be there still, and another connection do. Not at once: one that grants and closes again and
                     // again is not to set our pace.
                     self.next_look = self.next_look.min(Instant::now() + TICK);
@@ -199,7 +198,7 @@ impl Scout {
 
     /// Clears up after a proven death, then tells of it.
     fn bury(&mut self, id: u64) {
-        let Some(mut death) = self.shared.roster().died(id, now_ns()) else { return };
+        let Some(mut death) = self.shared.roster().died(id) else { return };
         drop(death.remains);
         if self.shared.cleans {
             // What cannot be removed now (a domain of another user's) is what `Domain::clean` is for.
@@ -260,7 +259,7 @@ impl Scout {
             self.shared.roster().silent.remove(&name);
             let admitted = answer.and_then(|granted| {
                 let (visitor, gift) = call.enter(granted);
-                Entry::open(name, visitor, gift, now_ns())
+                Entry::open(name, visitor, gift)
             });
             match admitted {
                 Ok(entry) => self.admit(entry),
@@ -279,7 +278,7 @@ impl Scout {
             roster.overlooked += 1;
             return;
         }
-        let told = roster.admit(self.next_id, entry, now_ns());
+        let told = roster.admit(self.next_id, entry);
         drop(roster);
         self.shared.tell(told);
     }

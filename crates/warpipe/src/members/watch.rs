@@ -9,7 +9,6 @@ use super::queue::Callback;
 use super::roster::with_endpoints;
 use super::scout::{Scout, Shared};
 use super::{Change, MemberInfo, endpoint};
-use crate::clock::now_ns;
 use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::fork::Home;
@@ -114,7 +113,7 @@ impl Members {
     /// [`Error::Os`] when the directory cannot be read; [`Error::Forked`].
     pub fn list(&self) -> Result<Vec<MemberInfo>> {
         self.home.check()?;
-        let list = self.shared.roster().list(now_ns());
+        let list = self.shared.roster().list();
         with_endpoints(list, &self.shared.domain)
     }
 
@@ -156,7 +155,7 @@ impl Members {
     /// Of everybody, also of who holds no lock in the domain.
     #[cfg(test)]
     pub(super) fn states(&self) -> Vec<crate::link::PeerState> {
-        self.shared.roster().list(now_ns()).into_iter().map(|(member, _)| member.state).collect()
+        self.shared.roster().list().into_iter().map(|(member, _)| member.state).collect()
     }
 
     /// How many changes were left out because more than 4096 had not been heard: first [`Stalled`](Change::Stalled) and

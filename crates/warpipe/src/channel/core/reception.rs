@@ -326,10 +326,10 @@ impl Core {
         Ok(())
     }
 
-    fn evict_stalled(&self, state: &mut State, now_ns: u64) {
+    fn evict_stalled(&self, state: &mut State) {
         let Some(limit) = self.options.evict_after else { return };
         for outlet in state.outlets.iter_mut().filter(|outlet| outlet.is_live()) {
-            let silence = outlet.silence(now_ns);
+            let silence = outlet.silence();
             if silence > limit {
                 outlet.leave(Some(Farewell::Evicted(format!("no sign of life for {silence:.1?}"))));
                 self.ring();
@@ -370,8 +370,11 @@ impl Watched for Core {
         let is_late = |outlet: &mut Outlet| outlet.phase == Phase::Attaching && late(outlet.since);
         let given_up: Vec<Outlet> = state.outlets.extract_if(.., is_late).collect();
         given_up.into_iter().for_each(|outlet| self.drop_outlet(outlet));
-        state.outlets.iter().for_each(|outlet| outlet.beat(now_ns));
-        self.evict_stalled(&mut state, now_ns);
+        for outlet in &state.outlets {
+            outlet.beat(now_ns);
+            outlet.feel_pulse();
+        }
+        self.evict_stalled(&mut state);
         self.bury(&mut state);
     }
 }
