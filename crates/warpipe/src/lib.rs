@@ -68,8 +68,9 @@
 //! # Threads
 //!
 //! A [`Publisher`] may be used from any number of threads at once. A [`Subscriber`] belongs to one at a time; its
-//! samples may go anywhere. The first endpoint of a process starts three threads, one of each for all endpoints: a
-//! watcher that sees sockets and deaths, an attendant that makes links, a reaper that gives memory back to the driver.
+//! samples may go anywhere. The first endpoint of a process starts four threads, one of each for all endpoints: a
+//! watcher that sees sockets and deaths, an attendant that makes links, a prover that asks whether memory is still in use,
+//! a reaper that gives it back to the driver.
 //! On the host device each [`Stream`] is a thread, too, and each [`Queue`] has one, which sleeps while nothing happens.
 //!
 //! # Fork

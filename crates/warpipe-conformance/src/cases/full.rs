@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::host::HostBackend;
-use warpipe::{DType, Device, Error, Layout, Policy, Sample, Stream, Subscriber};
+use warpipe::{DType, Device, Error, Layout, PeerState, Policy, Publisher, Sample, Stream, Subscriber};
 
 use super::Case;
 use crate::PATIENCE;
@@ -19,11 +19,14 @@ use crate::context::{Backend, Context};
 use crate::peer::{Batch, Order, Peer, PublisherPlan};
 use crate::process::eventually;
 
-pub(super) const CASES: &[Case] = &[Case::new(
-    "a send that a full launch queue holds up stops no heartbeat, and returns when what its stream waits for dies",
-    held_up_send,
-)
-.ends_clients()];
+pub(super) const CASES: &[Case] = &[
+    Case::new(
+        "a send that a full launch queue holds up stops no heartbeat, and returns when what its stream waits for dies",
+        held_up_send,
+    )
+    .ends_clients(),
+    Case::new("subscribers come, leave and die while a full launch queue holds up a send", visitors).ends_clients(),
+];
 
 const WORDS: u64 = 64;
 /// More operations than any driver queues behind one that waits.
@@ -34,7 +37,10 @@ struct HeldUp {
     upstream: Peer,
     waiting: Sample,
     _subscriber: Subscriber,
+    /// Has used the stream, too: whoever lets its memory go asks that stream.
+    aside: Option<Subscriber>,
     stream: Stream,
+    publisher: Arc<Publisher>,
     sent: Arc<AtomicU64>,
     sender: JoinHandle<warpipe::Result<()>>,
 }
@@ -50,6 +56,11 @@ impl HeldUp {
         upstream.publish(PublisherPlan::of("upstream"))?;
         let mut subscriber = context.subscriber("upstream").device(&device).build()?;
         let stream = device.stream()?;
+        let other = context.publisher("aside").device(&device).build()?;
+        let mut aside = context.subscriber("aside").device(&device).build()?;
+        other.send_bytes(&stream, b"before")?;
+        aside.receive(&stream)?.finish(PATIENCE)?;
+        drop(other);
         upstream.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
         let waiting = subscriber.receive(&stream)?;
         let builder = context.publisher("downstream").device(&device).policy(Policy::DropNewest);
@@ -66,7 +77,7 @@ impl HeldUp {
                 Ok(())
             }
         });
-        Ok(HeldUp { upstream, waiting, _subscriber: subscriber, stream, sent, sender })
+        Ok(HeldUp { upstream, waiting, _subscriber: subscriber, aside: Some(aside), stream, publisher, sent, sender })
     }
 
     /// Waits until no send has come through for a while.
@@ -110,4 +121,23 @@ fn held_up_send(context: &Context) -> Result<()> {
     }
     held.release()?;
     witness.dismiss()
+}
+
+fn visitors(context: &Context) -> Result<()> {
+    let mut held = HeldUp::new(context)?;
+    let (mut mortal, mut leaver, mut late) = (context.peer()?, context.peer()?, context.peer()?);
+    mortal.subscribe("downstream")?;
+    leaver.subscribe("downstream")?;
+    held.settle()?;
+    drop(held.aside.take());
+    mortal.kill()?;
+    leaver.dismiss()?;
+    let is_alive = |one: &warpipe::SubscriberInfo| one.state == PeerState::Alive;
+    ensure!(eventually(PATIENCE, || !held.publisher.subscribers().iter().any(is_alive)), "who left is still there");
+    late.subscribe("downstream")?;
+    let other = context.publisher("other").build()?;
+    late.subscribe("other")?;
+    drop(other);
+    held.release()?;
+    late.dismiss()
 }

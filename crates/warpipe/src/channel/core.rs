@@ -296,7 +296,7 @@ impl Core {
         Ok(value)
     }
 
-    /// Calls `then`, on the attendant, when the streams are proven to be past what they have been given so far. Where
+    /// Calls `then`, on the prover, when the streams are proven to be past what they have been given so far. Where
     /// the driver has refused a fence there is no other way to know.
     fn once_past(&self, streams: &[Stream], then: impl FnOnce(&Core) + Send + 'static) {
         let Some(core) = self.this.upgrade() else { return };

@@ -5,8 +5,10 @@
 //!   the first load of a module block behind any stream of the context that waits, a full launch queue behind its
 //!   own, and it is the watcher who lets such a stream go when its peer has died.
 //! * The *attendant* does what a publisher needs: it accepts connections, makes links, sees subscribers die. It also
-//!   maps regions, and asks whether memory that was let go is still in use.
-//! * The *reaper* gives it back to the driver, and may be held up by it.
+//!   maps regions. It gives no stream work and asks none that a full launch queue could hold up.
+//! * The *prover* asks whether memory that was let go is still in use. A full launch queue may hold it up: no link waits
+//!   for it.
+//! * The *reaper* gives that memory back to the driver, and may be held up by it.
 //!
 //! The watcher sleeps in `epoll_wait` until a descriptor speaks; while links exist it also ticks every [`TICK`],
 //! which is what a heartbeat costs. The others sleep until there is something to do.
@@ -134,7 +136,7 @@ impl Counts {
 /// those would refuse whoever comes next for what this process is late with.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
-/// What waits to be dropped. Counted beside the tables, out of which the attendant takes what it looks at.
+/// What waits to be dropped. Counted beside the tables, out of which the prover takes what it looks at.
 #[derive(Debug, Default)]
 struct Counts {
     waiting: AtomicUsize,
@@ -153,7 +155,9 @@ pub(crate) struct Watcher {
     bell: Bell,
     tables: Mutex<Tables>,
     jobs: Sender<Job>,
-    /// The attendant has been asked to look at what is retired, and has not begun.
+    /// Sent for each round of looks at what is retired.
+    rounds: Sender<()>,
+    /// The prover has been asked for a round, and has not begun.
     is_reap_due: AtomicBool,
     overdue_after: Duration,
     counts: Counts,
@@ -222,12 +226,14 @@ impl Watcher {
         let epoll = PrivateFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC))
             .map_err(|e| Error::os("epoll_create1", "the watcher", e))?;
         let (jobs, queue) = mpsc::channel::<Job>();
+        let (rounds, due) = mpsc::channel::<()>();
         let (remains, graves) = mpsc::channel::<Remains>();
         let watcher = Arc::new(Watcher {
             epoll,
             bell: Bell::new()?,
             tables: Mutex::default(),
             jobs,
+            rounds,
             is_reap_due: AtomicBool::new(false),
             overdue_after,
             counts: Counts::default(),
@@ -239,6 +245,13 @@ impl Watcher {
         start_thread("warpipe-attendant", move || {
             for job in queue {
                 let _panicked = survive(job);
+            }
+        })?;
+        let prover = watcher.clone();
+        start_thread("warpipe-prover", move || {
+            for () in due {
+                prover.is_reap_due.store(false, Ordering::Release);
+                let _panicked = survive(|| prover.reap());
             }
         })?;
         start_thread("warpipe-reaper", move || {
@@ -284,7 +297,7 @@ impl Watcher {
         self.bell.ring();
     }
 
-    /// Has the attendant call `look` until it finds that everything is over, then drops it with all that it owns: memory
+    /// Has the prover call `look` until it finds that everything is over, then drops it with all that it owns: memory
     /// that a stream may still touch is let go only when this process has its own proof that it will not (see
     /// [`proof`](super::proof)). However long that takes.
     pub(crate) fn retire<U: Into<Usage>>(&self, mut look: impl FnMut() -> U + Send + 'static) {
@@ -320,7 +333,7 @@ impl Watcher {
     /// How long to sleep at most.
     fn pause(&self, last_tick: Instant, last_reap: Instant) -> Option<Duration> {
         let tables = self.lock();
-        // An attendant that is late rings when it is done.
+        // A prover that is late rings when it is done.
         if !tables.retired.is_empty() && !self.is_reap_due.load(Ordering::Acquire) {
             return Some(RETIRE_TICK.saturating_sub(last_reap.elapsed()));
         }
@@ -376,17 +389,13 @@ impl Watcher {
         }
     }
 
-    /// Has the attendant look at what waits for a device: to ask for it calls the driver. Once is enough, however late
-    /// the attendant is.
+    /// Has the prover look at what waits for a device: to ask for it calls the driver. Once is enough, however late it is.
     fn reap_soon(self: &Arc<Self>) {
         if self.is_reap_due.swap(true, Ordering::AcqRel) {
             return;
         }
-        let me = self.clone();
-        self.attend(Box::new(move || {
-            me.is_reap_due.store(false, Ordering::Release);
-            me.reap();
-        }));
+        // It ends with the process only.
+        let _ = self.rounds.send(());
     }
 
     fn reap(&self) {
