@@ -22,6 +22,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::error::{Error, Holder, Result};
 use crate::fork::{Home, PrivateFd};
+use crate::link::closer::{Listener, PeerSocket};
 use crate::os;
 
 /// The longest endpoint name: it, the longest suffix and a path through `/proc/self/fd` fill a `sun_path`.
@@ -393,10 +394,10 @@ impl Domain {
     }
 
     /// A listening socket under `name`, which appears there ready to be connected to.
-    fn listen(&self, name: &EndpointName, mode: u32) -> Result<PrivateFd> {
+    fn listen(&self, name: &EndpointName, mode: u32) -> Result<Listener> {
         let (new, file) = (name.file(".", ".new"), name.file("", ".sock"));
         let failed = |call| move |e: Errno| Error::os(call, format!("endpoint {name}"), e);
-        let socket = seqpacket().map_err(failed("socket"))?;
+        let socket = Listener::new(seqpacket().map_err(failed("socket"))?);
         rustix::net::bind(&socket, &self.address(&new)?).map_err(failed("bind"))?;
         let ready = rustix::fs::chmodat(&self.inner.directory, &new, Mode::from_raw_mode(mode), AtFlags::empty())
             .map_err(failed("fchmodat"))
@@ -410,7 +411,7 @@ impl Domain {
     }
 
     /// Connects to the endpoint `name`; tries again while its backlog is full.
-    pub(crate) fn connect(&self, name: &EndpointName, timeout: Duration) -> Result<PrivateFd> {
+    pub(crate) fn connect(&self, name: &EndpointName, timeout: Duration) -> Result<PeerSocket> {
         self.connect_or(name, timeout, |_| Error::NoPublisher { name: name.to_string() })
     }
 
@@ -421,7 +422,7 @@ impl Domain {
         name: &EndpointName,
         timeout: Duration,
         absent: impl FnOnce(bool) -> Error,
-    ) -> Result<PrivateFd> {
+    ) -> Result<PeerSocket> {
         let file = name.file("", ".sock");
         let start = Instant::now();
         let mut backoff = crate::stream::Backoff::default();
@@ -440,8 +441,8 @@ impl Domain {
         }
     }
 
-    fn dial(&self, file: &str) -> std::result::Result<PrivateFd, Errno> {
-        let socket = seqpacket()?;
+    fn dial(&self, file: &str) -> std::result::Result<PeerSocket, Errno> {
+        let socket = PeerSocket::from(seqpacket()?);
         let address = self.address(file).map_err(|_| Errno::NAMETOOLONG)?;
         rustix::net::connect(&socket, &address)?;
         Ok(socket)
@@ -525,7 +526,7 @@ impl Drop for Locked {
 /// A name held by this process: its lock, and the socket that listens under it. Dropping gives the name up.
 #[derive(Debug)]
 pub(crate) struct Claim {
-    pub(crate) listener: PrivateFd,
+    pub(crate) listener: Listener,
     #[expect(dead_code, reason = "held, not used: the lock lives as long as its descriptor")]
     lock: PrivateFd,
     domain: Domain,

@@ -123,6 +123,7 @@ pub use error::{Error, Expiry, HandshakeFault, Holder, LegacyFault, Result, Tick
 pub use event::{Event, EventHandle, EventHandleFault, Recording};
 pub use kernel::Kernel;
 pub use link::PeerState;
+pub use link::closer::pending_closes;
 pub use members::{Change, Member, MemberInfo, Members, MembersBuilder};
 pub use memory::legacy::{LegacyHandle, LegacyMemory};
 pub use memory::{Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket};

@@ -46,6 +46,27 @@ pub(crate) fn peer_pidfd(socket: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
 /// `asm-generic/socket.h`; libc names it on some targets only.
 const SO_PEERPIDFD: libc::c_int = 77;
 
+/// As above.
+const SO_PASSRIGHTS: libc::c_int = 83;
+
+/// Whether descriptors may be sent to this Unix socket: `setsockopt(SO_PASSRIGHTS)`, Linux 6.16. If not, `sendmsg` fails
+/// there with `EPERM`; what is in the queue already stays there. A connection inherits it from its listener. False
+/// where the kernel does not know it: descriptors come as they always did.
+pub(crate) fn let_descriptors_in(socket: BorrowedFd<'_>, yes: bool) -> bool {
+    #[cfg(test)]
+    if IS_OLD_KERNEL.load(std::sync::atomic::Ordering::SeqCst) {
+        return false;
+    }
+    let value = libc::c_int::from(yes);
+    let (pointer, length) = (std::ptr::from_ref(&value).cast(), size_of_val(&value) as libc::socklen_t);
+    // SAFETY: the kernel reads one `int`, which lives across the call.
+    unsafe { libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PASSRIGHTS, pointer, length) == 0 }
+}
+
+/// Plays a kernel before 6.16.
+#[cfg(test)]
+pub(crate) static IS_OLD_KERNEL: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+
 fn socket_option<T: Copy>(socket: BorrowedFd<'_>, option: libc::c_int, value: &mut T) -> Result<(), Errno> {
     let mut length = size_of::<T>() as libc::socklen_t;
     let pointer = std::ptr::from_mut(value).cast();

@@ -26,7 +26,8 @@ use crate::clock::{Stopwatch, now_ns};
 use crate::device::Device;
 use crate::domain::Claim;
 use crate::error::{Error, HandshakeFault, Result};
-use crate::fork::{Home, PrivateFd};
+use crate::fork::Home;
+use crate::link::closer::PeerSocket;
 use crate::link::entry::{Description, Metadata};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
@@ -143,7 +144,7 @@ struct Greeting {
     watch: Watch,
     since: Instant,
     peer: Peer,
-    socket: PrivateFd,
+    socket: PeerSocket,
 }
 
 impl std::fmt::Debug for Core {

@@ -17,8 +17,9 @@ use crate::clock::now_ns;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
-use crate::fork::{Home, PrivateFd};
+use crate::fork::Home;
 use crate::link::PeerState;
+use crate::link::closer::{PeerFd, PeerSocket};
 use crate::link::entry::Violation;
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
@@ -73,7 +74,7 @@ struct Memory {
     streams: Streams,
     /// Held until then, so that the publisher sees the end of the socket only after the last release.
     #[expect(dead_code, reason = "held, not used")]
-    socket: Arc<PrivateFd>,
+    socket: Arc<PeerSocket>,
 }
 
 /// One link, as its subscriber and all its samples share it.
@@ -95,7 +96,7 @@ pub(crate) struct Inlet {
     bell: Arc<Bell>,
     pulse: Pulse,
     fault: Mutex<Fault>,
-    socket: Arc<PrivateFd>,
+    socket: Arc<PeerSocket>,
     watcher: Arc<Watcher>,
     /// What copies to the host run on, made for the first of them: a stream for each copy would cost more than
     /// the hand-over.
@@ -141,7 +142,7 @@ impl Inlet {
         name: &EndpointName,
         device: &Device,
         bell: &Arc<Bell>,
-        socket: PrivateFd,
+        socket: PeerSocket,
         peer: Peer,
         watcher: Arc<Watcher>,
     ) -> Result<Arc<Inlet>> {
@@ -413,7 +414,7 @@ impl Inlet {
     }
 
     /// Leaves the mapping of a region to the attendant, who takes them in order.
-    fn map_soon(&self, id: u32, bytes: u64, fds: Vec<PrivateFd>) {
+    fn map_soon(&self, id: u32, bytes: u64, fds: Vec<PeerFd>) {
         // Each one waiting holds a descriptor of ours: a publisher that announces without end must not take them all.
         let is_flood = self.mapping.fetch_add(1, SeqCst) >= MAPPING_MAX;
         let inlet = self.me.clone();
@@ -438,7 +439,7 @@ impl Inlet {
         self.mapping.load(SeqCst) > 0
     }
 
-    fn map_region(&self, id: u32, bytes: u64, fds: Vec<PrivateFd>) -> Result<()> {
+    fn map_region(&self, id: u32, bytes: u64, fds: Vec<PeerFd>) -> Result<()> {
         let mut regions = self.regions();
         let region = import(&self.device, (id, bytes), regions.len(), &fds, self.access, self.owner, &self.name)?;
         regions.push(region);

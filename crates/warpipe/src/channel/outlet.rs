@@ -13,6 +13,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::fork::PrivateFd;
 use crate::link::PeerState;
+use crate::link::closer::PeerSocket;
 use crate::link::entry::Description;
 use crate::link::message::{self, Farewell, Message};
 use crate::link::peer::Peer;
@@ -65,7 +66,7 @@ pub(super) struct Outlet {
     pub(super) untaken: Vec<u64>,
     /// The subscriber is to be woken.
     sleeps: bool,
-    socket: PrivateFd,
+    socket: PeerSocket,
     /// The segment's file, until the link is live.
     segment_fd: Option<PrivateFd>,
 }
@@ -73,7 +74,7 @@ pub(super) struct Outlet {
 /// What a new link is made of, before anybody knows of it.
 pub(super) struct Parts {
     pub(super) peer: Peer,
-    pub(super) socket: PrivateFd,
+    pub(super) socket: PeerSocket,
     ring: SenderRing,
     wake: Wake,
     segment_fd: PrivateFd,
@@ -87,15 +88,15 @@ impl Parts {
         depth: u32,
         generation: [u8; 16],
         peer: Peer,
-        socket: PrivateFd,
-    ) -> Result<Parts, (crate::Error, PrivateFd)> {
+        socket: PeerSocket,
+    ) -> Result<Parts, Box<(crate::Error, PeerSocket)>> {
         let made = Segment::create(device, depth, generation).and_then(|segment| Ok((segment, Wake::pair()?)));
         match made {
             Ok(((segment, segment_fd), (wake, their_wake))) => {
                 let ring = SenderRing::new(Arc::new(segment));
                 Ok(Parts { peer, socket, ring, wake, segment_fd, their_wake })
             }
-            Err(error) => Err((error, socket)),
+            Err(error) => Err(Box::new((error, socket))),
         }
     }
 

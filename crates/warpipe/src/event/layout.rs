@@ -10,6 +10,7 @@ use crate::backend::IPC_EVENTS_MAX;
 use crate::device::Device;
 use crate::error::Result;
 use crate::fork::PrivateFd;
+use crate::link::closer::PeerFd;
 use crate::memory::lane::{LANE_BYTES, Lane, Raiser};
 use crate::memory::page::{Page, Shared};
 
@@ -70,7 +71,7 @@ impl Words {
         Ok((Words { page: Arc::new(page), own }, fd))
     }
 
-    pub(super) fn open(device: &Device, fd: PrivateFd, name: &str) -> Result<Words> {
+    pub(super) fn open(device: &Device, fd: PeerFd, name: &str) -> Result<Words> {
         let own = Arc::new(Page::private(device, BYTES)?);
         Ok(Words { page: Arc::new(Page::open(Some(device), fd, BYTES, name)?), own })
     }

@@ -86,14 +86,17 @@ pub(super) struct File {
     inode: u64,
 }
 
-/// Which file it is; `None` for an anonymous inode, which all of its kind share.
+/// Which file it is, without asking a file system (a peer's FUSE server would answer as late as it likes); `None` for an
+/// anonymous inode, which all of its kind share.
 pub(super) fn identity(fd: RawFd) -> Option<File> {
-    // SAFETY: `stat` is plain data, for which zeros are valid.
-    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: the kernel writes one `stat`, which lives across the call; a number that is not open is an error.
-    let code = unsafe { libc::fstat(fd, &mut stat) };
-    let has_type = stat.st_mode & libc::S_IFMT != 0;
-    (code == 0 && has_type).then_some(File { device: stat.st_dev as u64, inode: stat.st_ino as u64 })
+    // SAFETY: `statx` is plain data, for which zeros are valid.
+    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
+    let (flags, wanted) = (libc::AT_EMPTY_PATH | libc::AT_STATX_DONT_SYNC, libc::STATX_TYPE | libc::STATX_INO);
+    // SAFETY: the kernel writes one `statx`, which lives across the call; a number that is not open is an error.
+    let code = unsafe { libc::statx(fd, c"".as_ptr(), flags, wanted, &mut stat) };
+    let has_type = libc::mode_t::from(stat.stx_mode) & libc::S_IFMT != 0;
+    let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
+    (code == 0 && has_type).then_some(File { device, inode: stat.stx_ino })
 }
 
 struct Entry {

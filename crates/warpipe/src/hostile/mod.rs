@@ -8,6 +8,7 @@ pub(crate) mod holes;
 mod keeper;
 mod legacy;
 mod limits;
+mod lingering;
 mod names;
 mod publisher_handshake;
 mod receiver;
@@ -17,3 +18,5 @@ mod sender;
 mod stage;
 mod subscriber_handshake;
 mod users;
+
+pub(crate) use stage::send_raw;

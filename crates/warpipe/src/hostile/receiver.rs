@@ -11,7 +11,6 @@ use super::stage::{
     Guarded, LONG, Random, Scratch, alone, assert_delivers, command, descriptors, eventually, hear, mappings, packet,
     role, send_raw, settled_descriptors, stream,
 };
-use crate::fork::PrivateFd;
 use crate::link::PeerState;
 use crate::link::message::{Message, Received};
 use crate::link::seal;
@@ -40,7 +39,7 @@ impl Liar {
                 other => panic!("{other:?}"),
             }
         }
-        Liar { socket, words, fds: fds.into_iter().map(PrivateFd::into_owned).collect() }
+        Liar { socket, words, fds: fds.into_iter().map(|fd| fd.accept().into_owned()).collect() }
     }
 
     /// The segment's inode.

@@ -50,7 +50,15 @@ impl Scratch {
 
     /// A connection to `a` that has said nothing yet.
     pub(super) fn connection(&self) -> OwnedFd {
-        self.domain.connect(&name(), LONG).unwrap().into_owned()
+        use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let address = SocketAddrUnix::new(self.path.join("a.sock")).unwrap();
+        eventually("the backlog has room", || match rustix::net::connect(&socket, &address) {
+            Err(Errno::AGAIN) => false,
+            connected => connected.is_ok_and(|()| true),
+        });
+        socket
     }
 }
 
@@ -185,7 +193,7 @@ pub(super) fn packet(message: &Message) -> Vec<u8> {
 }
 
 /// Sends any bytes with up to 128 descriptors.
-pub(super) fn send_raw(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+pub(crate) fn send_raw(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(128))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() {

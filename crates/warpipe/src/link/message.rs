@@ -1,8 +1,8 @@
 //! What goes over a link's socket: small postcard messages with descriptors, one per packet.
 //!
 //! A packet is eight bytes of frame (magic, version, zero) and the message; `SOCK_SEQPACKET` keeps its borders.
-//! Nothing read here is trusted: lengths and counts of descriptors are exact or the packet is refused, and every
-//! descriptor of a refused packet is closed.
+//! Nothing read here is trusted: lengths and counts of descriptors are exact or the packet is refused, and what came
+//! with it is closed where nobody waits for it.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -15,10 +15,11 @@ use rustix::net::{
 };
 use serde::{Deserialize, Serialize};
 
+use super::closer::{PeerFd, peek};
 use super::segment::VERSION;
 use crate::backend::{Access, DeviceId};
 use crate::error::{Error, HandshakeFault, Result};
-use crate::fork::{PrivateFd, Section};
+use crate::fork::Section;
 use crate::rendezvous::Kind;
 
 /// The longest packet, frame included.
@@ -29,6 +30,10 @@ const DESCRIPTORS_MAX: usize = 8;
 
 /// The longest text in a message.
 const TEXT_BYTES_MAX: usize = 256;
+
+/// Whether descriptors come with the first message of who connects. If so, a listener has to let them in before anybody
+/// has looked who that is; a connection lets none in once its first message has been read.
+pub(crate) const FIRST_BRINGS_DESCRIPTORS: bool = false;
 
 const MAGIC: [u8; 4] = *b"WARP";
 const FRAME_BYTES: usize = 8;
@@ -150,56 +155,79 @@ pub(crate) enum Received {
     /// The end: the peer has closed.
     End,
     /// A message with exactly its descriptors.
-    Message(Message, Vec<PrivateFd>),
+    Message(Message, Vec<PeerFd>),
 }
 
-/// Receives one message without blocking.
+/// Receives one message without blocking, and without dropping a descriptor: that can take as long as the peer likes
+/// (see [`closer`](super::closer)). So a packet is looked at first, and taken out of the queue only if it brought no
+/// descriptors, or once those that are due are ours. Whatever else it brought stays in the queue, which is not to be read
+/// again after an error, and goes with the [`PeerSocket`](super::closer::PeerSocket). One thread at a time may read.
 ///
 /// # Errors
 /// [`Error::Handshake`] for anything that is not a whole message of this version with its exact descriptors;
 /// [`Error::DescriptorLimit`] when they came and this process had no room for them.
 pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     let mut packet = [0u8; PACKET_BYTES_MAX];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    // The descriptors are made by the call.
-    let section = Section::enter();
-    let mut received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut packet)], &mut ancillary, flags);
-    if matches!(received, Err(Errno::CONNRESET)) {
+    let mut looked = peek(socket, &mut packet);
+    if matches!(looked, Err(Errno::CONNRESET)) {
         // The peer has closed without having read everything of ours, which the kernel tells first, and once. What it
         // said before (why it refuses, for example) is still there to be read.
-        received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut packet)], &mut ancillary, flags);
+        looked = peek(socket, &mut packet);
     }
-    let got = match received {
-        Ok(got) => got,
+    let (bytes, flags) = match looked {
+        Ok(looked) => looked,
         Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
         Err(Errno::CONNRESET | Errno::PIPE) => return Ok(Received::End),
         Err(error) => return Err(Error::os("recvmsg", format!("the link of {name:?}"), error)),
     };
-    let fds: Vec<PrivateFd> = ancillary
+    let brings_descriptors = flags.contains(ReturnFlags::CTRUNC);
+    let fault = |fault| Error::Handshake { name: name.to_string(), fault };
+    if flags.contains(ReturnFlags::TRUNC) {
+        return Err(fault(HandshakeFault::Oversized { limit: PACKET_BYTES_MAX }));
+    }
+    if bytes == 0 && !brings_descriptors {
+        return Ok(Received::End);
+    }
+    let message = decode(&packet[..bytes]).map_err(fault)?;
+    let wanted = message.descriptors();
+    let fds = match (brings_descriptors, wanted) {
+        (false, 0) => Vec::new(),
+        (false, _) => return Err(fault(HandshakeFault::Descriptors { found: 0, wanted })),
+        // How many there are is not known: to find out they would have to be taken in.
+        (true, 0) => return Err(fault(HandshakeFault::Descriptors { found: 1, wanted })),
+        (true, _) => descriptors(socket, wanted, name)?,
+    };
+    // What it brought is ours now, so nothing is closed by taking it out.
+    rustix::net::recv(socket, &mut packet, RecvFlags::DONTWAIT)
+        .map_err(|error| Error::os("recv", format!("the link of {name:?}"), error))?;
+    Ok(Received::Message(message, fds))
+}
+
+/// Copies of the descriptors that come with the next packet.
+fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<PeerFd>> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    // The descriptors are made by the call.
+    let section = Section::enter();
+    let got = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut [])], &mut ancillary, flags)
+        .map_err(|error| Error::os("recvmsg", format!("the descriptors of {name:?}"), error))?;
+    let fds: Vec<PeerFd> = ancillary
         .drain()
         .filter_map(|message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None })
         .flatten()
-        .map(|fd| section.adopt(fd))
+        .map(|fd| PeerFd::from(section.adopt(fd)))
         .collect();
     drop(section);
-    let fault = |fault| Error::Handshake { name: name.to_string(), fault };
-    if got.flags.contains(ReturnFlags::TRUNC) {
-        return Err(fault(HandshakeFault::Oversized { limit: PACKET_BYTES_MAX }));
-    }
-    if got.bytes == 0 && fds.is_empty() {
-        return Ok(Received::End);
-    }
-    let message = decode(&packet[..got.bytes]).map_err(fault)?;
-    let wanted = message.descriptors();
-    if got.flags.contains(ReturnFlags::CTRUNC) && fds.len() < wanted.max(1) {
+    let is_cut = got.flags.contains(ReturnFlags::CTRUNC);
+    if is_cut && fds.len() < wanted {
         return Err(Error::os("recvmsg", format!("the descriptors of {name:?}"), Errno::MFILE));
     }
-    if fds.len() != wanted || got.flags.contains(ReturnFlags::CTRUNC) {
-        return Err(fault(HandshakeFault::Descriptors { found: fds.len(), wanted }));
+    if fds.len() != wanted || is_cut {
+        let fault = HandshakeFault::Descriptors { found: fds.len(), wanted };
+        return Err(Error::Handshake { name: name.to_string(), fault });
     }
-    Ok(Received::Message(message, fds))
+    Ok(fds)
 }
 
 pub(crate) fn decode(packet: &[u8]) -> Result<Message, HandshakeFault> {

@@ -4,6 +4,7 @@
 //! which samples are announced; one wake channel. The formats are drawn byte by byte in `docs/design/link.md`,
 //! what each death leaves behind in `docs/design/recovery.md`.
 
+pub(crate) mod closer;
 pub(crate) mod entry;
 pub(crate) mod message;
 pub(crate) mod peer;

@@ -4,26 +4,35 @@
 //! so a peer can clear its `O_NONBLOCK`, fill its counter, and the next wake-up of ours would block for ever.
 //! A socket takes `MSG_DONTWAIT` with each call, which no peer can take back.
 
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
-
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
-use rustix::fs::FileType;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketFlags,
+    SocketType, sockopt,
+};
 
+use super::closer::{PeerFd, PeerSocket, peek};
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::{PrivateFd, Section};
+use crate::os;
+
+/// The most descriptors that go with one packet, `unix(7)`.
+const SCM_MAX_FD: usize = 253;
 
 /// One end of the channel.
 #[derive(Debug)]
 pub(crate) struct Wake {
-    socket: PrivateFd,
+    socket: PeerSocket,
     is_closed: AtomicBool,
 }
 
 impl Wake {
-    fn new(socket: PrivateFd) -> Wake {
+    fn new(socket: PeerSocket) -> Wake {
+        os::let_descriptors_in(socket.as_fd(), false);
         Wake { socket, is_closed: AtomicBool::new(false) }
     }
 
@@ -33,16 +42,16 @@ impl Wake {
         let section = Section::enter();
         let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
             .map_err(|e| Error::os("socketpair", "a link's wake channel", e))?;
-        Ok((Wake::new(section.adopt(ours)), section.adopt(theirs)))
+        Ok((Wake::new(PeerSocket::from(section.adopt(ours))), section.adopt(theirs)))
     }
 
-    /// The end that a peer sent, once it is seen to be a socket.
-    pub(crate) fn adopt(fd: PrivateFd) -> Result<Wake, HandshakeFault> {
-        let stat = rustix::fs::fstat(&fd).map_err(|e| HandshakeFault::Wake(e.to_string()))?;
-        match FileType::from_raw_mode(stat.st_mode) {
-            FileType::Socket if is_unix_seqpacket(&fd) => Ok(Wake::new(fd)),
-            FileType::Socket => Err(HandshakeFault::Wake("a socket of another kind".into())),
-            other => Err(HandshakeFault::Wake(format!("a {other:?} instead of a socket"))),
+    /// The end that a peer sent, once it is seen to be a Unix socket. The socket is asked, not a file system: a file on
+    /// FUSE would answer `fstat` as late as it likes.
+    pub(crate) fn adopt(fd: PeerFd) -> Result<Wake, HandshakeFault> {
+        match (sockopt::socket_domain(&fd), sockopt::socket_type(&fd)) {
+            (Ok(AddressFamily::UNIX), Ok(SocketType::SEQPACKET)) => Ok(Wake::new(PeerSocket::from(fd.accept()))),
+            (Ok(_), Ok(_)) => Err(HandshakeFault::Wake("a socket of another kind".into())),
+            (Err(error), _) | (_, Err(error)) => Err(HandshakeFault::Wake(format!("no socket ({error})"))),
         }
     }
 
@@ -51,28 +60,37 @@ impl Wake {
         let _ = rustix::net::send(&self.socket, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     }
 
-    /// Takes in the wake-ups so far. Bounded: a peer that rings without end does not keep us here.
+    /// Takes in the wake-ups so far. Bounded: a peer that rings without end does not keep us here. One that sends
+    /// descriptors is listened to no longer, since what drops them may block.
     pub(crate) fn drain(&self) {
-        let mut byte = [0u8; 8];
         for _ in 0..64 {
-            match rustix::net::recv(&self.socket, &mut byte, RecvFlags::DONTWAIT) {
-                Ok((1.., _)) => {}
+            match peek(self.socket.as_fd(), &mut [0u8; 8]) {
+                Ok((1.., flags)) if !flags.contains(ReturnFlags::CTRUNC) => self.take_one(),
                 Ok(_) => return self.is_closed.store(true, Relaxed),
                 Err(_) => return,
             }
         }
     }
 
+    /// Takes one packet in. The peer may have kept its copy of this end and taken away the packet that was looked at: so
+    /// there is room for what comes with the one after it.
+    fn take_one(&self) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SCM_MAX_FD))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let section = Section::enter();
+        let _ = rustix::net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut [0u8; 8])], &mut ancillary, flags);
+        let rights = |message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None };
+        let fds = ancillary.drain().filter_map(rights).flatten().map(|fd| PeerFd::from(section.adopt(fd)));
+        let unwanted: Vec<PeerFd> = fds.collect();
+        drop(section);
+        drop(unwanted);
+    }
+
     /// Whether the other end has closed: from then on the descriptor is readable for ever, and not to be slept on.
     pub(crate) fn is_closed(&self) -> bool {
         self.is_closed.load(Relaxed)
     }
-}
-
-/// Of this kind alone it is known that no call of ours can block: closing a TCP socket, for one, can linger.
-fn is_unix_seqpacket(fd: &PrivateFd) -> bool {
-    use rustix::net::sockopt::{socket_domain, socket_type};
-    socket_domain(fd) == Ok(AddressFamily::UNIX) && socket_type(fd) == Ok(SocketType::SEQPACKET)
 }
 
 impl AsFd for Wake {

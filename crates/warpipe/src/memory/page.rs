@@ -22,6 +22,7 @@ use crate::backend::{DevicePtr, TimelineWord, host};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
+use crate::link::closer::PeerFd;
 use crate::link::proof::Streams;
 use crate::link::seal;
 use crate::link::watcher::{Usage, Watcher};
@@ -79,9 +80,10 @@ impl Page {
 
     /// Maps what a peer has [published](Self::publish), for reading. Whether the peer has sealed it does not matter:
     /// nothing is registered.
-    pub(crate) fn read(fd: PrivateFd, bytes: usize, name: &str) -> Result<Page> {
+    pub(crate) fn read(fd: PeerFd, bytes: usize, name: &str) -> Result<Page> {
         check_length(bytes, name)?;
         seal::check(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
+        fd.approve();
         Page::map_as(fd.as_fd(), bytes, ProtFlags::READ)
     }
 
@@ -100,9 +102,10 @@ impl Page {
     }
 
     /// Maps a page of `bytes` bytes that a peer made, once it has been seen to be a sealed memfd of that length.
-    pub(crate) fn open(device: Option<&Device>, fd: PrivateFd, bytes: usize, name: &str) -> Result<Page> {
+    pub(crate) fn open(device: Option<&Device>, fd: PeerFd, bytes: usize, name: &str) -> Result<Page> {
         check_length(bytes, name)?;
         host::check_sealed_memfd(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
+        fd.approve();
         Page::map(fd.as_fd(), bytes)?.register(device)
     }
 
@@ -199,10 +202,10 @@ impl Draft {
     }
 
     /// Maps what a peer made, once it has been seen to be a memfd of `bytes` bytes.
-    pub(crate) fn open(fd: PrivateFd, bytes: usize, name: &str) -> Result<Draft> {
+    pub(crate) fn open(fd: PeerFd, bytes: usize, name: &str) -> Result<Draft> {
         check_length(bytes, name)?;
         seal::check(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
-        Ok(Draft { page: Page::map(fd.as_fd(), bytes)?, fd })
+        Ok(Draft { page: Page::map(fd.as_fd(), bytes)?, fd: fd.accept() })
     }
 
     /// A descriptor for the other process.
@@ -251,7 +254,7 @@ mod tests {
     fn what_one_mapping_writes_the_other_reads() {
         let (ours, fd) = Page::create(None, 1).unwrap();
         let copy = PrivateFd::duplicate(&fd).unwrap();
-        let theirs = Page::open(None, copy, ours.bytes(), "test").unwrap();
+        let theirs = Page::open(None, copy.into(), ours.bytes(), "test").unwrap();
         ours.at::<AtomicU64>(8).store(7, Relaxed);
         assert_eq!(theirs.at::<AtomicU64>(8).load(Relaxed), 7);
     }
@@ -262,7 +265,7 @@ mod tests {
         let ours = Draft::create(2 * PAGE_BYTES).unwrap();
         let copy = || PrivateFd::duplicate(&ours.fd).unwrap();
         let (earlier, held) = ([crate::hostile::holes::reopened(ours.fd.as_fd())], copy());
-        let theirs = Draft::open(copy(), ours.bytes(), "test").unwrap();
+        let theirs = Draft::open(copy().into(), ours.bytes(), "test").unwrap();
         assert!(!crate::hostile::holes::ways_to_remove(held.as_fd(), &earlier, 0).is_empty());
         let theirs = theirs.close(&device, "test").unwrap();
         let ours = ours.confirm(&device, "test").unwrap();
@@ -271,7 +274,7 @@ mod tests {
             assert_eq!(crate::hostile::holes::ways_to_remove(held.as_fd(), &earlier, offset), [""; 0]);
         }
         assert_eq!(ours.at::<AtomicU64>(4096).load(Relaxed), 7);
-        assert!(Draft::open(held, ours.bytes(), "test").is_err(), "nobody else maps it any more");
+        assert!(Draft::open(held.into(), ours.bytes(), "test").is_err(), "nobody else maps it any more");
     }
 
     #[test]
@@ -285,7 +288,7 @@ mod tests {
     fn published_words_are_written_by_their_maker_alone() {
         let (ours, fd) = Page::publish(PAGE_BYTES).unwrap();
         let copy = || PrivateFd::duplicate(&fd).unwrap();
-        let theirs = Page::read(copy(), PAGE_BYTES, "test").unwrap();
+        let theirs = Page::read(copy().into(), PAGE_BYTES, "test").unwrap();
         ours.at::<AtomicU64>(0).store(7, Relaxed);
         assert_eq!(theirs.at::<AtomicU64>(0).load(Relaxed), 7);
         assert!(Page::map(fd.as_fd(), PAGE_BYTES).is_err());
@@ -297,11 +300,14 @@ mod tests {
         let (_ours, fd) = Page::create(None, 1).unwrap();
         let copy = || PrivateFd::duplicate(&fd).unwrap();
         for bytes in [0, 100, 2 * PAGE_BYTES, PAGES_BYTES_MAX + PAGE_BYTES] {
-            let error = Page::open(None, copy(), bytes, "test").unwrap_err();
+            let error = Page::open(None, copy().into(), bytes, "test").unwrap_err();
             assert!(matches!(error, Error::Protocol { field: "shared words", .. }), "{bytes}: {error}");
         }
         let loose = rustix::fs::memfd_create(c"loose", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&loose, PAGE_BYTES as u64).unwrap();
-        assert!(matches!(Page::open(None, PrivateFd::new(loose), PAGE_BYTES, "test"), Err(Error::Protocol { .. })));
+        assert!(matches!(
+            Page::open(None, PrivateFd::new(loose).into(), PAGE_BYTES, "test"),
+            Err(Error::Protocol { .. })
+        ));
     }
 }

@@ -202,5 +202,6 @@ pub(super) fn import(gift: Gift, device: &Device, name: &str) -> Result<Option<M
     };
     super::shared::check_reach(device, owner)?;
     let region = Region::import(device, fd.as_fd(), mapped, access, owner)?;
+    fd.approve();
     Mapping::of(region, device, owner, access, bytes).map(Some)
 }

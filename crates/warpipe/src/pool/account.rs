@@ -123,6 +123,7 @@ impl Account {
             return Err(wrong(self.name(), "descriptors", gift.fds.len().to_string(), "1".into()));
         };
         let imported = Region::import(&self.device, fd.as_fd(), mapped, access, self.owner)?;
+        fd.approve();
         let mapping = Arc::new(Mapping::of(imported, &self.device, self.owner, access, mapped)?);
         regions.insert(key, mapping.clone());
         Ok(mapping)

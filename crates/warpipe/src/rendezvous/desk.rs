@@ -12,6 +12,7 @@ use super::{Address, Admission, Answer, Caller, Ending, FDS_MAX, Keep, Kind, Ref
 use crate::domain::Claim;
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
+use crate::link::closer::PeerSocket;
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
@@ -85,7 +86,7 @@ impl Drop for Keeper {
 struct Guest {
     /// Declared first: they end before their descriptors are closed.
     watches: Vec<Watch>,
-    socket: Arc<PrivateFd>,
+    socket: Arc<PeerSocket>,
     peer: Peer,
     phase: Phase,
 }
@@ -154,7 +155,7 @@ impl Desk {
         self.guests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn socket_of(&self, id: u64) -> Option<Arc<PrivateFd>> {
+    fn socket_of(&self, id: u64) -> Option<Arc<PeerSocket>> {
         self.lock().get(&id).map(|guest| guest.socket.clone())
     }
 
@@ -183,7 +184,7 @@ impl Desk {
         for _ in 0..TURN {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             match PrivateFd::open(|| accept_with(&self.claim.listener, flags)) {
-                Ok(socket) => self.greet(socket),
+                Ok(socket) => self.greet(PeerSocket::from(socket)),
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
                 Err(_) => {
                     self.is_deaf.store(true, Ordering::Relaxed);
@@ -195,7 +196,7 @@ impl Desk {
     }
 
     /// Looks who is there before a byte is read.
-    fn greet(&self, socket: PrivateFd) {
+    fn greet(&self, socket: PeerSocket) {
         let peer = match Peer::of(socket.as_fd(), &self.name) {
             Ok(peer) => peer,
             Err(error) => return refuse(socket.as_fd(), false, error),
@@ -263,13 +264,16 @@ impl Desk {
     }
 
     /// An error ends the visit.
-    fn on_message(&self, id: u64, socket: &PrivateFd, message: Message) -> Result<(), Refusal> {
+    fn on_message(&self, id: u64, socket: &PeerSocket, message: Message) -> Result<(), Refusal> {
         let caller = match self.lock().get(&id).map(|guest| &guest.phase) {
             Some(Phase::Present(caller)) => Some(caller.clone()),
             _ => None,
         };
         match (message, caller) {
-            (Message::Visit { device, kind, body, .. }, None) => self.admit(id, socket, device, kind, &body),
+            (Message::Visit { device, kind, body, .. }, None) => {
+                crate::os::let_descriptors_in(socket.as_fd(), false);
+                self.admit(id, socket, device, kind, &body)
+            }
             (Message::Ask { serial, body }, Some(caller)) => {
                 let sent = match self.keep.answer(self, &caller, &body) {
                     Ok(Answer { body, fds }) => {
@@ -294,7 +298,7 @@ impl Desk {
     fn admit(
         &self,
         id: u64,
-        socket: &PrivateFd,
+        socket: &PeerSocket,
         device: Option<crate::backend::DeviceId>,
         kind: Kind,
         body: &[u8],
@@ -397,7 +401,7 @@ impl Watched for Desk {
     }
 }
 
-fn send_with(socket: &PrivateFd, message: &Message, fds: &[PrivateFd]) -> std::result::Result<(), Errno> {
+fn send_with(socket: &PeerSocket, message: &Message, fds: &[PrivateFd]) -> std::result::Result<(), Errno> {
     if fds.len() > FDS_MAX {
         return Err(Errno::INVAL);
     }

@@ -26,6 +26,7 @@ use crate::backend::DeviceId;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::PrivateFd;
+use crate::link::closer::PeerFd;
 
 /// The longest body of a message.
 pub(crate) const BODY_BYTES_MAX: usize = 768;
@@ -137,12 +138,12 @@ impl<E: std::error::Error> From<E> for Refusal {
 #[derive(Debug)]
 pub(crate) struct Gift {
     pub(crate) body: Vec<u8>,
-    pub(crate) fds: Vec<PrivateFd>,
+    pub(crate) fds: Vec<PeerFd>,
 }
 
 impl Gift {
     /// Its body, if it is a whole `T`, and its descriptors, if there are `N`.
-    pub(crate) fn open<T: DeserializeOwned, const N: usize>(self, name: &str) -> Result<(T, [PrivateFd; N])> {
+    pub(crate) fn open<T: DeserializeOwned, const N: usize>(self, name: &str) -> Result<(T, [PeerFd; N])> {
         let found = self.fds.len();
         let fds = self.fds.try_into().map_err(|_| Error::Protocol {
             name: name.to_string(),

@@ -13,6 +13,7 @@ use crate::backend::DeviceId;
 use crate::clock::Stopwatch;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::{Home, PrivateFd};
+use crate::link::closer::PeerSocket;
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
@@ -57,7 +58,7 @@ struct Inner {
     kind: Kind,
     peer: Peer,
     generation: [u8; 16],
-    socket: PrivateFd,
+    socket: PeerSocket,
     visit: Mutex<Option<Arc<dyn Visit>>>,
     is_graceful: AtomicBool,
     is_dead: AtomicBool,
@@ -78,7 +79,7 @@ struct Questions {
 /// Who stands at a keeper's door, and has not been let in yet.
 #[derive(Debug)]
 pub(crate) struct Call {
-    socket: PrivateFd,
+    socket: PeerSocket,
     peer: Peer,
     name: String,
     kind: Kind,
@@ -435,7 +436,7 @@ impl Watched for Inner {
     }
 }
 
-fn say(socket: &PrivateFd, message: &Message, name: &str) -> Result<()> {
+fn say(socket: &PeerSocket, message: &Message, name: &str) -> Result<()> {
     message::send(socket.as_fd(), message, &[]).or_else(|error| match error {
         // The refusal that explains it may be waiting to be read.
         Errno::PIPE | Errno::CONNRESET => Ok(()),

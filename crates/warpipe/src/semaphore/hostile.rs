@@ -6,6 +6,7 @@ use serde::Serialize;
 use super::survivor::Survivor;
 use super::warden::Welcome;
 use super::*;
+use crate::link::closer::PeerFd;
 use crate::link::watcher::Watcher;
 use crate::rendezvous::{Answer, Caller, Desk, Ending, Keep, Refusal};
 
@@ -70,12 +71,12 @@ fn a_descriptor_that_is_no_pidfd_is_not_taken_for_a_members_death() {
     drop(writer);
     let memfd = rustix::fs::memfd_create(c"no-pidfd", MemfdFlags::CLOEXEC).unwrap();
     for fd in [readable, memfd] {
-        let error = survivor.learn(2, crate::fork::PrivateFd::new(fd), &watcher, "turns").unwrap_err();
+        let error = survivor.learn(2, PeerFd::from(crate::fork::PrivateFd::new(fd)), &watcher, "turns").unwrap_err();
         assert!(matches!(error, Error::Protocol { field: "descriptor of a member", .. }), "{error}");
         assert!(!survivor.knows(2));
     }
     let own = rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty()).unwrap();
-    survivor.learn(2, crate::fork::PrivateFd::new(own), &watcher, "turns").unwrap();
+    survivor.learn(2, PeerFd::from(crate::fork::PrivateFd::new(own)), &watcher, "turns").unwrap();
     assert!(survivor.knows(2));
     assert_eq!(room.word(0).load(), 0, "who lives owes what it promised");
 }

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use super::room::{CREATOR, Room};
 use crate::error::{Error, Result};
 use crate::fork::{self, Home, PrivateFd};
+use crate::link::closer::PeerFd;
 use crate::link::watcher::{Next, Watch, Watched, Watcher};
 use crate::rendezvous::Visit;
 
@@ -65,13 +66,14 @@ impl Survivor {
     }
 
     /// Begins to watch a member. At once [`Watched::on_ready`] if it is dead already.
-    pub(super) fn learn(&self, member: u32, pidfd: PrivateFd, watcher: &Arc<Watcher>, name: &str) -> Result<()> {
+    pub(super) fn learn(&self, member: u32, pidfd: PeerFd, watcher: &Arc<Watcher>, name: &str) -> Result<()> {
         check_pidfd(&pidfd).map_err(|found| Error::Protocol {
             name: name.to_string(),
             field: "descriptor of a member",
             found,
             allowed: "a pidfd".into(),
         })?;
+        let pidfd = pidfd.accept();
         let watch = watcher.watch(pidfd.as_fd(), &self.watched(), member.into())?;
         let mut forgotten = Vec::new();
         let mut known = self.known();
@@ -136,7 +138,7 @@ impl Watched for Survivor {
 }
 
 /// Anything else could be readable while the member lives, and its signals would be stored before its work is done.
-fn check_pidfd(fd: &PrivateFd) -> Result<(), String> {
+fn check_pidfd(fd: &impl AsFd) -> Result<(), String> {
     use std::os::fd::AsRawFd;
     let path = format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd());
     let info = fork::excluded(|| std::fs::read_to_string(&path)).map_err(|error| format!("{path}: {error}"))?;

@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
-use rustix::fs::FileType;
+use rustix::fs::{AtFlags, FileType, StatxFlags};
 use rustix::io::FdFlags;
 
 use super::backend::CudaBackend;
@@ -258,8 +258,11 @@ fn import_error(fault: Fault) -> Error {
 
 /// What plainly is no memory never reaches the driver, which would have to make sense of a peer's pipe.
 fn refuse_plain_files(fd: BorrowedFd<'_>) -> Result<()> {
-    let status = rustix::fs::fstat(fd).map_err(|error| Error::os("fstat", "a received descriptor", error))?;
-    let found = match FileType::from_raw_mode(status.st_mode) {
+    // Of what is known here: a file on FUSE would have its server asked, which answers as late as it likes.
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let status = rustix::fs::statx(fd, c"", flags, StatxFlags::TYPE)
+        .map_err(|error| Error::os("statx", "a received descriptor", error))?;
+    let found = match FileType::from_raw_mode(status.stx_mode.into()) {
         FileType::Fifo => "a pipe",
         FileType::Socket => "a socket",
         FileType::Directory => "a directory",

@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::backend::DeviceId;
+use crate::fork::PrivateFd;
 use crate::link::ring;
 use crate::link::segment::OpenError;
 use crate::link::segment::Segment;
@@ -15,7 +16,7 @@ impl Core {
         for _ in 0..ACCEPTED_AT_ONCE {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             match PrivateFd::open(|| accept_with(&self.claim.listener, flags)) {
-                Ok(socket) => self.greet(socket),
+                Ok(socket) => self.greet(PeerSocket::from(socket)),
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
                 Err(_) => {
                     self.is_deaf.store(true, Ordering::Relaxed);
@@ -39,7 +40,7 @@ impl Core {
     }
 
     /// Looks who is there, before a byte is read, and waits for its `Hello`.
-    fn greet(&self, socket: PrivateFd) {
+    fn greet(&self, socket: PeerSocket) {
         let peer = match Peer::of(socket.as_fd(), &self.name) {
             Ok(peer) => peer,
             Err(error) => return refuse(&socket, false, error),
@@ -78,6 +79,7 @@ impl Core {
         drop(greetings);
         match received {
             Ok(Received::Message(Message::Hello { device, generation }, _)) => {
+                crate::os::let_descriptors_in(greeting.socket.as_fd(), false);
                 self.attach_soon(id, greeting, device, generation);
             }
             Ok(Received::Message(other, _)) => refuse(&greeting.socket, false, other.unexpected("Hello")),
@@ -111,7 +113,10 @@ impl Core {
         let policy = self.options.policy_for(&peer);
         let parts = match Parts::new(&self.device, self.options.depth, self.generation, peer, socket) {
             Ok(parts) => parts,
-            Err((error, socket)) => return refuse(&socket, false, error),
+            Err(failed) => {
+                let (error, socket) = *failed;
+                return refuse(&socket, false, error);
+            }
         };
         let mut state = self.lock();
         let welcome = Message::Welcome {
@@ -379,6 +384,6 @@ impl Watched for Core {
     }
 }
 
-fn refuse(socket: &PrivateFd, denied: bool, reason: impl ToString) {
+fn refuse(socket: &PeerSocket, denied: bool, reason: impl ToString) {
     let _ = message::send(socket.as_fd(), &Message::Refused { denied, text: message::text(reason) }, &[]);
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
-use crate::fork::PrivateFd;
+use crate::link::closer::{PeerFd, PeerSocket};
 use crate::link::message::{self, Message, Received};
 use crate::link::segment::{OpenError, Segment};
 use crate::link::wake::Wake;
@@ -26,7 +26,7 @@ pub(super) struct Welcome {
 
 /// The handshake, on the caller's thread, until a deadline.
 pub(super) struct Greeter<'a> {
-    pub(super) socket: &'a PrivateFd,
+    pub(super) socket: &'a PeerSocket,
     pub(super) name: &'a str,
     pub(super) start: Instant,
     pub(super) timeout: Duration,
@@ -45,7 +45,7 @@ impl Greeter<'_> {
         })
     }
 
-    pub(super) fn hear(&self) -> Result<(Message, Vec<PrivateFd>)> {
+    pub(super) fn hear(&self) -> Result<(Message, Vec<PeerFd>)> {
         loop {
             match message::receive(self.socket.as_fd(), self.name)? {
                 Received::Message(Message::Refused { denied: true, text }, _) => {
@@ -85,13 +85,14 @@ impl Greeter<'_> {
             let fault = HandshakeFault::Device { publisher: owner.to_string(), subscriber: reader.to_string() };
             return Err(self.fault(fault));
         }
-        let Ok([segment, wake]) = <[PrivateFd; 2]>::try_from(fds) else {
+        let Ok([memory, wake]) = <[PeerFd; 2]>::try_from(fds) else {
             return Err(self.fault(HandshakeFault::Descriptors { found: 0, wanted: 2 }));
         };
-        let segment = Segment::open(device, segment.as_fd(), depth, generation).map_err(|error| match error {
+        let segment = Segment::open(device, memory.as_fd(), depth, generation).map_err(|error| match error {
             OpenError::Fault(fault) => self.fault(fault),
             OpenError::Local(error) => error,
         })?;
+        memory.approve();
         let wake = Wake::adopt(wake).map_err(|fault| self.fault(fault))?;
         Ok(Welcome { segment, wake, owner, access, lossless, regions })
     }
@@ -130,7 +131,7 @@ pub(super) fn import(
     device: &Device,
     (id, bytes): (u32, u64),
     due: usize,
-    fds: &[PrivateFd],
+    fds: &[PeerFd],
     access: Access,
     owner: DeviceId,
     name: &str,
@@ -145,5 +146,7 @@ pub(super) fn import(
         return Err(wrong("region length", format!("{bytes} bytes"), format!("a multiple of {unit}")));
     }
     let [fd] = fds else { return Err(wrong("descriptors", fds.len().to_string(), "1".into())) };
-    Ok(Arc::new(Region::import(device, fd.as_fd(), bytes, access, owner)?))
+    let region = Region::import(device, fd.as_fd(), bytes, access, owner)?;
+    fd.approve();
+    Ok(Arc::new(region))
 }

@@ -1,0 +1,363 @@
+//! Descriptors whose `close` takes as long as their sender likes: they hold up nobody but the thread that closes them.
+//!
+//! Each test runs twice: as the kernel is (from Linux 6.16 on it keeps most of these descriptors out), and as an older
+//! one, where they all come in. What fails here hangs.
+
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+use super::publisher_handshake::hello;
+use super::stage::{
+    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, memfd, name, packet, role, send_raw, stream,
+};
+use super::subscriber_handshake::{Offer, meet};
+use crate::link::PeerState;
+use crate::link::closer::{THREADS_MAX, pending_closes};
+use crate::link::message::{Message, Received};
+use crate::os::IS_OLD_KERNEL;
+use crate::rendezvous::{Address, Admission, Answer, Caller, Desk, Ending, Keep, Keeper, Kind, Refusal, Visitor};
+use crate::{Device, Error, Publisher, Subscriber};
+
+/// A TCP socket with `SO_LINGER` and data that nobody reads: its last `close` returns when this is dropped.
+struct Lingering {
+    socket: Option<OwnedFd>,
+    _reader: TcpStream,
+}
+
+impl Lingering {
+    fn new() -> Lingering {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        // Its connections take no more than this in, however long they are given.
+        rustix::net::sockopt::set_socket_recv_buffer_size(&listener, 1024).unwrap();
+        let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (reader, _) = listener.accept().unwrap();
+        socket.set_nonblocking(true).unwrap();
+        while socket.write(&[0; 1 << 16]).is_ok() {}
+        rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(3600))).unwrap();
+        Lingering { socket: Some(socket.into()), _reader: reader }
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_ref().unwrap().as_fd()
+    }
+
+    /// Gives this process's own copy up: who sent it keeps none.
+    fn let_go(&mut self) {
+        // The last one if the kernel kept it out, or the peer has closed its own by now.
+        let socket = self.socket.take();
+        std::thread::spawn(move || drop(socket));
+    }
+}
+
+/// As [`alone`], once for each kind of kernel.
+fn on_both_kernels(test: &str, body: impl Fn()) {
+    if role().as_deref() == Some("victim") {
+        return victim();
+    }
+    if role().is_some() {
+        IS_OLD_KERNEL.store(std::env::var_os("WARPIPE_HOSTILE_OLD_KERNEL").is_some(), SeqCst);
+        return alone(module_path!(), test, body);
+    }
+    for is_old in [false, true] {
+        let mut command = super::stage::command(module_path!(), test, "alone");
+        if is_old {
+            command.env("WARPIPE_HOSTILE_OLD_KERNEL", "1");
+        }
+        // What fails here hangs, and is killed.
+        command.stdout(std::process::Stdio::null());
+        let mut process = super::stage::Guarded(command.spawn().unwrap());
+        let start = std::time::Instant::now();
+        let status = loop {
+            match process.0.try_wait().unwrap() {
+                Some(status) => break status,
+                None => assert!(start.elapsed() < 4 * LONG, "old kernel: {is_old}: it hangs"),
+            }
+            std::thread::park_timeout(Duration::from_millis(5));
+        };
+        assert!(status.success(), "old kernel: {is_old}");
+    }
+}
+
+/// Sends a lingering descriptor with a packet. Whether it came through: a kernel may refuse it.
+fn throw(socket: impl AsFd, bytes: &[u8], thrown: &mut Vec<Lingering>) -> bool {
+    let mut lingering = Lingering::new();
+    let sent = send_raw(socket, bytes, &[lingering.fd()]);
+    assert!(matches!(sent, Ok(()) | Err(Errno::PERM | Errno::PIPE | Errno::CONNRESET)), "{sent:?}");
+    lingering.let_go();
+    thrown.push(lingering);
+    sent.is_ok()
+}
+
+/// Runs `work` on a thread of its own, since what is to be shown is that it returns.
+fn returns<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (tell, hears) = mpsc::channel();
+    std::thread::spawn(move || tell.send(work()));
+    hears.recv_timeout(LONG).unwrap_or_else(|error| panic!("{what}: {error}"))
+}
+
+/// That threads of this process which hang show nowhere but in the count.
+fn assert_all_goes_on(victim: Victim, scratch: &Scratch, publisher: &Publisher, good: &mut Subscriber) {
+    assert_delivers(publisher, good, b"delivers");
+    let beat = |publisher: &Publisher| publisher.subscribers().iter().map(|it| it.silent_for).min().unwrap();
+    eventually("the watcher writes heartbeats", || beat(publisher) < Duration::from_millis(500));
+    assert_eq!(good.publisher_state(), Some(PeerState::Alive));
+    // The attendant's, and the rescue is the watcher's.
+    assert_delivers(publisher, &mut scratch.subscriber(), b"to somebody new");
+    drop(good.receive_timeout(&stream(), LONG).unwrap());
+    victim.assert_rescue();
+}
+
+/// A publisher in another process, which announces a sample that is never complete. Started before anything lingers: a
+/// child has copies of all that is open here, and `exec` closes them.
+struct Victim {
+    scratch: Scratch,
+    process: super::stage::Guarded,
+}
+
+impl Victim {
+    fn start(test: &str) -> Victim {
+        use std::io::{BufRead, BufReader};
+        use std::process::Stdio;
+        let scratch = Scratch::new();
+        let mut command = super::stage::command(module_path!(), test, "victim");
+        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(Stdio::piped()).stdin(Stdio::piped());
+        let mut process = super::stage::Guarded(command.spawn().unwrap());
+        let mut lines = BufReader::new(process.0.stdout.take().unwrap()).lines();
+        while !lines.next().unwrap().unwrap().contains("ready") {}
+        Victim { scratch, process }
+    }
+
+    /// A stream of this process that waits for it is let go when it is killed.
+    fn assert_rescue(mut self) {
+        let (mut subscriber, stream) = (self.scratch.subscriber(), stream());
+        writeln!(self.process.0.stdin.as_mut().unwrap()).unwrap();
+        let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
+        self.process.0.kill().unwrap();
+        assert!(matches!(sample.finish(LONG), Err(Error::SampleLost { .. })), "the rescue comes");
+    }
+}
+
+/// Announces a sample that is never complete, and waits to be killed.
+fn victim() {
+    let domain = crate::Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+    let publisher = Publisher::builder("a").domain(&domain).device(&Device::host()).build().unwrap();
+    println!("ready");
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+    let stream = stream();
+    stream.call(|| std::thread::sleep(Duration::from_secs(3600))).unwrap();
+    let sent = publisher.send_bytes(&stream, b"never complete");
+    assert!(sent.is_ok(), "{sent:?}");
+    loop {
+        std::thread::park();
+    }
+}
+
+#[test]
+fn lingering_descriptors_hold_no_publisher_up() {
+    let test = "lingering_descriptors_hold_no_publisher_up";
+    on_both_kernels(test, || {
+        let (scratch, victim) = (Scratch::new(), Victim::start(test));
+        let publisher = scratch.publisher(|it| it.handshake_timeout(Duration::from_millis(300)));
+        let mut good = scratch.subscriber();
+        let (mut thrown, mut came) = (Vec::new(), 0);
+        let attached = |scratch: &Scratch| {
+            let socket = scratch.connection();
+            send_raw(&socket, &packet(&hello()), &[]).unwrap();
+            assert!(matches!(hear(&socket), Received::Message(Message::Welcome { .. }, _)));
+            socket
+        };
+        let words = [packet(&hello()), packet(&Message::Attached), b"nonsense".to_vec(), vec![]];
+        for first in &words {
+            let socket = scratch.connection();
+            came += usize::from(throw(&socket, first, &mut thrown));
+        }
+        for second in &words {
+            let socket = attached(&scratch);
+            came += usize::from(throw(&socket, second, &mut thrown));
+        }
+        // Behind a goodbye, so that it stays unread; and in the wake channel.
+        let socket = attached(&scratch);
+        send_raw(&socket, &packet(&Message::Bye(crate::link::message::Farewell::Closed)), &[]).unwrap();
+        came += usize::from(throw(&socket, &words[2], &mut thrown));
+        let socket = scratch.connection();
+        send_raw(&socket, &packet(&hello()), &[]).unwrap();
+        let Received::Message(Message::Welcome { .. }, fds) = hear(&socket) else { panic!("no welcome") };
+        came += usize::from(throw(&fds[1], &[1], &mut thrown));
+        drop((socket, fds));
+        assert_all_goes_on(victim, &scratch, &publisher, &mut good);
+        match IS_OLD_KERNEL.load(SeqCst) {
+            true => eventually("threads hang, and nobody else", || pending_closes() > 3),
+            false if came == 0 => assert_eq!(pending_closes(), 0),
+            false => println!("this kernel lets descriptors in"),
+        }
+        // One that nobody has accepted goes with the listener.
+        returns("the end of the publisher", move || drop(publisher));
+        while good.receive_timeout(&stream(), LONG).is_ok() {}
+        thrown.clear();
+        eventually("what hung is closed", || pending_closes() == 0);
+    });
+}
+
+/// Lets everybody in.
+struct Open;
+
+impl Keep for Open {
+    fn admit(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
+        Ok(Answer::default())
+    }
+
+    fn answer(&self, _: &Desk, _: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
+        Ok(Answer { body: body.to_vec(), fds: vec![] })
+    }
+
+    fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
+}
+
+/// As one that the watcher itself answers for.
+struct Quick;
+
+impl Keep for Quick {
+    fn admit(&self, desk: &Desk, caller: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
+        Open.admit(desk, caller, body)
+    }
+
+    fn answer(&self, desk: &Desk, caller: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
+        Open.answer(desk, caller, body)
+    }
+
+    fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
+
+    fn is_quick(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn lingering_descriptors_hold_no_keeper_up() {
+    let test = "lingering_descriptors_hold_no_keeper_up";
+    on_both_kernels(test, || {
+        let keeps: [Arc<dyn Keep>; 2] = [Arc::new(Open), Arc::new(Quick)];
+        for keep in keeps {
+            let (scratch, elsewhere, victim) = (Scratch::new(), Scratch::new(), Victim::start(test));
+            let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
+            let keeper = Keeper::open(&at, Admission::default(), keep).unwrap();
+            let publisher = elsewhere.publisher(|it| it);
+            let (mut good, mut thrown) = (elsewhere.subscriber(), Vec::new());
+            let visit = Message::Visit { generation: [7; 16], device: None, kind: Kind::Pool, body: vec![] };
+            let words = [packet(&visit), packet(&Message::Ask { serial: 1, body: vec![] }), b"nonsense".to_vec()];
+            for word in &words {
+                let first = scratch.connection();
+                throw(&first, word, &mut thrown);
+                let second = scratch.connection();
+                send_raw(&second, &packet(&visit), &[]).unwrap();
+                assert!(matches!(hear(&second), Received::Message(Message::Granted { .. }, _)));
+                throw(&second, word, &mut thrown);
+            }
+            assert_all_goes_on(victim, &elsewhere, &publisher, &mut good);
+            let (visitor, _) = Visitor::attach(&at, None, b"", Duration::ZERO).unwrap();
+            drop(visitor);
+            returns("the end of the keeper", move || drop(keeper));
+            thrown.clear();
+            eventually("what hung is closed", || pending_closes() == 0);
+        }
+    });
+}
+
+/// Attaches to a publisher that then does what it likes with the link: its socket, and both ends of the wake channel.
+fn misled(scratch: &Scratch, mislead: impl FnOnce(&OwnedFd, &Offer) + Send) -> Subscriber {
+    let subscriber = meet(scratch, LONG, |socket| {
+        let mut offer = Offer::new();
+        offer.regions = 1;
+        offer.send(socket);
+        let memory = memfd(2 << 20, SIZE_SEALS);
+        let region = packet(&Message::Region { id: 0, bytes: 2 << 20 });
+        send_raw(socket, &region, &[memory.as_fd()]).unwrap();
+        assert!(matches!(hear(socket), Received::Message(Message::Attached, _)));
+        send_raw(socket, &packet(&Message::Attached), &[]).unwrap();
+        mislead(socket, &offer);
+    });
+    subscriber.unwrap()
+}
+
+#[test]
+fn lingering_descriptors_hold_no_subscriber_up() {
+    let test = "lingering_descriptors_hold_no_subscriber_up";
+    on_both_kernels(test, || {
+        let [one, two, three] = [Victim::start(test), Victim::start(test), Victim::start(test)];
+        let (scratch, elsewhere) = (Scratch::new(), Scratch::new());
+        let publisher = elsewhere.publisher(|it| it);
+        let (mut good, mut thrown) = (elsewhere.subscriber(), Vec::new());
+        // In the handshake: where the segment, the wake channel and a region are due, and where nothing is.
+        for place in 0..4 {
+            let error = meet(&scratch, Duration::from_millis(300), |socket| {
+                let mut offer = Offer::new();
+                if place < 2 {
+                    let mut lingering = Lingering::new();
+                    offer.fds[place] = lingering.fd().try_clone_to_owned().unwrap();
+                    offer.send(socket);
+                    offer.fds.clear();
+                    lingering.let_go();
+                    thrown.push(lingering);
+                } else {
+                    offer.regions = 1;
+                    offer.send(socket);
+                    let due = [Message::Region { id: 0, bytes: 2 << 20 }, Message::Attached];
+                    throw(socket, &packet(&due[place - 2]), &mut thrown);
+                }
+            });
+            assert!(error.is_err(), "{place}");
+        }
+        assert_all_goes_on(one, &elsewhere, &publisher, &mut good);
+        // On a link that stands.
+        let due =
+            [packet(&Message::Region { id: 1, bytes: 2 << 20 }), packet(&Message::Attached), b"nonsense".to_vec()];
+        for bytes in due {
+            let mut misled = misled(&scratch, |socket, _| assert!(throw(socket, &bytes, &mut thrown)));
+            let end = returns("a link's end", move || (misled.receive_timeout(&stream(), LONG).map(drop), misled));
+            assert!(end.0.is_err());
+            returns("the end of a subscriber", move || drop(end));
+        }
+        assert_all_goes_on(two, &elsewhere, &publisher, &mut good);
+        // In the wake channel, whose other end, and a copy of this one, is the publisher's.
+        let mut misled = misled(&scratch, |_, offer| {
+            let theirs = offer.fds[1].as_fd();
+            crate::os::let_descriptors_in(theirs, true);
+            throw(offer.wake.as_fd(), &[1], &mut thrown);
+        });
+        let short = Duration::from_millis(100);
+        let misled = returns("a sleep on the wake channel", move || {
+            let _ = misled.receive_timeout(&stream(), short);
+            misled
+        });
+        returns("the end of a subscriber", move || drop(misled));
+        assert_all_goes_on(three, &elsewhere, &publisher, &mut good);
+        thrown.clear();
+        eventually("what hung is closed", || pending_closes() == 0);
+    });
+}
+
+#[test]
+fn more_lingering_descriptors_than_threads_wait_and_are_closed_in_the_end() {
+    let test = "more_lingering_descriptors_than_threads_wait_and_are_closed_in_the_end";
+    on_both_kernels(test, || {
+        IS_OLD_KERNEL.store(true, SeqCst);
+        let (scratch, victim) = (Scratch::new(), Victim::start(test));
+        let publisher = scratch.publisher(|it| it);
+        let (mut good, mut thrown) = (scratch.subscriber(), Vec::new());
+        // Of some of them this test has the last copy: its threads hang then.
+        eventually("more hang than there are threads for", || {
+            assert!(throw(scratch.connection(), b"nonsense", &mut thrown));
+            pending_closes() > THREADS_MAX
+        });
+        assert_all_goes_on(victim, &scratch, &publisher, &mut good);
+        thrown.clear();
+        eventually("what hung is closed", || pending_closes() == 0);
+    });
+}
