@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
-use crate::fork::Home;
+use crate::fork::{Home, PrivateFd};
 use crate::link::proof::{Proof, Streams};
 use crate::link::watcher::{Usage, Watcher};
 use crate::memory::lane::{LANE_BYTES, Lane, Raiser, VALUE_MAX, Verdict};
@@ -94,7 +94,7 @@ impl Timeline {
     pub const VALUE_MAX: u64 = VALUE_MAX;
 
     /// Makes a timeline at 0 and takes its name (`cuMemHostRegister`). Up to 256 others may open it, of the same user;
-    /// each costs a page of shared memory, and each signal one store of the device more.
+    /// each costs a page of shared memory, and for each signal one store more by the device.
     ///
     /// # Errors
     /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`], or what the device or the
@@ -103,13 +103,15 @@ impl Timeline {
         let name = EndpointName::new(name)?;
         let watcher = Watcher::of_process()?;
         let lane = Lane::new(&Arc::new(Page::private(device, LANE_BYTES)?), LANE);
-        let raiser = Arc::new(Raiser::new(lane.clone(), 0));
+        let (published, fd) = Page::publish(Some(device), LANE_BYTES)?;
+        let raiser = Arc::new(Raiser::new(lane.clone(), 0).publishing(Lane::new(&Arc::new(published), LANE)));
         let signalling = Arc::new(Streams::default());
         let door = Door {
             device: device.clone(),
             raiser: raiser.clone(),
             signalling: signalling.clone(),
             drafts: Mutex::default(),
+            published: fd,
         };
         let at = Address { domain, name: &name, kind: Kind::Timeline };
         let keeper = Keeper::open(&at, Admission::default(), Arc::new(door))?;
@@ -135,8 +137,8 @@ impl Timeline {
         let at = Address { domain, name: &name, kind: Kind::Timeline };
         let (visitor, gift) = Visitor::attach(&at, Some(device.info().id), &[], timeout)?;
         let (watcher, pid) = (visitor.watcher().clone(), visitor.pid());
-        let lane = Lane::new(&Arc::new(share_page(gift, device, name.as_str())?), LANE);
-        let mourner = Arc::new(Mourner { lane: lane.clone(), is_over: AtomicBool::new(false) });
+        let [lane, published] = share_pages(gift, device, name.as_str())?;
+        let mourner = Arc::new(Mourner { lane: lane.clone(), published, is_over: AtomicBool::new(false) });
         let settled = visitor.listen(mourner.clone()).and_then(|()| visitor.ask(&encode(&Sealed)?, ANSWER_TIMEOUT));
         if let Err(error) = settled {
             // Not dropped here: to unregister memory, a driver may wait for a stream that waits for a peer.
@@ -269,7 +271,7 @@ impl Timeline {
             && visitor.is_dead()
         {
             // Before the watcher has come to it, perhaps.
-            self.lane.end();
+            mourner.end();
             return self.lane.verdict(value);
         }
         verdict
@@ -368,11 +370,14 @@ fn passed(proof: &mut Option<Proof>, streams: &Streams) -> bool {
     proof.get_or_insert_with(|| streams.mark()).is_passed()
 }
 
-/// Maps the page that the owner made for this process alone, and seals it, so that no other process maps it.
-fn share_page(gift: Gift, device: &Device, name: &str) -> Result<Page> {
-    let (grant, [fd]) = gift.open::<Grant, 1>(name)?;
+/// Maps the page that the owner made for this process alone, and seals it, so that no other process maps it; and the one
+/// that the owner publishes.
+fn share_pages(gift: Gift, device: &Device, name: &str) -> Result<[Lane; 2]> {
+    let (grant, [fd, published]) = gift.open::<Grant, 2>(name)?;
     let bytes = usize::try_from(grant.bytes).unwrap_or(usize::MAX);
-    Draft::open(fd, bytes, name)?.close(device, name)
+    let published = Page::read(published, bytes, name)?;
+    let own = Draft::open(fd, bytes, name)?.close(device, name)?;
+    Ok([own, published].map(|page| Lane::new(&Arc::new(page), LANE)))
 }
 
 /// Gives a page of its own to each guest.
@@ -380,6 +385,7 @@ struct Door {
     device: Device,
     raiser: Arc<Raiser>,
     signalling: Arc<Streams>,
+    published: PrivateFd,
     /// Pages that their guests have not sealed.
     drafts: Mutex<HashMap<u64, Draft>>,
 }
@@ -408,7 +414,8 @@ impl Door {
 impl Keep for Door {
     fn admit(&self, _: &Desk, caller: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
         let draft = Draft::create(LANE_BYTES)?;
-        let answer = Answer::new(&Grant { bytes: draft.bytes() as u64 }, vec![draft.descriptor()?])?;
+        let fds = vec![draft.descriptor()?, PrivateFd::duplicate(&self.published)?];
+        let answer = Answer::new(&Grant { bytes: draft.bytes() as u64 }, fds)?;
         self.drafts().insert(caller.id, draft);
         Ok(answer)
     }
@@ -436,7 +443,16 @@ impl Keep for Door {
 /// Sees the owner's end. On the watcher's thread: CPU stores alone.
 struct Mourner {
     lane: Lane,
+    published: Lane,
     is_over: AtomicBool,
+}
+
+impl Mourner {
+    /// The owner is proven dead. Its streams may have come to the guests one after the other: what it published last
+    /// counts for all of them.
+    fn end(&self) {
+        self.lane.end_at(self.published.value());
+    }
 }
 
 impl Visit for Mourner {
@@ -446,6 +462,6 @@ impl Visit for Mourner {
 
     fn proven_dead(&self) {
         self.is_over.store(true, SeqCst);
-        self.lane.end();
+        self.end();
     }
 }

@@ -43,7 +43,7 @@ impl Member {
     /// ```
     pub fn join(domain: &Domain, name: &str, role: &str) -> Result<Member> {
         check_role(role)?;
-        let (page, fd) = Page::publish(PAGE_BYTES)?;
+        let (page, fd) = Page::publish(None, PAGE_BYTES)?;
         let introduction = Introduction {
             role: role.to_owned(),
             own_pid: std::process::id() as i32,

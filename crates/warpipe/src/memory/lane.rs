@@ -173,10 +173,12 @@ impl Lane {
 ///
 /// The values stand first of all in a lane of this process's own. No peer can set it back or take it away, so a stream
 /// of ours that waits for an earlier value of ours is let go whatever happens elsewhere. Each process that follows has
-/// a *copy* in a page of its own, which the same streams signal.
+/// a *copy* in a page of its own, which the same streams signal. Should they have to agree on the last value after this
+/// process's death, it also *publishes* the lane: no copy is ever ahead of what is published.
 #[derive(Debug)]
 pub(crate) struct Raiser {
     own: Lane,
+    published: Option<Lane>,
     raised: Mutex<Raised>,
     /// Copies that were added while streams had yet to signal earlier values: up to this value they are the CPU's.
     late: Mutex<Vec<(Lane, u64)>>,
@@ -205,7 +207,14 @@ impl Raiser {
     pub(crate) fn new(own: Lane, from: u64) -> Raiser {
         own.words().word.store(from);
         let raised = Raised { last: from, stream: None, copies: Vec::new(), ops: Vec::new() };
-        Raiser { own, raised: Mutex::new(raised), late: Mutex::default() }
+        Raiser { own, published: None, raised: Mutex::new(raised), late: Mutex::default() }
+    }
+
+    /// Publishes it, too. To be called before it is raised.
+    pub(crate) fn publishing(self, lane: Lane) -> Raiser {
+        lane.sign();
+        lane.words().word.store(self.last());
+        Raiser { published: Some(lane), ..self }
     }
 
     /// The lane that no peer can write.
@@ -269,21 +278,28 @@ impl Raiser {
     ) -> Result<u64> {
         let mut raised = self.lock();
         let value = choose(raised.last)?;
-        let own = self.own.word_ptr();
         let is_behind = raised.stream.as_ref().is_none_or(|last| last.is_same(stream)) || self.is_done(&raised);
-        let wait = (!is_behind).then_some(StreamOp::Wait { word: own, value: raised.last });
+        let wait = (!is_behind).then_some(StreamOp::Wait { word: self.own.word_ptr(), value: raised.last });
+        let signal = |lane: &Lane| StreamOp::Signal { word: lane.word_ptr(), value };
         let Raised { copies, ops, .. } = &mut *raised;
         ops.clear();
         ops.extend(wait);
-        ops.extend(copies.iter().map(|(_, copy)| StreamOp::Signal { word: copy.word_ptr(), value }));
+        ops.extend(self.published.as_ref().map(signal));
         streams.note(stream);
-        // The own word comes last: whoever sees it reached, here or on another stream, is behind the copies.
-        if copies.len() >= ORDERED_MAX {
+        let is_ordered = copies.len() + 1 + usize::from(self.published.is_some()) <= ORDERED_MAX;
+        if !is_ordered {
             // SAFETY: as below.
             unsafe { stream.batch(ops)? };
             ops.clear();
         }
-        ops.push(StreamOp::Signal { word: own, value });
+        ops.extend(copies.iter().map(|(_, copy)| signal(copy)));
+        // The own word comes last: whoever sees it reached, here or on another stream, is behind the copies.
+        if !is_ordered {
+            // SAFETY: as below.
+            unsafe { stream.batch(ops)? };
+            ops.clear();
+        }
+        ops.push(signal(&self.own));
         // SAFETY: the pages are let go only when this stream, noted above, is proven to be past the operations (whoever
         // holds `streams` retires them with it).
         unsafe { stream.batch(ops)? };
@@ -295,8 +311,8 @@ impl Raiser {
     pub(crate) fn raise_now(&self, choose: impl FnOnce(u64, u64) -> Result<u64>) -> Result<()> {
         let mut raised = self.lock();
         let value = choose(raised.last, self.own.words().word.load())?;
-        raised.copies.iter().for_each(|(_, copy)| copy.words().word.store(value));
-        self.own.words().word.store(value);
+        let copies = raised.copies.iter().map(|(_, copy)| copy);
+        self.published.iter().chain(copies).chain([&self.own]).for_each(|lane| lane.words().word.store(value));
         (raised.last, raised.stream) = (value, None);
         Ok(())
     }
@@ -304,8 +320,16 @@ impl Raiser {
     /// Ends the lane and all copies. To be called when all streams are past what they were given.
     pub(crate) fn end(&self) {
         let raised = self.lock();
-        self.own.end_at(raised.last);
-        raised.copies.iter().for_each(|(_, copy)| copy.end_at(raised.last));
+        let copies = raised.copies.iter().map(|(_, copy)| copy);
+        self.published.iter().chain(copies).chain([&self.own]).for_each(|lane| lane.end_at(raised.last));
+    }
+
+    /// What a stream of a process that dies leaves: it has come to what is published and to some of the copies.
+    #[cfg(test)]
+    pub(crate) fn reach_in_part(&self, value: u64, copies: usize) {
+        let raised = self.lock();
+        let reached = raised.copies.iter().take(copies).map(|(_, copy)| copy);
+        self.published.iter().chain(reached).for_each(|lane| lane.words().word.store(value));
     }
 
     fn is_done(&self, raised: &Raised) -> bool {
@@ -386,16 +410,16 @@ mod tests {
 
     #[test]
     fn many_copies_have_every_value_before_the_own_lane_has() {
-        let (device, copies) = (Device::host(), [0; 9].map(|_| lane()));
+        let (device, copies, published) = (Device::host(), [0; 9].map(|_| lane()), lane());
         let (stream, streams) = (device.stream().unwrap(), Streams::default());
-        let raiser = raiser(&copies[0]);
+        let raiser = raiser(&copies[0]).publishing(published.clone());
         (1..9).for_each(|index| assert!(raiser.add(index as u64 + 1, &copies[index])));
         raiser.raise(&stream, &streams, |_| Ok(4)).unwrap();
         assert!(raiser.own().wait_host(&device, 4, WAIT).unwrap());
         assert_eq!(copies.each_ref().map(Lane::value), [4; 9]);
         assert!(raiser.remove(3).unwrap().is_same(&copies[2]));
         raiser.raise_now(|_, _| Ok(5)).unwrap();
-        assert_eq!((copies[2].value(), copies[3].value()), (4, 5));
+        assert_eq!((copies[2].value(), copies[3].value(), published.value()), (4, 5, 5));
     }
 
     #[test]

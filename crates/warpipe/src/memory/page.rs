@@ -72,10 +72,10 @@ impl Page {
     }
 
     /// Words that this process writes and others read: nobody else can map them for writing, or remove a page.
-    pub(crate) fn publish(bytes: usize) -> Result<(Page, PrivateFd)> {
+    pub(crate) fn publish(device: Option<&Device>, bytes: usize) -> Result<(Page, PrivateFd)> {
         let Draft { page, fd } = Draft::create(bytes)?;
         seal::close(fd.as_fd()).map_err(|found| Error::argument("words", found, "a memfd that can be sealed"))?;
-        Ok((page, fd))
+        Ok((page.register(device)?, fd))
     }
 
     /// Maps what a peer has [published](Self::publish), for reading. Whether the peer has sealed it does not matter:
@@ -286,7 +286,7 @@ mod tests {
 
     #[test]
     fn published_words_are_written_by_their_maker_alone() {
-        let (ours, fd) = Page::publish(PAGE_BYTES).unwrap();
+        let (ours, fd) = Page::publish(None, PAGE_BYTES).unwrap();
         let copy = || PrivateFd::duplicate(&fd).unwrap();
         let theirs = Page::read(copy().into(), PAGE_BYTES, "test").unwrap();
         ours.at::<AtomicU64>(0).store(7, Relaxed);

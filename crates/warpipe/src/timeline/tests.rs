@@ -207,16 +207,33 @@ fn no_page_of_a_timeline_can_be_removed_and_no_guest_has_anothers() {
 }
 
 #[test]
+fn guests_agree_on_the_last_value_of_an_owner_that_died_between_their_copies() {
+    let stage = Stage::new("agree");
+    let (owner, guests) = (stage.create(), [stage.open(), stage.open()]);
+    owner.signal_now(3).unwrap();
+    // Its stream had come to 4, and to the first guest alone.
+    let Role::Owner { raiser, .. } = &owner.role else { panic!("the owner") };
+    raiser.reach_in_part(4, 1);
+    for guest in &guests {
+        let Role::Guest { mourner, .. } = &guest.role else { panic!("a guest") };
+        mourner.proven_dead();
+        assert_eq!((guest.value(), guest.check(4).unwrap()), (4, true));
+        assert!(guest.check(5).is_err());
+    }
+}
+
+#[test]
 fn a_guest_that_does_not_seal_its_page_gets_no_signals() {
     let stage = Stage::new("unsealed");
     let (owner, honest) = (stage.create(), stage.open());
     let name = EndpointName::new("steps").unwrap();
     let at = Address { domain: &stage.domain, name: &name, kind: Kind::Timeline };
     let (visitor, gift) = Visitor::attach(&at, Some(stage.device.info().id), &[], Duration::ZERO).unwrap();
-    let (Grant { bytes }, [fd]) = gift.open::<Grant, 1>("steps").unwrap();
+    let (Grant { bytes }, [fd, _]) = gift.open::<Grant, 2>("steps").unwrap();
     let draft = Draft::open(fd, bytes as usize, "steps").unwrap();
     let lane = Lane::new(&Arc::new(Page::private(&stage.device, LANE_BYTES).unwrap()), LANE);
-    visitor.listen(Arc::new(Mourner { lane, is_over: AtomicBool::new(false) })).unwrap();
+    let published = lane.clone();
+    visitor.listen(Arc::new(Mourner { lane, published, is_over: AtomicBool::new(false) })).unwrap();
     let refused = visitor.ask(&encode(&Sealed).unwrap(), WAIT).unwrap_err();
     assert!(matches!(&refused, Error::Refused { text, .. } if text.contains("holes")), "{refused}");
     let again = visitor.ask(&encode(&Sealed).unwrap(), WAIT).unwrap_err();
