@@ -159,6 +159,11 @@ impl Lane {
         unsafe { stream.batch(&[wait]) }
     }
 
+    /// The wait of a stream for `value`, unless it has been reached. The page must outlive it.
+    pub(crate) fn wait_op(&self, value: u64) -> Option<StreamOp> {
+        (!self.words().word.reached(value)).then(|| StreamOp::Wait { word: self.word_ptr(), value })
+    }
+
     /// Waits on the CPU; what came is then to be asked for.
     pub(crate) fn wait_host(&self, device: &Device, value: u64, timeout: Duration) -> Result<bool> {
         device.backend().wait_word(&self.words().word, value, timeout)
@@ -276,6 +281,17 @@ impl Raiser {
         streams: &Streams,
         choose: impl FnOnce(u64) -> Result<u64>,
     ) -> Result<u64> {
+        self.raise_behind(stream, streams, &[], choose)
+    }
+
+    /// The same, with further operations before it, for which the caller answers.
+    pub(crate) fn raise_behind(
+        &self,
+        stream: &Stream,
+        streams: &Streams,
+        before: &[StreamOp],
+        choose: impl FnOnce(u64) -> Result<u64>,
+    ) -> Result<u64> {
         let mut raised = self.lock();
         let value = choose(raised.last)?;
         let is_behind = raised.stream.as_ref().is_none_or(|last| last.is_same(stream)) || self.is_done(&raised);
@@ -283,10 +299,12 @@ impl Raiser {
         let signal = |lane: &Lane| StreamOp::Signal { word: lane.word_ptr(), value };
         let Raised { copies, ops, .. } = &mut *raised;
         ops.clear();
+        ops.extend_from_slice(before);
         ops.extend(wait);
         ops.extend(self.published.as_ref().map(signal));
         streams.note(stream);
-        let is_ordered = copies.len() + 1 + usize::from(self.published.is_some()) <= ORDERED_MAX;
+        let signals = before.len() + copies.len() + 1 + usize::from(self.published.is_some());
+        let is_ordered = signals <= ORDERED_MAX;
         if !is_ordered {
             // SAFETY: as below.
             unsafe { stream.batch(ops)? };

@@ -223,6 +223,11 @@ impl Draft {
         self.page.register(Some(device))
     }
 
+    /// Whether the other process has sealed it.
+    pub(crate) fn is_closed(&self) -> bool {
+        seal::check_closed(self.fd.as_fd()).is_ok()
+    }
+
     /// Registers it with the device, once the other process is seen to have sealed it.
     pub(crate) fn confirm(self, device: &Device, name: &str) -> Result<Page> {
         seal::check_closed(self.fd.as_fd()).map_err(|found| wrong(found, name))?;

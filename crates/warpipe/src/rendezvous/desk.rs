@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::{Address, Admission, Answer, Caller, Ending, FDS_MAX, Keep, Kind, Refusal};
+use super::{Address, Admission, Answer, Caller, Ending, FDS_MAX, Keep, Kind, Refusal, UNASKED};
 use crate::domain::Claim;
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
@@ -149,6 +149,17 @@ impl Desk {
         PrivateFd::duplicate(guest.peer.pidfd())
             .map(Some)
             .map_err(|e| Error::os("fcntl(F_DUPFD)", "a visitor's pidfd", e))
+    }
+
+    /// Tells a visitor something that it has not asked for, without waiting. False if it is not there, or does not read
+    /// what it is sent.
+    pub(crate) fn tell(&self, id: u64, answer: Answer) -> bool {
+        let socket = match self.lock().get(&id) {
+            Some(Guest { phase: Phase::Present(_), socket, .. }) => socket.clone(),
+            _ => return false,
+        };
+        let Answer { body, fds } = answer;
+        send_with(&socket, &Message::Answer { serial: UNASKED, body, fds: fds.len().min(FDS_MAX) as u8 }, &fds).is_ok()
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Guest>> {

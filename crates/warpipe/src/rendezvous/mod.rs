@@ -34,6 +34,9 @@ pub(crate) const BODY_BYTES_MAX: usize = 768;
 /// The most descriptors that go with one answer.
 pub(crate) const FDS_MAX: usize = 4;
 
+/// The serial number of an answer to no question: see [`Desk::tell`].
+const UNASKED: u64 = 0;
+
 /// How long a handshake or an answer may take where the caller does not say.
 pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -192,6 +195,9 @@ pub(crate) trait Visit: Send + Sync {
 
     /// An answer came for which nobody waits any more. What it gives is counted as ours all the same.
     fn late(&self, _gift: Gift) {}
+
+    /// The keeper says something that was not asked for.
+    fn told(&self, _gift: Gift) {}
 }
 
 /// Where to find a keeper, and as what.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::{ANSWER_TIMEOUT, Address, BODY_BYTES_MAX, Gift, Kind, Visit};
+use super::{ANSWER_TIMEOUT, Address, BODY_BYTES_MAX, Gift, Kind, UNASKED, Visit};
 use crate::backend::DeviceId;
 use crate::clock::Stopwatch;
 use crate::error::{Error, HandshakeFault, Result};
@@ -142,7 +142,7 @@ impl Call {
             visit: Mutex::new(None),
             is_graceful: AtomicBool::new(false),
             is_dead: AtomicBool::new(false),
-            next_serial: AtomicU64::new(1),
+            next_serial: AtomicU64::new(UNASKED + 1),
             desk: Mutex::default(),
             answered: Condvar::new(),
             watcher: self.watcher,
@@ -371,6 +371,9 @@ impl Inner {
 
     /// An answer; one that nobody waits for any more is for the visit to give back.
     fn on_answer(&self, serial: u64, answer: Result<Gift>) {
+        if serial == UNASKED {
+            return answer.into_iter().zip(self.visit()).for_each(|(gift, visit)| visit.told(gift));
+        }
         if let Some(place) = self.lock().open.get_mut(&serial) {
             *place = Some(answer);
             self.answered.notify_all();

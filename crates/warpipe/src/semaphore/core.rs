@@ -1,28 +1,29 @@
-//! What one process's handles and permits of a semaphore share.
+//! What one process's handles and permits of a semaphore share. **This module is marked for unsafe**: it hands the words
+//! that streams wait for to the device.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::SPINS;
-use super::room::{LOOK, Look, Place, Room, UNDER_WAY_MAX};
+use super::room::{CREATOR, LOOK, Look, Place, Room, UNDER_WAY_MAX};
+use super::signals::Signals;
 use super::survivor::Survivor;
-use super::warden::{Here, WhoIs};
+use super::warden::{Ask, Here, Offer, Warden};
 use crate::backend::StreamOp;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::Home;
-use crate::link::proof::Streams;
 use crate::link::watcher::{Usage, Watcher};
-use crate::rendezvous::{ANSWER_TIMEOUT, Keeper, Visitor, decode, encode};
+use crate::rendezvous::{ANSWER_TIMEOUT, Keeper, Refusal, Visitor, decode, encode};
 use crate::stream::{Backoff, Stream};
 
-/// Leaves a room that nobody came into to the reaper.
-pub(super) fn bury(room: Arc<Room>, why: Error) -> Error {
+/// Leaves what could not be put together to the reaper.
+pub(super) fn bury(remains: impl Send + 'static, why: Error) -> Error {
     if let Ok(watcher) = Watcher::of_process() {
-        watcher.bury(Box::new(room));
+        watcher.bury(Box::new(remains));
     }
     why
 }
@@ -30,8 +31,8 @@ pub(super) fn bury(room: Arc<Room>, why: Error) -> Error {
 /// How this process belongs to it.
 #[derive(Debug)]
 pub(super) enum Side {
-    Creator(#[expect(dead_code, reason = "held, not used")] Keeper),
-    Member { visitor: Visitor, survivor: Arc<Survivor> },
+    Creator { keeper: Keeper, warden: Arc<Warden> },
+    Member { visitor: Visitor },
 }
 
 /// What a process's handles and permits share.
@@ -44,7 +45,8 @@ pub(super) struct Core {
     pub(super) member: u32,
     /// The permit given back last: most likely free, and in this CPU's cache.
     pub(super) hint: AtomicU32,
-    streams: Arc<Streams>,
+    signals: Arc<Signals>,
+    survivor: Arc<Survivor>,
     watcher: Arc<Watcher>,
     /// `None` only while dropping.
     pub(super) side: Option<Side>,
@@ -54,34 +56,45 @@ impl Core {
     pub(super) fn new(
         room: Arc<Room>,
         device: &Device,
-        name: &str,
         member: u32,
-        watcher: Arc<Watcher>,
+        signals: Arc<Signals>,
+        survivor: Arc<Survivor>,
         side: Side,
     ) -> Core {
         Core {
             room,
             home: Home::here(),
             device: device.clone(),
-            name: name.to_string(),
+            name: signals.name().to_string(),
             member,
             hint: AtomicU32::new(0),
-            streams: Arc::default(),
-            watcher,
+            watcher: signals.watcher().clone(),
+            signals,
+            survivor,
             side: Some(side),
         }
+    }
+
+    #[cfg(test)]
+    pub(super) fn signals(&self) -> &Arc<Signals> {
+        &self.signals
+    }
+
+    #[cfg(test)]
+    pub(super) fn survivor(&self) -> &Arc<Survivor> {
+        &self.survivor
     }
 
     pub(super) fn check_open(&self) -> Result<()> {
         self.home.check()?;
         match &self.side {
-            Some(Side::Member { visitor, survivor }) if survivor.is_over() => Err(visitor.owner_gone()),
+            Some(Side::Member { visitor }) if self.survivor.is_over() => Err(visitor.owner_gone()),
             _ => Ok(()),
         }
     }
 
     fn is_over(&self) -> bool {
-        matches!(&self.side, Some(Side::Member { survivor, .. }) if survivor.is_over())
+        self.survivor.is_over()
     }
 
     /// The page is registered with this device's backend, and its addresses mean nothing to another.
@@ -150,22 +163,67 @@ impl Core {
         Err(Error::Timeout { what, waited: timeout })
     }
 
-    /// Makes sure that this process hears of the death of everybody who is to signal this permit.
+    /// Makes sure that streams of this process can wait for everybody who is to signal this permit, and that it hears of
+    /// their deaths. The first time with each of them takes a few messages.
     pub(super) fn meet_signallers(&self, permit: u32, timeout: Duration) -> Result<()> {
-        let Some(Side::Member { visitor, survivor }) = &self.side else { return Ok(()) };
+        let mut clock = Stopwatch::default();
         for (_, member) in self.room.under_way(permit) {
-            if survivor.knows(member) {
-                continue;
-            }
-            let mut gift = visitor.ask(&encode(&WhoIs { member })?, timeout.min(ANSWER_TIMEOUT))?;
-            let Here(is_here) = decode(&gift.body, &self.name)?;
-            match (is_here, gift.fds.pop()) {
-                (true, Some(pidfd)) => survivor.learn(member, pidfd, &self.watcher, &self.name)?,
-                // What it owes behind the work of the living must come due even if the creator dies now.
-                _ => survivor.bury(member),
+            if !self.knows(member) {
+                let _one = self.signals.meeting.lock().unwrap_or_else(PoisonError::into_inner);
+                if !self.knows(member) {
+                    self.meet(member, timeout.saturating_sub(clock.elapsed()).min(ANSWER_TIMEOUT))?;
+                }
             }
         }
         Ok(())
+    }
+
+    fn knows(&self, member: u32) -> bool {
+        self.survivor.knows(member) && self.signals.hears(member)
+    }
+
+    fn meet(&self, member: u32, timeout: Duration) -> Result<()> {
+        let Some(Offer { page, pidfd }) = self.offer(member, timeout)? else {
+            // What it owes behind the work of the living must come due even if the creator dies now.
+            self.survivor.bury(member);
+            return Ok(());
+        };
+        let draft = self.signals.map(page)?;
+        match &self.side {
+            Some(Side::Creator { keeper, warden }) => {
+                let forwarded = warden.forward(keeper.desk(), CREATOR, member);
+                forwarded.map_err(|Refusal(text)| Error::Refused { name: self.name.clone(), text })?;
+            }
+            Some(Side::Member { visitor }) => drop(visitor.ask(&encode(&Ask::Mapped { member })?, timeout)?),
+            None => return Err(Error::Forked),
+        }
+        self.signals.hear(member, draft, timeout)?;
+        // Before the watch: who is dead by now is found so at once, and what we share with it is lifted.
+        pidfd.map_or(Ok(()), |pidfd| self.survivor.learn(member, pidfd, &self.watcher, &self.name))
+    }
+
+    /// A page to share with a member, from the creator. None if the member is here no more.
+    fn offer(&self, member: u32, timeout: Duration) -> Result<Option<Offer>> {
+        match &self.side {
+            Some(Side::Creator { keeper, warden }) => warden.offer(keeper.desk(), CREATOR, member),
+            Some(Side::Member { visitor }) => {
+                let gift = visitor.ask(&encode(&Ask::Page { member })?, timeout)?;
+                let Here(is_here) = decode(&gift.body, &self.name)?;
+                let mut fds = gift.fds.into_iter();
+                let (page, pidfd) = (fds.next(), fds.next());
+                let is_whole = page.is_some() && (pidfd.is_some() || member == CREATOR);
+                if is_here && !is_whole {
+                    return Err(Error::Protocol {
+                        name: self.name.clone(),
+                        field: "descriptors",
+                        found: "too few".into(),
+                        allowed: "a page and a pidfd".into(),
+                    });
+                }
+                Ok(page.filter(|_| is_here).map(|page| Offer { page, pidfd }))
+            }
+            None => Err(Error::Forked),
+        }
     }
 
     fn word_address(&self, permit: u32) -> Result<u64> {
@@ -173,19 +231,36 @@ impl Core {
         self.room.device_word(permit).ok_or_else(missing)
     }
 
-    pub(super) fn wait_op(&self, permit: u32, value: u64) -> Result<StreamOp> {
-        Ok(StreamOp::Wait { word: self.word_address(permit)?, value })
+    /// What a stream that is given the permit waits for.
+    fn waits(&self, permit: u32) -> Vec<StreamOp> {
+        self.signals.waits(permit, self.room.under_way(permit).map(|(_, member)| member))
     }
 
-    pub(super) fn signal_op(&self, permit: u32, value: u64) -> Result<StreamOp> {
-        Ok(StreamOp::Signal { word: self.word_address(permit)?, value })
+    /// Makes the stream wait for the permit's earlier holders.
+    pub(super) fn wait(&self, permit: u32, stream: &Stream) -> Result<()> {
+        let waits = self.waits(permit);
+        if waits.is_empty() {
+            return Ok(());
+        }
+        self.signals.streams().note(stream);
+        // SAFETY: the words lie in pages of this process and one other (or of this one alone), which are let go only
+        // when this stream, noted above, is proven to be past them.
+        unsafe { stream.batch(&waits) }
     }
 
-    pub(super) fn enqueue(&self, stream: &Stream, ops: &[StreamOp]) -> Result<()> {
-        self.streams.note(stream);
-        // SAFETY: the words lie in the page, which is let go only when this stream, noted above, is proven to be past
-        // them (see `Drop`).
-        unsafe { stream.batch(ops) }
+    /// Promises a release of the permit behind the stream's work, and has the stream signal it, behind that of earlier
+    /// holders unless it `is_behind` it already. An error: nobody waits for this work.
+    pub(super) fn release(&self, permit: u32, stream: &Stream, is_behind: bool) -> Result<()> {
+        let mut before = if is_behind { Vec::new() } else { self.waits(permit) };
+        let word = self.word_address(permit)?;
+        let value = self.room.promise(permit, self.member);
+        // For the CPUs that look at the permit: no stream waits for this word.
+        before.push(StreamOp::Signal { word, value });
+        let released = self.signals.release(permit, stream, &before);
+        if released.is_err() {
+            self.pay_later(permit, value);
+        }
+        released
     }
 
     /// Stores, once what came before it is done, a value that was promised and could not be enqueued.
@@ -203,23 +278,27 @@ impl Drop for Core {
     fn drop(&mut self) {
         let mut side = self.side.take();
         if !self.home.is_here() {
-            return std::mem::forget((side, self.room.clone()));
+            return std::mem::forget((side, self.room.clone(), self.signals.clone(), self.survivor.clone()));
         }
-        let (room, streams, mut proof) = (self.room.clone(), self.streams.clone(), None);
+        let (room, signals, survivor) = (self.room.clone(), self.signals.clone(), self.survivor.clone());
+        let (streams, mut proof) = (signals.streams().clone(), None);
         // A creator whose streams wait for members must still see them die; else the name is free at once.
-        if matches!(side, Some(Side::Creator(_))) && proof.insert(streams.mark()).is_passed() {
+        if matches!(side, Some(Side::Creator { .. })) && proof.insert(streams.mark()).is_passed() {
             drop(side.take());
         }
         // Others wait for the name, and for the goodbye.
         self.watcher.retire(move || {
-            let room = &room;
-            if !proof.get_or_insert_with(|| streams.mark()).is_passed() {
+            let (room, signals, survivor) = (&room, &signals, &survivor);
+            if !proof.get_or_insert_with(|| streams.mark()).is_passed() || !signals.catch_up() {
                 return Usage::Busy;
             }
             // Only now a goodbye: whoever has said it owes no signal any more. And only now the page: never on this
             // thread, since to unregister memory, a driver may wait for a stream that waits for a peer.
             drop(side.take());
-            if Arc::strong_count(room) > 1 { Usage::Held } else { Usage::Over }
+            // The survivor has one of each.
+            let is_last =
+                Arc::strong_count(survivor) == 1 && Arc::strong_count(room) == 2 && Arc::strong_count(signals) == 2;
+            if is_last { Usage::Over } else { Usage::Held }
         });
     }
 }

@@ -3,6 +3,7 @@
 use rustix::fs::MemfdFlags;
 use serde::Serialize;
 
+use super::signals::Signals;
 use super::survivor::Survivor;
 use super::warden::Welcome;
 use super::*;
@@ -63,7 +64,9 @@ fn an_admission_that_makes_no_sense_is_a_typed_error() {
 #[test]
 fn a_descriptor_that_is_no_pidfd_is_not_taken_for_a_members_death() {
     let room = Arc::new(Room::new(Page::create(None, room::bytes_for(1)).unwrap().0, 1));
-    let (survivor, watcher) = (Survivor::new(room.clone(), 1), Watcher::of_process().unwrap());
+    let watcher = Watcher::of_process().unwrap();
+    let signals = Signals::new(1, 1, "turns", &Device::host(), &watcher).unwrap();
+    let survivor = Survivor::new(room.clone(), signals, 1);
     room.take_free(2, 0).unwrap();
     room.promise(0, 2);
     // Always readable.

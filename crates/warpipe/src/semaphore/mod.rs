@@ -12,6 +12,7 @@ mod core;
 #[cfg(test)]
 mod hostile;
 mod room;
+mod signals;
 mod survivor;
 #[cfg(test)]
 mod tests;
@@ -24,13 +25,14 @@ use std::time::Duration;
 
 use self::core::{Core, Side, bury};
 use self::room::{CREATOR, PERMITS_MAX, Room, UNDER_WAY_MAX};
+use self::signals::Signals;
 use self::survivor::Survivor;
 use self::warden::{Warden, Welcome};
-use crate::backend::StreamOp;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
+use crate::link::watcher::Watcher;
 use crate::memory::page::Page;
 use crate::rendezvous::{ANSWER_TIMEOUT, Address, Admission, Keeper, Kind, Visitor};
 use crate::stream::{Backoff, Stream};
@@ -97,19 +99,22 @@ impl Semaphore {
             return Err(Error::argument("permits", permits, format!("1 to {PERMITS_MAX}")));
         }
         let name = EndpointName::new(name)?;
+        let watcher = Watcher::of_process()?;
+        let signals = Signals::new(CREATOR, permits, name.as_str(), device, &watcher)?;
         let (page, fd) = Page::create(Some(device), room::bytes_for(permits))?;
         let room = Arc::new(Room::new(page, permits));
-        let keep = Arc::new(Warden::new(room.clone(), fd, device.info().id.kind));
+        let survivor = Survivor::new(room.clone(), signals.clone(), CREATOR);
+        let kind = device.info().id.kind;
+        let warden = Arc::new(Warden::new(room.clone(), fd, kind, signals.clone(), survivor.clone()));
         let at = Address { domain, name: &name, kind: Kind::Semaphore };
         // Not dropped here on an error: to unregister memory, a driver may wait for a stream that waits for a peer.
-        let keeper = match Keeper::open(&at, Admission::default(), keep) {
+        let keeper = match Keeper::open(&at, Admission::default(), warden.clone()) {
             Ok(keeper) => keeper,
-            Err(error) => return Err(bury(room, error)),
+            Err(error) => return Err(bury((room, signals, survivor, warden), error)),
         };
-        let watcher = keeper.desk().watcher().clone();
-        Ok(Semaphore {
-            core: Arc::new(Core::new(room, device, name.as_str(), CREATOR, watcher, Side::Creator(keeper))),
-        })
+        watcher.tick(survivor.watched());
+        let side = Side::Creator { keeper, warden };
+        Ok(Semaphore { core: Arc::new(Core::new(room, device, CREATOR, signals, survivor, side)) })
     }
 
     /// Opens the one of this name.
@@ -138,15 +143,14 @@ impl Semaphore {
                 allowed: format!("a visitor's number, and 1 to {PERMITS_MAX} permits"),
             });
         }
+        let watcher = visitor.watcher().clone();
+        let signals = Signals::new(member, permits, name.as_str(), device, &watcher)?;
         let page = Page::open(Some(device), fd, room::bytes_for(permits), name.as_str())?;
         let room = Arc::new(Room::new(page, permits));
-        let survivor = Survivor::new(room.clone(), member);
-        let watcher = visitor.watcher().clone();
-        let side = Side::Member { visitor, survivor: survivor.clone() };
-        let core = Core::new(room, device, name.as_str(), member, watcher.clone(), side);
-        if let Some(Side::Member { visitor, .. }) = &core.side {
-            visitor.listen(survivor.clone())?;
-        }
+        let survivor = Survivor::new(room.clone(), signals.clone(), member);
+        let listening = visitor.listen(survivor.clone());
+        let core = Core::new(room, device, member, signals, survivor.clone(), Side::Member { visitor });
+        listening?;
         watcher.tick(survivor.watched());
         Ok(Semaphore { core: Arc::new(core) })
     }
@@ -288,7 +292,7 @@ impl Semaphore {
         if !core.room.word(index).reached(due) {
             core.meet_signallers(index, timeout.saturating_sub(clock.elapsed()))?;
             core.await_word(index, due.wrapping_sub(UNDER_WAY_MAX - 1), timeout, clock)?;
-            core.enqueue(stream, &[core.wait_op(index, due)?])?;
+            core.wait(index, stream)?;
         }
         permit.stream = Some(stream.clone());
         Ok(permit)
@@ -339,16 +343,9 @@ impl Permit {
         let is_behind =
             self.stream.as_ref().is_some_and(|own| own.is_same(stream)) || core.room.word(index).reached(before);
         // Another stream than it was acquired on is not behind the last holder's work yet, and its signal would be early.
-        let wait = if is_behind { None } else { Some(core.wait_op(index, before)?) };
-        let value = core.room.promise(index, core.member);
-        let signal = core.signal_op(index, value)?;
-        let ops: Vec<StreamOp> = wait.into_iter().chain([signal]).collect();
-        let enqueued = core.enqueue(stream, &ops);
-        if enqueued.is_err() {
-            core.pay_later(index, value);
-        }
+        let released = core.release(index, stream, is_behind);
         self.hand_on();
-        enqueued
+        released
     }
 
     fn hand_on(&mut self) {

@@ -141,6 +141,17 @@ impl Room {
         self.permits
     }
 
+    #[cfg(test)]
+    pub(super) fn at_start(&self) -> &AtomicU64 {
+        self.page.at(0)
+    }
+
+    /// Writes one value everywhere.
+    #[cfg(test)]
+    pub(super) fn scribble(&self, value: u64) {
+        (0..self.page.bytes() / 8).for_each(|index| self.page.at::<AtomicU64>(8 * index).store(value, SeqCst));
+    }
+
     fn bits(&self, group: u32) -> &AtomicU64 {
         self.page.at(BITS + 8 * group as usize)
     }

@@ -1,32 +1,36 @@
 //! What a member does by itself when others die: the creator may be among them.
 //!
-//! A stream of ours may wait for what another member's device has not signalled yet. The creator lets it go if that
-//! member dies; if both die, nobody would. So before a stream of ours is made to wait, we have asked the creator for
-//! the pidfd of everybody it waits for, directly or through others, and watch these ourselves.
+//! A stream of ours may wait for what another member's device has not signalled yet, on a [page](super::signals) of the
+//! two of us: nobody else could let it go. So before a stream of ours is made to wait, we have asked the creator for
+//! the pidfd of everybody it waits for, and watch these ourselves.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::room::{CREATOR, Room};
+use super::signals::Signals;
+use super::warden::Notice;
 use crate::error::{Error, Result};
 use crate::fork::{self, Home, PrivateFd};
 use crate::link::closer::PeerFd;
 use crate::link::watcher::{Next, Watch, Watched, Watcher};
-use crate::rendezvous::Visit;
+use crate::rendezvous::{Gift, Visit, decode};
 
-/// More members than this are looked through for such as owe nothing any more.
-const PRUNE_FROM: usize = 64;
+/// What the creator has told us and the attendant has not come to: two for each member that there can be.
+const NOTICES_MAX: usize = 512;
 
 /// Watches the creator and those whose signals our streams wait for.
 pub(super) struct Survivor {
     home: Home,
     room: Arc<Room>,
+    signals: Arc<Signals>,
     me: Weak<Survivor>,
     member: u32,
     /// The creator is there no more.
     is_over: AtomicBool,
+    notices: AtomicUsize,
     /// Proven dead, and perhaps owing something behind the work of the living.
     dead: Mutex<BTreeSet<u32>>,
     /// By member; the watch ends before its descriptor is closed.
@@ -40,13 +44,15 @@ impl std::fmt::Debug for Survivor {
 }
 
 impl Survivor {
-    pub(super) fn new(room: Arc<Room>, member: u32) -> Arc<Survivor> {
+    pub(super) fn new(room: Arc<Room>, signals: Arc<Signals>, member: u32) -> Arc<Survivor> {
         Arc::new_cyclic(|me: &Weak<Survivor>| Survivor {
             home: Home::here(),
             room,
+            signals,
             me: me.clone(),
             member,
             is_over: AtomicBool::new(false),
+            notices: AtomicUsize::new(0),
             dead: Mutex::default(),
             known: Mutex::default(),
         })
@@ -75,16 +81,17 @@ impl Survivor {
         })?;
         let pidfd = pidfd.accept();
         let watch = watcher.watch(pidfd.as_fd(), &self.watched(), member.into())?;
-        let mut forgotten = Vec::new();
-        let mut known = self.known();
-        if known.len() >= PRUNE_FROM {
-            let quiet: Vec<u32> = known.keys().copied().filter(|&member| !self.room.owes(member)).collect();
-            forgotten.extend(quiet.iter().filter_map(|member| known.remove(member)));
-        }
-        forgotten.extend(known.insert(member, (watch, pidfd)));
-        drop(known);
+        let forgotten = self.known().insert(member, (watch, pidfd));
         drop(forgotten);
         Ok(())
+    }
+
+    /// The member is here no more: what it owes is stored, and nothing of it kept. Not on the watcher's thread.
+    pub(super) fn forget(&self, member: u32) {
+        let forgotten = self.known().remove(&member);
+        drop(forgotten);
+        self.bury(member);
+        self.signals.forget(member);
     }
 
     fn known(&self) -> MutexGuard<'_, BTreeMap<u32, (Watch, PrivateFd)>> {
@@ -97,8 +104,19 @@ impl Survivor {
 
     /// The member is proven dead, or has left and owes nothing.
     pub(super) fn bury(&self, member: u32) {
+        self.signals.lift(member);
         self.dead().insert(member);
         self.settle();
+    }
+
+    fn on_notice(&self, mut gift: Gift) {
+        let name = self.signals.name();
+        match (decode(&gift.body, name), gift.fds.pop()) {
+            // Who asked times out if it fails.
+            (Ok(Notice::Serve { member }), Some(page)) => drop(self.signals.serve(member, page)),
+            (Ok(Notice::Gone { member }), None) => self.forget(member),
+            _ => {}
+        }
     }
 
     fn settle(&self) {
@@ -120,6 +138,20 @@ impl Visit for Survivor {
     fn proven_dead(&self) {
         self.bury(CREATOR);
     }
+
+    /// On the watcher's thread: what follows calls the driver.
+    fn told(&self, gift: Gift) {
+        let Some(me) = self.me.upgrade() else { return };
+        // More than an honest creator sends are dropped.
+        if self.notices.fetch_add(1, SeqCst) >= NOTICES_MAX {
+            self.notices.fetch_sub(1, SeqCst);
+            return;
+        }
+        self.signals.watcher().attend(Box::new(move || {
+            me.on_notice(gift);
+            me.notices.fetch_sub(1, SeqCst);
+        }));
+    }
 }
 
 impl Watched for Survivor {
@@ -134,6 +166,7 @@ impl Watched for Survivor {
 
     fn on_tick(&self, _now_ns: u64) {
         self.settle();
+        self.signals.lift_again();
     }
 }
 

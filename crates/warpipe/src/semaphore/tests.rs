@@ -413,3 +413,101 @@ fn so_many_works_may_be_under_way_and_no_more() {
     drop(creator.acquire(&stream, WAIT).unwrap());
     stream.synchronize(WAIT).unwrap();
 }
+
+/// Member `index` of `all` acquires the permit on a stream of its own while the one before it has work under way.
+fn chain(all: &[&Semaphore], device: &Device) -> (Vec<Stream>, mpsc::Sender<()>) {
+    let streams: Vec<Stream> = all.iter().map(|_| device.stream().unwrap()).collect();
+    let (go, held) = mpsc::channel::<()>();
+    streams[0].call(move || assert!(held.recv().is_err())).unwrap();
+    for (member, stream) in all.iter().zip(&streams) {
+        member.acquire(stream, WAIT).unwrap().release(stream).unwrap();
+    }
+    (streams, go)
+}
+
+#[test]
+fn no_page_that_a_members_stream_waits_on_can_be_removed_or_is_anybody_elses() {
+    let (stage, device) = (Stage::new("holes"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let third = Semaphore::open(&stage.domain, "turns", &device).unwrap();
+    let (streams, go) = chain(&[&creator, &member, &third, &creator], &device);
+    assert!(streams[1..].iter().all(|stream| !stream.is_idle().unwrap()), "each waits for the one before");
+    // This process holds both ends of each page: all mappings and descriptors that there are.
+    let mut inodes = BTreeSet::new();
+    for (who, with) in [(&creator, &member), (&member, &third), (&third, &creator)] {
+        let pages = who.core.signals().shared_with(with.core.member);
+        assert!(!pages.is_empty());
+        for page in pages {
+            let (inode, is_removed) = crate::hostile::holes::removes_page_of(page.at::<AtomicU64>(0));
+            assert!(!is_removed);
+            inodes.insert(inode);
+        }
+    }
+    assert!(inodes.len() >= 3, "a page for each pair: {inodes:?}");
+    drop(go);
+    streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+}
+
+#[test]
+fn a_stream_goes_on_in_time_whatever_a_third_member_does_to_the_page_of_all() {
+    let (stage, device) = (Stage::new("common"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let (streams, go) = chain(&[&creator, &member], &device);
+    // The third removes all of the common page, behind whatever the devices have registered, and fills it with nonsense.
+    let page = creator.core.room.at_start();
+    let (_, is_removed) = crate::hostile::holes::removes_page_of(page);
+    assert!(is_removed, "it is everybody's: the streams must not depend on it");
+    creator.core.room.scribble(u64::MAX / 3);
+    assert!(!streams[1].is_idle().unwrap(), "nothing goes early");
+    drop(go);
+    streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+}
+
+#[test]
+fn a_stream_waits_for_nothing_that_a_signaller_has_not_promised() {
+    let (stage, device) = (Stage::new("promised"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let stream = device.stream().unwrap();
+    // A third member says that the creator is about to signal, which never comes.
+    creator.core.room.promise(0, CREATOR);
+    creator.core.room.promise(0, CREATOR);
+    member.acquire(&stream, WAIT).unwrap().release(&stream).unwrap();
+    stream.synchronize(WAIT).unwrap();
+}
+
+#[test]
+fn streams_go_on_when_the_member_that_they_wait_for_is_dead() {
+    let (stage, device) = (Stage::new("dead"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let third = Semaphore::open(&stage.domain, "turns", &device).unwrap();
+    let (streams, go) = chain(&[&member, &creator, &third], &device);
+    let more = device.stream().unwrap();
+    drop(third.acquire(&more, WAIT).unwrap());
+    // What each watcher does at the proof of the member's death.
+    creator.core.survivor().bury(member.core.member);
+    streams[1].synchronize(WAIT).unwrap();
+    third.core.survivor().bury(member.core.member);
+    streams[2].synchronize(WAIT).unwrap();
+    more.synchronize(WAIT).unwrap();
+    drop(go);
+    streams[0].synchronize(WAIT).unwrap();
+}
+
+#[test]
+fn members_that_leave_take_their_pages_with_them() {
+    let (stage, device) = (Stage::new("leavers"), Device::host());
+    let creator = Semaphore::create(&stage.domain, "turns", &device, 1).unwrap();
+    for _ in 0..3 {
+        let member = Semaphore::open(&stage.domain, "turns", &device).unwrap();
+        let number = member.core.member;
+        let (streams, go) = chain(&[&creator, &creator, &member, &member, &creator, &creator], &device);
+        assert!(!creator.core.signals().shared_with(number).is_empty());
+        drop((go, member));
+        streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+        let start = Instant::now();
+        while !creator.core.signals().shared_with(number).is_empty() {
+            assert!(start.elapsed() < WAIT);
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+    }
+}

@@ -1,14 +1,17 @@
 //! The creator's side: lets members in, and takes back what the dead leave behind.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
 use super::room::{CREATOR, Room};
+use super::signals::Signals;
+use super::survivor::Survivor;
 use crate::backend::DeviceKind;
 use crate::error::{Error, Result};
 use crate::fork::PrivateFd;
+use crate::link::seal;
 use crate::rendezvous::{Answer, Caller, Desk, Ending, Keep, Refusal, decode};
 
 /// What comes with the admission, beside the page's descriptor.
@@ -19,17 +22,37 @@ pub(super) struct Welcome {
     pub(super) permits: u32,
 }
 
-/// What a member asks: for a pidfd of another one, whose device its own streams are about to wait for.
+/// What a member asks about another one, whose device its own streams are about to wait for.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct WhoIs {
-    pub(super) member: u32,
+pub(super) enum Ask {
+    /// A page to share with it, and its pidfd; answered with [`Here`].
+    Page { member: u32 },
+    /// That page is mapped here, and can be given to the other one, too. Answered with nothing.
+    Mapped { member: u32 },
 }
 
-/// The answer: the pidfd comes with it if the member is here. If not, it owes nothing any more.
+/// Whether the member is here: then a page comes with the answer, and its pidfd unless it is the creator. If it is not, it
+/// owes nothing any more.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Here(pub(super) bool);
 
+/// What the creator tells a member that has not asked.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Notice {
+    /// This member's streams are to wait for yours: map and seal the page that comes with it, and signal there.
+    Serve { member: u32 },
+    /// This member is here no more.
+    Gone { member: u32 },
+}
+
+/// A page for two members, and what tells of the other one's death.
+pub(super) struct Offer {
+    pub(super) page: PrivateFd,
+    pub(super) pidfd: Option<PrivateFd>,
+}
+
 /// Whose semaphore it is.
+#[derive(Debug)]
 pub(super) struct Warden {
     room: Arc<Room>,
     page: PrivateFd,
@@ -37,11 +60,57 @@ pub(super) struct Warden {
     /// Members that have been let in and are not gone. The lock also keeps sweeps apart; nothing of the driver is
     /// called under it.
     present: Mutex<BTreeSet<u32>>,
+    /// The creator's own.
+    signals: Arc<Signals>,
+    survivor: Arc<Survivor>,
+    /// By who asked: pages that it has not mapped yet, and whose signals they are for. One for each.
+    offers: Mutex<HashMap<u32, (u32, PrivateFd)>>,
 }
 
 impl Warden {
-    pub(super) fn new(room: Arc<Room>, page: PrivateFd, device: DeviceKind) -> Warden {
-        Warden { room, page, device, present: Mutex::default() }
+    pub(super) fn new(
+        room: Arc<Room>,
+        page: PrivateFd,
+        device: DeviceKind,
+        signals: Arc<Signals>,
+        survivor: Arc<Survivor>,
+    ) -> Warden {
+        Warden { room, page, device, present: Mutex::default(), signals, survivor, offers: Mutex::default() }
+    }
+
+    fn offers(&self) -> MutexGuard<'_, HashMap<u32, (u32, PrivateFd)>> {
+        self.offers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a page for `asker`, whose streams are to wait for those of `member`. None if that is not here.
+    pub(super) fn offer(&self, desk: &Desk, asker: u32, member: u32) -> Result<Option<Offer>> {
+        let pidfd = match member {
+            CREATOR => None,
+            _ => {
+                let present = self.present();
+                let pidfd = if present.contains(&member) { desk.pidfd_of(member.into())? } else { None };
+                if pidfd.is_none() {
+                    self.sweep(&present);
+                    return Ok(None);
+                }
+                pidfd
+            }
+        };
+        let page = seal::memfd(c"warpipe-words", super::signals::bytes_for(self.room.permits()) as u64)?;
+        let copy = PrivateFd::duplicate(&page).map_err(|e| Error::os("fcntl(F_DUPFD)", "a page of two members", e))?;
+        self.offers().insert(asker, (member, copy));
+        Ok(Some(Offer { page, pidfd }))
+    }
+
+    /// The asker has mapped its page: the other one can have it, too.
+    pub(super) fn forward(&self, desk: &Desk, asker: u32, member: u32) -> Result<(), Refusal> {
+        let offered = self.offers().remove(&asker).filter(|(of, _)| *of == member);
+        let (_, page) = offered.ok_or_else(|| Refusal("it was offered no such page".into()))?;
+        if member == CREATOR {
+            return Ok(self.signals.serve(asker, page)?);
+        }
+        let is_told = desk.tell(member.into(), Answer::new(&Notice::Serve { member: asker }, vec![page])?);
+        if is_told { Ok(()) } else { Err(Refusal(format!("member {member} does not answer"))) }
     }
 
     fn present(&self) -> MutexGuard<'_, BTreeSet<u32>> {
@@ -68,21 +137,36 @@ impl Keep for Warden {
         Ok(answer)
     }
 
-    fn answer(&self, desk: &Desk, _caller: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
-        let WhoIs { member } = decode(body, desk.name())?;
-        let present = self.present();
-        let pidfd = if present.contains(&member) { desk.pidfd_of(member.into())? } else { None };
-        if pidfd.is_none() {
-            self.sweep(&present);
+    fn answer(&self, desk: &Desk, caller: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
+        let asker = u32::try_from(caller.id).unwrap_or(CREATOR);
+        match decode(body, desk.name())? {
+            Ask::Page { member } => {
+                let offer = self.offer(desk, asker, member)?;
+                let is_here = Here(offer.is_some());
+                let fds = offer.into_iter().flat_map(|Offer { page, pidfd }| [page].into_iter().chain(pidfd));
+                Answer::new(&is_here, fds.collect())
+            }
+            Ask::Mapped { member } => {
+                self.forward(desk, asker, member)?;
+                Ok(Answer::default())
+            }
         }
-        Answer::new(&Here(pidfd.is_some()), Vec::from_iter(pidfd))
     }
 
-    fn gone(&self, _desk: &Desk, caller: &Caller, _ending: Ending) {
+    fn gone(&self, desk: &Desk, caller: &Caller, _ending: Ending) {
         // After a goodbye, too: a member says it only when its devices have signalled all that it promised.
         let mut present = self.present();
         present.retain(|&member| u64::from(member) != caller.id);
         self.sweep(&present);
+        let others: Vec<u32> = present.iter().copied().collect();
+        drop(present);
+        let Ok(member) = u32::try_from(caller.id) else { return };
+        self.offers().remove(&member);
+        self.survivor.forget(member);
+        for other in others {
+            // One that does not read what it is sent keeps a page that says nothing any more.
+            let _ = Answer::new(&Notice::Gone { member }, vec![]).map(|notice| desk.tell(other.into(), notice));
+        }
     }
 
     /// On the watcher's thread: atomics and wake-ups alone. What a dead member owes behind a living one's work comes

@@ -1,0 +1,282 @@
+//! The words that members' streams wait for: each pair of members that needs one has a page of its own.
+//!
+//! The semaphore's own page is everybody's: any member can write it, and remove pages of it under a device. So no
+//! stream waits there. A member that releases a permit behind a stream counts that release, for this permit, in
+//! memory of its own ([`Raiser`]), and its stream signals the count there and to every *listener*: a member whose
+//! streams have had to wait for it. The two share a page that nobody else has, and that is sealed against removal.
+//!
+//! A stream that is given a permit waits for all that its last signallers have *promised*: a promise is stored in the
+//! listener's page by the CPU of who makes it, before the permit is handed on. Nothing that a third member writes
+//! anywhere comes into it, except who the signallers are: then a stream may go on too early, but never hangs.
+//!
+//! When a member is proven dead, each of its listeners lifts all words that they share above every count.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::backend::StreamOp;
+use crate::clock::Stopwatch;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::PrivateFd;
+use crate::link::proof::Streams;
+use crate::link::watcher::{Usage, Watcher};
+use crate::memory::lane::{LANE_BYTES, Lane, Raiser};
+use crate::memory::page::{Draft, Page};
+use crate::stream::{Backoff, Stream};
+
+/// The most members that listen to one: the creator and all others.
+const LISTENERS_MAX: usize = 257;
+
+/// Where the counts begin in a page.
+const LANES: usize = 64;
+
+/// Bytes of a page of two members, for so many permits.
+pub(super) fn bytes_for(permits: u32) -> usize {
+    (LANES + permits as usize * (LANE_BYTES + 8)).next_multiple_of(crate::memory::page::PAGE_BYTES)
+}
+
+/// A page of a signaller and a listener.
+#[derive(Debug, Clone)]
+struct Words {
+    page: Arc<Page>,
+    permits: u32,
+}
+
+impl Words {
+    /// 1 once the signaller signals here.
+    fn is_served(&self) -> &AtomicU32 {
+        self.page.at(0)
+    }
+
+    /// The signaller's releases of a permit that its streams have come to.
+    fn lane(&self, permit: u32) -> Lane {
+        debug_assert!(permit < self.permits);
+        Lane::new(&self.page, LANES + permit as usize * LANE_BYTES)
+    }
+
+    /// Those that it has given to a stream.
+    fn promised(&self, permit: u32) -> &AtomicU64 {
+        self.page.at(LANES + self.permits as usize * LANE_BYTES + permit as usize * 8)
+    }
+
+    fn lift(&self) {
+        (0..self.permits).for_each(|permit| self.lane(permit).end());
+    }
+}
+
+/// A member whose signals our streams wait for.
+#[derive(Debug)]
+struct Heard {
+    words: Words,
+    is_dead: bool,
+}
+
+/// One member's part.
+#[derive(Debug)]
+pub(super) struct Signals {
+    member: u32,
+    name: String,
+    device: Device,
+    streams: Arc<Streams>,
+    watcher: Arc<Watcher>,
+    /// For each permit, our releases of it.
+    raisers: Vec<Raiser>,
+    listeners: Mutex<Vec<(u32, Words)>>,
+    /// No call of the driver is made under it: the watcher takes it.
+    heard: Mutex<BTreeMap<u32, Heard>>,
+    /// One thread at a time gets to know another member.
+    pub(super) meeting: Mutex<()>,
+}
+
+impl Signals {
+    pub(super) fn new(
+        member: u32,
+        permits: u32,
+        name: &str,
+        device: &Device,
+        watcher: &Arc<Watcher>,
+    ) -> Result<Arc<Signals>> {
+        let own = Arc::new(Page::private(device, permits as usize * LANE_BYTES)?);
+        let raisers = (0..permits as usize).map(|permit| Raiser::new(Lane::new(&own, permit * LANE_BYTES), 0));
+        Ok(Arc::new(Signals {
+            member,
+            name: name.to_string(),
+            device: device.clone(),
+            streams: Arc::default(),
+            watcher: watcher.clone(),
+            raisers: raisers.collect(),
+            listeners: Mutex::default(),
+            heard: Mutex::default(),
+            meeting: Mutex::default(),
+        }))
+    }
+
+    /// The streams that were given anything to do with the semaphore.
+    pub(super) fn streams(&self) -> &Arc<Streams> {
+        &self.streams
+    }
+
+    pub(super) fn watcher(&self) -> &Arc<Watcher> {
+        &self.watcher
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn permits(&self) -> u32 {
+        self.raisers.len() as u32
+    }
+
+    fn listeners(&self) -> MutexGuard<'_, Vec<(u32, Words)>> {
+        self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn heard(&self) -> MutexGuard<'_, BTreeMap<u32, Heard>> {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Signals a release of `permit` behind the stream's work, after `before`. The permit is not handed on yet.
+    pub(super) fn release(&self, permit: u32, stream: &Stream, before: &[StreamOp]) -> Result<()> {
+        let raiser = &self.raisers[permit as usize];
+        let count = raiser.raise_behind(stream, &self.streams, before, |last| Ok(last + 1))?;
+        for (_, words) in self.listeners().iter() {
+            words.promised(permit).fetch_max(count, SeqCst);
+        }
+        Ok(())
+    }
+
+    /// What a stream that is given `permit` must wait for: all that `signallers` have promised so far.
+    pub(super) fn waits(&self, permit: u32, signallers: impl Iterator<Item = u32>) -> Vec<StreamOp> {
+        let heard = self.heard();
+        let mut waits: Vec<StreamOp> = Vec::new();
+        for signaller in signallers {
+            let wait = if signaller == self.member {
+                let raiser = &self.raisers[permit as usize];
+                raiser.own().wait_op(raiser.last())
+            } else {
+                let words = heard.get(&signaller).map(|heard| &heard.words);
+                words.and_then(|words| words.lane(permit).wait_op(words.promised(permit).load(SeqCst)))
+            };
+            waits.extend(wait.filter(|wait| !waits.contains(wait)));
+        }
+        waits
+    }
+
+    /// Whether streams of ours can wait for the member's.
+    pub(super) fn hears(&self, member: u32) -> bool {
+        member == self.member || self.heard().contains_key(&member)
+    }
+
+    /// Maps the page that is to be ours and another member's.
+    pub(super) fn map(&self, fd: PrivateFd) -> Result<Draft> {
+        Draft::open(fd, bytes_for(self.permits()), &self.name)
+    }
+
+    /// Waits until `member` has sealed the page and signals there.
+    pub(super) fn hear(&self, member: u32, draft: Draft, timeout: Duration) -> Result<()> {
+        let (mut clock, mut backoff) = (Stopwatch::default(), Backoff::default());
+        let mut wait = |is_done: &dyn Fn() -> bool| {
+            while !is_done() {
+                if clock.elapsed() >= timeout {
+                    let what = format!("member {member} of {:?} to share its signals", self.name);
+                    return Err(Error::Timeout { what, waited: timeout });
+                }
+                backoff.pause();
+            }
+            Ok(())
+        };
+        wait(&|| draft.is_closed())?;
+        let words = Words { page: Arc::new(draft.confirm(&self.device, &self.name)?), permits: self.permits() };
+        let served = wait(&|| words.is_served().load(SeqCst) == 1);
+        if let Err(error) = served {
+            self.let_go(words);
+            return Err(error);
+        }
+        let earlier = self.heard().insert(member, Heard { words, is_dead: false });
+        earlier.into_iter().for_each(|heard| self.let_go(heard.words));
+        Ok(())
+    }
+
+    /// Begins to signal to a member, on a page that it has mapped. On the attendant: calls the driver.
+    pub(super) fn serve(self: &Arc<Self>, member: u32, fd: PrivateFd) -> Result<()> {
+        self.mute(member);
+        if self.listeners().len() >= LISTENERS_MAX {
+            return Err(Error::argument("listener", member, format!("one of {LISTENERS_MAX}")));
+        }
+        let draft = Draft::open(fd, bytes_for(self.permits()), &self.name)?;
+        let words = Words { page: Arc::new(draft.close(&self.device, &self.name)?), permits: self.permits() };
+        self.listeners().push((member, words.clone()));
+        let mut has_all = true;
+        for (permit, raiser) in (0..).zip(&self.raisers) {
+            has_all &= raiser.add(member.into(), &words.lane(permit));
+            words.promised(permit).fetch_max(raiser.last(), SeqCst);
+        }
+        words.is_served().store(1, SeqCst);
+        if !has_all {
+            let me = self.clone();
+            self.watcher.retire(move || me.catch_up());
+        }
+        Ok(())
+    }
+
+    /// Signals to a member no more.
+    fn mute(&self, member: u32) {
+        let mut listeners = self.listeners();
+        let Some(index) = listeners.iter().position(|(listener, _)| *listener == member) else { return };
+        let (_, words) = listeners.swap_remove(index);
+        drop(listeners);
+        self.raisers.iter().for_each(|raiser| drop(raiser.remove(member.into())));
+        self.let_go(words);
+    }
+
+    /// Whether listeners have every count that our streams have come to.
+    pub(super) fn catch_up(&self) -> bool {
+        self.raisers.iter().fold(true, |has_all, raiser| raiser.catch_up() && has_all)
+    }
+
+    /// The member is proven dead, or has left behind all of its signals: streams that wait for it go on. CPU stores
+    /// alone.
+    pub(super) fn lift(&self, member: u32) {
+        if let Some(heard) = self.heard().get_mut(&member) {
+            heard.is_dead = true;
+            heard.words.lift();
+        }
+    }
+
+    /// The same once more: what a dead member's device still wrote after it stands below.
+    pub(super) fn lift_again(&self) {
+        self.heard().values().filter(|heard| heard.is_dead).for_each(|heard| heard.words.lift());
+    }
+
+    /// The member is there no more, in either role.
+    pub(super) fn forget(&self, member: u32) {
+        self.lift(member);
+        self.mute(member);
+        let heard = self.heard().remove(&member);
+        heard.into_iter().for_each(|heard| self.let_go(heard.words));
+    }
+
+    /// Lets a page go behind what streams were given for it.
+    fn let_go(&self, words: Words) {
+        let (streams, mut proof) = (self.streams.clone(), None);
+        self.watcher.retire(move || {
+            if Arc::strong_count(&words.page) > 1 {
+                return Usage::Held;
+            }
+            proof.get_or_insert_with(|| streams.mark()).is_passed().into()
+        });
+    }
+
+    /// For tests: the first word shared with `member`, whichever role it has.
+    #[cfg(test)]
+    pub(super) fn shared_with(&self, member: u32) -> Vec<Arc<Page>> {
+        let listeners = self.listeners();
+        let served = listeners.iter().filter(|(listener, _)| *listener == member).map(|(_, words)| words.page.clone());
+        served.chain(self.heard().get(&member).map(|heard| heard.words.page.clone())).collect()
+    }
+}
