@@ -6,7 +6,8 @@
 //!
 //! The words lie in one page that every member maps for writing (`room.rs`, and byte by byte
 //! `docs/design/semaphore-page.md`): members trust each other with the *count*. What a wrong member can do to it stands
-//! at the head of `room.rs`; it cannot make another one panic, read elsewhere, or wait beyond its timeout.
+//! at the head of `room.rs`; it cannot make another one panic, read elsewhere, or wait beyond its timeout. No stream waits
+//! for a word of that page: each pair of members that needs one has a page of its own (`signals.rs`).
 
 mod core;
 #[cfg(test)]
@@ -178,7 +179,9 @@ impl Semaphore {
     /// Waits up to `timeout` for a permit, and makes `stream` wait (`cuStreamWaitValue64`) for the device work of its
     /// last holder, unless that is done. The CPU does not wait for that work.
     ///
-    /// At most 8 holders' works of one permit may be under way on devices; beyond that the CPU waits for the oldest.
+    /// At most 8 holders' works of one permit may be under way on devices; beyond that the CPU waits for the oldest. The
+    /// first time that a stream of this member is to wait for another member's, the two are given a page to share: that
+    /// takes a few messages, and the other one's process must answer.
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::OwnerGone`]; [`Error::Driver`], and the permit is free again. [`Error::Forked`].

@@ -13,9 +13,10 @@
 //!
 //! **Nobody overtakes.** While anybody waits, free permits go to the oldest ticket alone.
 //!
-//! **What a wrong member can do.** All members can write all of this. One that does so wrongly can take permits it has
-//! not got, give away those of others, turn the order round, and let streams start early or wait until it dies. It
-//! cannot make anybody read outside the page, panic, or loop: numbers are compared or checked and never used to address
+//! **What a wrong member can do.** All members can write all of this, and remove pages of it. One that does so wrongly
+//! can take permits it has not got, give away those of others, make permits unusable, turn the order round, and let
+//! streams start early. It cannot make a stream wait that would not otherwise (those wait on [pages of
+//! two](super::signals)), nor make anybody read outside the page, panic, or loop: numbers are compared or checked and never used to address
 //! unchecked, and every loop here has a bound.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};

@@ -236,7 +236,7 @@ impl Signals {
 
     /// Whether listeners have every count that our streams have come to.
     pub(super) fn catch_up(&self) -> bool {
-        self.raisers.iter().fold(true, |has_all, raiser| raiser.catch_up() && has_all)
+        self.raisers.iter().filter(|raiser| !raiser.catch_up()).count() == 0
     }
 
     /// The member is proven dead, or has left behind all of its signals: streams that wait for it go on. CPU stores
