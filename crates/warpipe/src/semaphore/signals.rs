@@ -13,7 +13,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -88,6 +88,8 @@ pub(super) struct Signals {
     listeners: Mutex<Vec<(u32, Words)>>,
     /// No call of the driver is made under it: the watcher takes it.
     heard: Mutex<BTreeMap<u32, Heard>>,
+    /// Some listener lacks counts that were given out before it came.
+    is_late: AtomicBool,
     /// One thread at a time gets to know another member.
     pub(super) meeting: Mutex<()>,
 }
@@ -111,6 +113,7 @@ impl Signals {
             raisers: raisers.collect(),
             listeners: Mutex::default(),
             heard: Mutex::default(),
+            is_late: AtomicBool::new(false),
             meeting: Mutex::default(),
         }))
     }
@@ -218,6 +221,7 @@ impl Signals {
         }
         words.is_served().store(1, SeqCst);
         if !has_all {
+            self.is_late.store(true, SeqCst);
             let me = self.clone();
             self.watcher.retire(move || me.catch_up());
         }
@@ -234,6 +238,15 @@ impl Signals {
         self.let_go(words);
     }
 
+    /// On the watcher's thread, which no driver holds up: CPU stores alone. What a dead member's device has written after
+    /// its page was lifted stands below.
+    pub(super) fn tick(&self) {
+        self.heard().values().filter(|heard| heard.is_dead).for_each(|heard| heard.words.lift());
+        if self.is_late.swap(false, SeqCst) && !self.catch_up() {
+            self.is_late.store(true, SeqCst);
+        }
+    }
+
     /// Whether listeners have every count that our streams have come to.
     pub(super) fn catch_up(&self) -> bool {
         self.raisers.iter().filter(|raiser| !raiser.catch_up()).count() == 0
@@ -246,11 +259,6 @@ impl Signals {
             heard.is_dead = true;
             heard.words.lift();
         }
-    }
-
-    /// The same once more: what a dead member's device still wrote after it stands below.
-    pub(super) fn lift_again(&self) {
-        self.heard().values().filter(|heard| heard.is_dead).for_each(|heard| heard.words.lift());
     }
 
     /// The member is there no more, in either role.

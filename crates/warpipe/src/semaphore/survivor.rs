@@ -166,7 +166,7 @@ impl Watched for Survivor {
 
     fn on_tick(&self, _now_ns: u64) {
         self.settle();
-        self.signals.lift_again();
+        self.signals.tick();
     }
 }
 
