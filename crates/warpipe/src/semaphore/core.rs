@@ -16,6 +16,7 @@ use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::Home;
+use crate::link::closer::PeerFd;
 use crate::link::watcher::{Usage, Watcher};
 use crate::rendezvous::{ANSWER_TIMEOUT, Keeper, Refusal, Visitor, decode, encode};
 use crate::stream::{Backoff, Stream};
@@ -203,9 +204,12 @@ impl Core {
     }
 
     /// A page to share with a member, from the creator. None if the member is here no more.
-    fn offer(&self, member: u32, timeout: Duration) -> Result<Option<Offer>> {
+    fn offer(&self, member: u32, timeout: Duration) -> Result<Option<Offer<PeerFd>>> {
         match &self.side {
-            Some(Side::Creator { keeper, warden }) => warden.offer(keeper.desk(), CREATOR, member),
+            Some(Side::Creator { keeper, warden }) => {
+                let offer = warden.offer(keeper.desk(), CREATOR, member)?;
+                Ok(offer.map(|Offer { page, pidfd }| Offer { page: page.into(), pidfd: pidfd.map(PeerFd::from) }))
+            }
             Some(Side::Member { visitor }) => {
                 let gift = visitor.ask(&encode(&Ask::Page { member })?, timeout)?;
                 let Here(is_here) = decode(&gift.body, &self.name)?;

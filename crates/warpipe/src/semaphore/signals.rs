@@ -21,7 +21,7 @@ use crate::backend::StreamOp;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::PrivateFd;
+use crate::link::closer::PeerFd;
 use crate::link::proof::Streams;
 use crate::link::watcher::{Usage, Watcher};
 use crate::memory::lane::{LANE_BYTES, Lane, Raiser};
@@ -176,7 +176,7 @@ impl Signals {
     }
 
     /// Maps the page that is to be ours and another member's.
-    pub(super) fn map(&self, fd: PrivateFd) -> Result<Draft> {
+    pub(super) fn map(&self, fd: PeerFd) -> Result<Draft> {
         Draft::open(fd, bytes_for(self.permits()), &self.name)
     }
 
@@ -206,7 +206,7 @@ impl Signals {
     }
 
     /// Begins to signal to a member, on a page that it has mapped. On the attendant: calls the driver.
-    pub(super) fn serve(self: &Arc<Self>, member: u32, fd: PrivateFd) -> Result<()> {
+    pub(super) fn serve(self: &Arc<Self>, member: u32, fd: PeerFd) -> Result<()> {
         self.mute(member);
         if self.listeners().len() >= LISTENERS_MAX {
             return Err(Error::argument("listener", member, format!("one of {LISTENERS_MAX}")));

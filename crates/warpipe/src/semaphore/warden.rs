@@ -46,9 +46,9 @@ pub(super) enum Notice {
 }
 
 /// A page for two members, and what tells of the other one's death.
-pub(super) struct Offer {
-    pub(super) page: PrivateFd,
-    pub(super) pidfd: Option<PrivateFd>,
+pub(super) struct Offer<F> {
+    pub(super) page: F,
+    pub(super) pidfd: Option<F>,
 }
 
 /// Whose semaphore it is.
@@ -83,7 +83,7 @@ impl Warden {
     }
 
     /// Makes a page for `asker`, whose streams are to wait for those of `member`. None if that is not here.
-    pub(super) fn offer(&self, desk: &Desk, asker: u32, member: u32) -> Result<Option<Offer>> {
+    pub(super) fn offer(&self, desk: &Desk, asker: u32, member: u32) -> Result<Option<Offer<PrivateFd>>> {
         let pidfd = match member {
             CREATOR => None,
             _ => {
@@ -107,7 +107,7 @@ impl Warden {
         let offered = self.offers().remove(&asker).filter(|(of, _)| *of == member);
         let (_, page) = offered.ok_or_else(|| Refusal("it was offered no such page".into()))?;
         if member == CREATOR {
-            return Ok(self.signals.serve(asker, page)?);
+            return Ok(self.signals.serve(asker, page.into())?);
         }
         let is_told = desk.tell(member.into(), Answer::new(&Notice::Serve { member: asker }, vec![page])?);
         if is_told { Ok(()) } else { Err(Refusal(format!("member {member} does not answer"))) }
