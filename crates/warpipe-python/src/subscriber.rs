@@ -27,7 +27,7 @@ use crate::wait::{SLICE, Timeout, optional, seconds};
 ///
 /// One thread at a time receives; others wait for their turn. Frames may go anywhere.
 ///
-/// Raises ``NoPublisherError``, ``HandshakeError``, ``AccessDeniedError``, ``PeerAccessError``, ``DeviceError``.
+/// Raises ``NoPublisherError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``, ``PeerAccessError``, ``DeviceError``.
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Subscriber", weakref)]
 #[derive(Debug)]
 pub struct Subscriber {

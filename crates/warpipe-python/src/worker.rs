@@ -28,7 +28,7 @@ use crate::wait::{SLICE, Timeout, optional, seconds};
 /// One thread at a time leases; others wait for their turn. Leases may go anywhere. ``close()``, or the end of a ``with``
 /// block: jobs that it was given and has not leased go to others; those that are leased can still be answered.
 ///
-/// Raises ``NoPublisherError``, ``HandshakeError``, ``AccessDeniedError``, ``PeerAccessError``, ``DeviceError``.
+/// Raises ``NoPublisherError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``, ``PeerAccessError``, ``DeviceError``.
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Worker", weakref)]
 #[derive(Debug)]
 pub struct Worker {

@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+pub(super) use self::handshake::SubscriberIdentity;
 use self::handshake::{Greeter, Welcome, import};
 pub(super) use self::vigil::Standing;
 use self::vigil::Vigil;
@@ -113,7 +114,7 @@ impl Inlet {
         device: &Device,
         bell: &Arc<Bell>,
         timeout: Duration,
-        generation: [u8; 16],
+        SubscriberIdentity { kind, generation }: SubscriberIdentity,
     ) -> Result<Arc<Inlet>> {
         let watcher = Watcher::of_process()?;
         let socket = domain.connect(name, timeout)?;
@@ -122,8 +123,8 @@ impl Inlet {
             let detail = format!("uid {} listens in a domain of uid {}", peer.uid, domain.owner());
             return Err(Error::AccessDenied { name: name.to_string(), detail });
         }
-        let greeter = Greeter { socket: &socket, name: name.as_str(), start: Instant::now(), timeout };
-        greeter.say(&Message::Hello { generation, device: device.info().id })?;
+        let greeter = Greeter { socket: &socket, name: name.as_str(), kind, start: Instant::now(), timeout };
+        greeter.say(&Message::Hello { generation, device: device.info().id, kind })?;
         let welcome = greeter.welcome(device)?;
         match greeter.settle(device, &welcome) {
             Ok(regions) => Inlet::assemble(welcome, regions, name, device, bell, socket, peer, watcher),

@@ -17,6 +17,7 @@ use crate::link::PeerState;
 use crate::link::entry::Metadata;
 use crate::link::peer::Peer;
 use crate::link::segment::DEPTH_MAX;
+use crate::rendezvous::Kind;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -60,6 +61,7 @@ type PolicyOf = Arc<dyn Fn(&Applicant) -> Policy + Send + Sync>;
 #[derive(Clone)]
 pub struct PublisherBuilder {
     name: String,
+    pub(super) kind: Kind,
     domain: Option<Domain>,
     device: Option<Device>,
     policy: Policy,
@@ -81,6 +83,7 @@ impl PublisherBuilder {
     fn new(name: &str) -> PublisherBuilder {
         PublisherBuilder {
             name: name.to_string(),
+            kind: Kind::Publisher,
             domain: None,
             device: None,
             policy: Policy::Block { timeout: Duration::from_secs(5) },
@@ -163,6 +166,12 @@ impl PublisherBuilder {
     /// How long a subscriber may take to attach before its connection is closed: 5 s by default.
     pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
         self.handshake_timeout = timeout;
+        self
+    }
+
+    /// What this endpoint is to those who open it.
+    pub(crate) fn kind(mut self, kind: Kind) -> Self {
+        self.kind = kind;
         self
     }
 

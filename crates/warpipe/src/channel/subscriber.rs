@@ -16,7 +16,7 @@ use rustix::event::epoll;
 pub(crate) use arrival::{Arrival, Awaited};
 pub use builder::SubscriberBuilder;
 
-use super::inlet::{Inlet, Standing};
+use super::inlet::{Inlet, Standing, SubscriberIdentity};
 use super::sample::{Discontinuity, Sample};
 use crate::backend::DevicePtr;
 use crate::device::Device;
@@ -30,6 +30,7 @@ use crate::link::ring::ReceiverRing;
 use crate::link::wake::Bell;
 use crate::memory::region::Region;
 use crate::nvtx;
+use crate::rendezvous::Kind;
 use crate::stream::Stream;
 
 /// How long a sample's region may take to arrive behind the sample itself.
@@ -128,6 +129,7 @@ impl Subscriber {
             timeout: Duration::from_secs(10),
             spin: Duration::from_micros(20),
             handshake_timeout: super::HANDSHAKE_TIMEOUT,
+            kind: Kind::Publisher,
             generation: None,
         }
     }
@@ -185,7 +187,8 @@ impl Subscriber {
     fn attach(&mut self) -> Result<()> {
         let generation = self.options.generation.unwrap_or_else(crate::link::watcher::new_generation);
         let timeout = self.options.handshake_timeout;
-        let inlet = Inlet::connect(&self.domain, &self.name, &self.device, &self.bell, timeout, generation)?;
+        let identity = SubscriberIdentity { kind: self.options.kind, generation };
+        let inlet = Inlet::connect(&self.domain, &self.name, &self.device, &self.bell, timeout, identity)?;
         listen_to(&self.readable, inlet.wake.as_fd(), WAKE)?;
         let ring = ReceiverRing::new(inlet.segment().clone());
         // Before the first look at this ring: an end that is about to sleep looks once more behind this.

@@ -7,6 +7,7 @@ use crate::backend::{Access, DeviceId, DeviceKind};
 use crate::link::entry::{Allegation, Description, Metadata};
 use crate::link::message::{Farewell, Message, decode};
 use crate::link::segment::{META_BYTES_MAX, Segment};
+use crate::rendezvous::Kind;
 use crate::tensor::RANK_MAX;
 use crate::{DType, Device, Layout};
 
@@ -17,7 +18,7 @@ fn messages(random: &mut Random) -> [Message; 7] {
     let (generation, device) = ([random.next() as u8; 16], DeviceId { kind: DeviceKind::Host, uuid: [3; 16] });
     let (depth, regions) = (random.edge() as u32, random.edge() as u32);
     [
-        Message::Hello { generation, device },
+        Message::Hello { generation, device, kind: Kind::Publisher },
         Message::Welcome { generation, device, depth, access: Access::Read, lossless: true, regions },
         Message::Region { id: regions, bytes: random.edge() },
         Message::Attached,

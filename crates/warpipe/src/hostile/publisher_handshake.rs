@@ -11,9 +11,11 @@ use crate::backend::{DeviceId, DeviceKind};
 use crate::link::PeerState;
 use crate::link::message::{Farewell, Message, Received};
 use crate::link::seal;
+use crate::rendezvous::Kind;
 
 pub(super) fn hello() -> Message {
-    Message::Hello { generation: [7; 16], device: DeviceId { kind: DeviceKind::Host, uuid: [0; 16] } }
+    let device = DeviceId { kind: DeviceKind::Host, uuid: [0; 16] };
+    Message::Hello { generation: [7; 16], device, kind: Kind::Publisher }
 }
 
 /// Reads until the connection has ended; returns the refusal if there was one.

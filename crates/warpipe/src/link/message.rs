@@ -41,8 +41,8 @@ const FRAME_BYTES: usize = 8;
 /// Everything that is ever said over a link's socket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
-    /// Subscriber, first: who I am and what device I read with.
-    Hello { generation: [u8; 16], device: DeviceId },
+    /// Subscriber, first: who I am, what device I read with, and what I take this endpoint for.
+    Hello { generation: [u8; 16], device: DeviceId, kind: Kind },
     /// Publisher: the link. Descriptors: the segment, the wake channel.
     Welcome { generation: [u8; 16], device: DeviceId, depth: u32, access: Access, lossless: bool, regions: u32 },
     /// Publisher: one region of its memory, in order from 0. Descriptor: the memory.
@@ -57,7 +57,7 @@ pub(crate) enum Message {
     Visit { generation: [u8; 16], device: Option<DeviceId>, kind: Kind, body: Vec<u8> },
     /// Keeper: come in. Descriptors: as many as it says.
     Granted { generation: [u8; 16], body: Vec<u8>, fds: u8 },
-    /// Keeper, instead of `Granted`: what is here is something else.
+    /// Keeper or publisher, instead of `Granted` or `Welcome`: this endpoint is something else.
     OtherKind { found: Kind },
     /// Visitor: a question.
     Ask { serial: u64, body: Vec<u8> },

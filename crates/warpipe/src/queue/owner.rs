@@ -15,6 +15,7 @@ use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::link::wake::Bell;
+use crate::rendezvous::Kind;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -146,6 +147,7 @@ impl QueueBuilder {
             .loan_timeout(self.submit_timeout)
             .subscribers_max(self.workers_max)
             .handshake_timeout(self.handshake_timeout)
+            .kind(Kind::Queue)
             .observed_by(&observer);
         let builder = self.device.iter().fold(builder, |builder, device| builder.device(device));
         let rules = Rules {

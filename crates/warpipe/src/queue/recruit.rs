@@ -8,6 +8,7 @@ use super::answers_of;
 use super::desk::Desk;
 use crate::channel::{Member, Subscriber};
 use crate::error::{Error, Result};
+use crate::rendezvous::Kind;
 
 /// The most newcomers that are attached to at once, each on a thread: one that is stopped keeps its own for as long as a
 /// handshake may take, whether it is still there or not.
@@ -71,7 +72,7 @@ impl Desk {
         let timeout = self.options.handshake_timeout;
         let meet = move || {
             let met = answers_of(&name, member.generation).and_then(|answers| {
-                let builder = Subscriber::builder(answers.as_str()).domain(&domain).device(&device);
+                let builder = Subscriber::builder(answers.as_str()).kind(Kind::Results).domain(&domain).device(&device);
                 same_process(builder.handshake_timeout(timeout).build()?, member.pid)
             });
             // Gone meanwhile: what was attached goes, too.

@@ -14,6 +14,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::link::entry::Metadata;
+use crate::rendezvous::Kind;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -64,9 +65,13 @@ impl<'a> Liar<'a> {
     fn new(place: &'a Place) -> Liar<'a> {
         let generation = crate::link::watcher::new_generation();
         let name = answers_of("jobs", generation).unwrap();
-        let answers = Publisher::builder(name.as_str()).domain(&place.domain).device(&place.device);
+        let answers = Publisher::builder(name.as_str()).kind(Kind::Results).domain(&place.domain).device(&place.device);
         let answers = answers.policy(Policy::Block { timeout: SOON }).build().unwrap();
-        let jobs = Subscriber::builder("jobs").domain(&place.domain).device(&place.device).generation(generation);
+        let jobs = Subscriber::builder("jobs")
+            .domain(&place.domain)
+            .device(&place.device)
+            .kind(Kind::Queue)
+            .generation(generation);
         Liar { place, answers, jobs: jobs.timeout(SOON).build().unwrap() }
     }
 
@@ -157,7 +162,8 @@ fn garbage_for_an_answer_ends_its_link_alone() {
 #[test]
 fn a_worker_that_gets_garbage_for_a_job_says_so_and_closes_its_link() {
     let place = Place::new("bad-job");
-    let queue = Publisher::builder("jobs").domain(&place.domain).device(&place.device).build().unwrap();
+    let queue =
+        Publisher::builder("jobs").kind(Kind::Queue).domain(&place.domain).device(&place.device).build().unwrap();
     for bytes in [&b""[..], &[0; 25], &[1; 24], &[1; 256]] {
         let mut worker = place.worker();
         let mut sample = queue.loan(&Layout::bytes_only(8).unwrap()).unwrap();

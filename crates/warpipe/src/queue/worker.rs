@@ -14,6 +14,7 @@ use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::link::watcher::new_generation;
 use crate::nvtx;
+use crate::rendezvous::Kind;
 use crate::stream::Stream;
 
 /// Results of one worker that the queue's owner may have taken and not released.
@@ -79,7 +80,7 @@ impl WorkerBuilder {
     /// Finds the queue and attaches.
     ///
     /// # Errors
-    /// [`Error::NoPublisher`] when nobody has the queue; those of a publisher's and a subscriber's building.
+    /// [`Error::NoPublisher`] when nobody has the queue; [`Error::OtherKind`] when the name is no queue's; those of a publisher's and a subscriber's building.
     pub fn build(self) -> Result<Worker> {
         let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
         let device = self.device.clone().unwrap_or_else(|| Device::preferred().device);
@@ -87,6 +88,7 @@ impl WorkerBuilder {
         let answers = Publisher::builder(answers_of(&self.name, generation)?.as_str())
             .domain(&domain)
             .device(&device)
+            .kind(Kind::Results)
             .depth(DEPTH)
             .policy(Policy::Block { timeout: self.timeout })
             .memory_limit(self.memory_limit)
@@ -99,6 +101,7 @@ impl WorkerBuilder {
             .timeout(self.timeout)
             .spin(self.spin)
             .handshake_timeout(self.handshake_timeout)
+            .kind(Kind::Queue)
             .generation(generation)
             .build()?;
         let queue_pid = jobs.publisher_pid().unwrap_or_default();

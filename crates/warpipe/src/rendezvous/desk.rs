@@ -285,6 +285,7 @@ impl Desk {
                 crate::os::let_descriptors_in(socket.as_fd(), false);
                 self.admit(id, socket, device, kind, &body)
             }
+            (Message::Hello { kind, .. }, None) => Err(self.is_other(socket, kind)),
             (Message::Ask { serial, body }, Some(caller)) => {
                 let sent = match self.keep.answer(self, &caller, &body) {
                     Ok(Answer { body, fds }) => {
@@ -315,8 +316,7 @@ impl Desk {
         body: &[u8],
     ) -> Result<(), Refusal> {
         if kind != self.kind {
-            let _ = message::send(socket.as_fd(), &Message::OtherKind { found: self.kind }, &[]);
-            return Err(Refusal(format!("it is a {}, not a {kind}", self.kind)));
+            return Err(self.is_other(socket, kind));
         }
         let Some(caller) = self.enter(id, device)? else { return Ok(()) };
         let answer = self.keep.admit(self, &caller, body)?;
@@ -329,6 +329,12 @@ impl Desk {
         let message = Message::Granted { generation: self.generation, body: answer.body, fds };
         send_with(socket, &message, &answer.fds)
             .map_err(|error| Refusal(format!("the admission could not be sent: {error}")))
+    }
+
+    /// Tells one who took this endpoint for another kind.
+    fn is_other(&self, socket: &PeerSocket, wanted: Kind) -> Refusal {
+        let _ = message::send(socket.as_fd(), &Message::OtherKind { found: self.kind }, &[]);
+        Refusal(format!("it is a {}, not a {wanted}", self.kind))
     }
 
     /// False if it is there no more: it was shown the door as a mute while it was being let in.

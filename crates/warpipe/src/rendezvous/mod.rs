@@ -56,6 +56,12 @@ pub enum Kind {
     Semaphore,
     /// A member of the domain.
     Member,
+    /// A publisher.
+    Publisher,
+    /// A queue, or a client's requests.
+    Queue,
+    /// The results of a queue's worker.
+    Results,
 }
 
 impl fmt::Display for Kind {
@@ -67,6 +73,9 @@ impl fmt::Display for Kind {
             Kind::Pool => "pool",
             Kind::Semaphore => "semaphore",
             Kind::Member => "member",
+            Kind::Publisher => "publisher",
+            Kind::Queue => "queue",
+            Kind::Results => "worker's results",
         })
     }
 }

@@ -129,3 +129,44 @@ fn bodies_that_are_too_long_or_garbled_are_errors() {
     assert!(matches!(gift.open::<u64, 1>("kept"), Err(Error::Protocol { field: "descriptors", .. })));
     assert!(encode(&vec![0u8; 2 * BODY_BYTES_MAX]).is_err());
 }
+
+/// Opens what another kind of endpoint holds, as everything that can be opened by a name.
+#[test]
+fn every_kind_of_endpoint_tells_those_who_take_it_for_another() {
+    use crate::{Device, Member, Memory, Pool, PoolClient, Publisher, Queue, Semaphore, Subscriber, Timeline, Worker};
+
+    let folder = std::env::temp_dir().join(format!("warpipe-rendezvous-kinds-{}", std::process::id()));
+    let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
+    let publisher = Publisher::builder("publisher").domain(&domain).device(&device).build().unwrap();
+    let queue = Queue::builder("queue").domain(&domain).device(&device).build().unwrap();
+    let timeline = Timeline::create(&domain, "timeline", &device).unwrap();
+    let semaphore = Semaphore::create(&domain, "semaphore", &device, 1).unwrap();
+    let pool = Pool::builder("pool").domain(&domain).device(&device).build().unwrap();
+    let member = Member::join(&domain, "x", "").unwrap();
+    let memory = Memory::allocate(&device, 8).unwrap();
+    let published = memory.publish(&domain, "memory").unwrap();
+
+    let names = ["publisher", "queue", "timeline", "semaphore", "pool", "member", "memory"];
+    let path = |name: &str| if name == "member" { "members/x".to_owned() } else { name.to_owned() };
+    type Open<'a> = &'a dyn Fn(&str) -> Option<Error>;
+    let opens: [(Kind, Open<'_>); 5] = [
+        (Kind::Publisher, &|at| Subscriber::builder(at).domain(&domain).device(&device).build().err()),
+        (Kind::Queue, &|at| Worker::builder(at).domain(&domain).device(&device).build().err()),
+        (Kind::Timeline, &|at| Timeline::open(&domain, at, &device).err()),
+        (Kind::Semaphore, &|at| Semaphore::open(&domain, at, &device).err()),
+        (Kind::Pool, &|at| PoolClient::open(&domain, at, &device).err()),
+    ];
+    for (kind, open) in opens {
+        for name in names {
+            match open(&path(name)) {
+                None => assert_eq!(kind.to_string(), name),
+                Some(Error::OtherKind { wanted, found, .. }) => assert_eq!((wanted, found.as_str()), (kind, name)),
+                Some(other) => panic!("a {name} as a {kind}: {other}"),
+            }
+        }
+    }
+    assert!(publisher.subscribers().len() <= 1, "the one that was right may be on its way out");
+    assert!(queue.state().is_ok());
+    drop((publisher, queue, timeline, semaphore, pool, member, published));
+    let _ = std::fs::remove_dir_all(folder);
+}

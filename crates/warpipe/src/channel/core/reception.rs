@@ -78,9 +78,13 @@ impl Core {
         let Some(greeting) = greetings.remove(&id) else { return Next::Stop };
         drop(greetings);
         match received {
-            Ok(Received::Message(Message::Hello { device, generation }, _)) => {
+            Ok(Received::Message(Message::Hello { device, generation, kind }, _)) if kind == self.options.kind => {
                 crate::os::let_descriptors_in(greeting.socket.as_fd(), false);
                 self.attach_soon(id, greeting, device, generation);
+            }
+            Ok(Received::Message(Message::Hello { .. } | Message::Visit { .. }, _)) => {
+                let message = Message::OtherKind { found: self.options.kind };
+                let _ = message::send(greeting.socket.as_fd(), &message, &[]);
             }
             Ok(Received::Message(other, _)) => refuse(&greeting.socket, false, other.unexpected("Hello")),
             Ok(_) => {}

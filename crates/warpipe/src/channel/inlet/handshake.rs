@@ -13,6 +13,7 @@ use crate::link::segment::{OpenError, Segment};
 use crate::link::wake::Wake;
 use crate::memory::arena::REGIONS_MAX;
 use crate::memory::region::Region;
+use crate::rendezvous::Kind;
 
 /// The handshake's answers.
 pub(super) struct Welcome {
@@ -24,10 +25,19 @@ pub(super) struct Welcome {
     pub(super) regions: u32,
 }
 
+/// What a subscriber says of itself.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::channel) struct SubscriberIdentity {
+    /// What it looks for under the name.
+    pub(in crate::channel) kind: Kind,
+    pub(in crate::channel) generation: [u8; 16],
+}
+
 /// The handshake, on the caller's thread, until a deadline.
 pub(super) struct Greeter<'a> {
     pub(super) socket: &'a PeerSocket,
     pub(super) name: &'a str,
+    pub(super) kind: Kind,
     pub(super) start: Instant,
     pub(super) timeout: Duration,
 }
@@ -50,6 +60,10 @@ impl Greeter<'_> {
             match message::receive(self.socket.as_fd(), self.name)? {
                 Received::Message(Message::Refused { denied: true, text }, _) => {
                     return Err(Error::AccessDenied { name: self.name.to_string(), detail: text });
+                }
+                Received::Message(Message::OtherKind { found }, _) => {
+                    let (name, found) = (self.name.to_string(), found.to_string());
+                    return Err(Error::OtherKind { name, wanted: self.kind, found });
                 }
                 Received::Message(Message::Refused { text, .. }, _) => {
                     return Err(self.fault(HandshakeFault::Refused(text)));

@@ -6,6 +6,7 @@ use super::Subscriber;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::Result;
+use crate::rendezvous::Kind;
 
 /// What a subscriber is made with. See [`Subscriber::builder`].
 #[derive(Debug, Clone)]
@@ -18,6 +19,7 @@ pub struct SubscriberBuilder {
     pub(super) timeout: Duration,
     pub(super) spin: Duration,
     pub(super) handshake_timeout: Duration,
+    pub(super) kind: Kind,
     pub(super) generation: Option<[u8; 16]>,
 }
 
@@ -67,6 +69,12 @@ impl SubscriberBuilder {
         self
     }
 
+    /// What is looked for under the name.
+    pub(crate) fn kind(mut self, kind: Kind) -> Self {
+        self.kind = kind;
+        self
+    }
+
     /// What to say in the greeting that this end is, for a publisher that looks for it elsewhere.
     pub(crate) fn generation(mut self, generation: [u8; 16]) -> Self {
         self.generation = Some(generation);
@@ -76,7 +84,8 @@ impl SubscriberBuilder {
     /// Finds the publisher and attaches.
     ///
     /// # Errors
-    /// [`NoPublisher`](crate::Error::NoPublisher), [`Handshake`](crate::Error::Handshake),
+    /// [`NoPublisher`](crate::Error::NoPublisher), [`OtherKind`](crate::Error::OtherKind),
+    /// [`Handshake`](crate::Error::Handshake),
     /// [`AccessDenied`](crate::Error::AccessDenied), [`PeerAccess`](crate::Error::PeerAccess),
     /// [`NotDeviceMemory`](crate::Error::NotDeviceMemory), [`DescriptorLimit`](crate::Error::DescriptorLimit), or what the
     /// device says. Nothing is left behind.
