@@ -8,6 +8,7 @@ mod event;
 mod fault;
 mod fork;
 mod full;
+mod goodbye;
 mod handles;
 mod layout;
 mod legacy;
@@ -103,6 +104,7 @@ pub fn all() -> Vec<Case> {
         death::CASES,
         stall::CASES,
         fork::CASES,
+        goodbye::CASES,
         fault::CASES,
         full::CASES,
         reuse::CASES,

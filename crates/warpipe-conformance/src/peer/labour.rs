@@ -87,6 +87,7 @@ impl Labour {
             Task::Work { slow_us } => return Ok(Answer::Number(self.work(slow_us, &stream)?)),
             Task::ServeOn { slow_us, idle_ms } => return Ok(Answer::Number(self.serve(slow_us, idle_ms, &stream)?)),
             Task::Leave => (self.worker, self.server) = (None, None),
+            Task::Own(queue) => self.queue = Some(context.queue(&queue).build()?),
             Task::Submit { queue, batch } => self.submit(&queue, batch, context, &stream)?,
             Task::Call { service, batch } => return Ok(Answer::Number(call(&service, batch, context, &stream)?)),
         }

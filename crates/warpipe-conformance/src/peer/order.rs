@@ -148,6 +148,8 @@ pub enum Task {
     },
     /// Take no more jobs and requests.
     Leave,
+    /// Own a queue.
+    Own(String),
     /// Own a queue and submit jobs to it. Answers when they are submitted.
     Submit {
         /// The queue's name.

@@ -363,13 +363,16 @@ impl Core {
         (state.arena.total(), state.arena.limit())
     }
 
-    /// Gives the name up, says goodbye, and keeps the memory until no stream of this process writes it any more.
+    /// Gives the name up, says goodbye, and keeps the memory until no stream of this process writes it any more. The
+    /// goodbyes are in their sockets when this returns, for the process may end then. Once; what follows does nothing.
     pub(super) fn close(self: &Arc<Core>) {
         self.claim.withdraw();
         *self.listener_watch.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.greetings.lock().unwrap_or_else(PoisonError::into_inner).clear();
         let mut state = self.lock();
-        state.closed = true;
+        if std::mem::replace(&mut state.closed, true) {
+            return;
+        }
         for outlet in &mut state.outlets {
             let _ = message::send(outlet.socket(), &Message::Bye(Farewell::Closed), &[]);
             outlet.watches.clear();

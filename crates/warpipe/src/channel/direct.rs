@@ -36,9 +36,9 @@ impl Publisher {
         std::sync::Arc::ptr_eq(&self.core, &loan.core)
     }
 
-    /// Gives the name up before the rest.
-    pub(crate) fn withdraw(&self) {
-        self.core.withdraw();
+    /// Gives the name up and says goodbye, as its drop does: for who cannot drop it yet.
+    pub(crate) fn close(&self) {
+        self.core.close();
     }
 
     /// Ends one subscriber's link.

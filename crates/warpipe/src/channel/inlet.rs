@@ -179,6 +179,7 @@ impl Inlet {
             memory: Some(memory),
         });
         let me: Weak<dyn Watched> = Arc::downgrade(&inlet) as Weak<dyn Watched>;
+        inlet.vigil().read_by(Arc::downgrade(&inlet));
         let vigil: Weak<dyn Watched> = Arc::downgrade(&inlet.memory().vigil) as Weak<dyn Watched>;
         let (words, death) =
             (watcher.watch(inlet.socket.as_fd(), &me, SOCKET)?, watcher.watch(inlet.peer.pidfd(), &vigil, 0)?);

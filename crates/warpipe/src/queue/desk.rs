@@ -440,7 +440,8 @@ impl Desk {
         old.tell_watches();
         drop(old);
         self.changed.notify_all();
-        self.publisher.withdraw();
+        // Now: the last holder of all this is the queue's own thread, which may not live to see it if `main` returns.
+        self.publisher.close();
         // Those who died just now, before anybody has seen it, are among those who are still here.
         self.clear_away(self.publisher.take_departures(true));
         self.observer.bell.ring();

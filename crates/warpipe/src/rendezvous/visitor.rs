@@ -307,9 +307,12 @@ impl Visitor {
         self.inner.is_dead.load(SeqCst) || self.inner.peer.is_proven_dead()
     }
 
-    /// The error of who needs a keeper that is there no more.
+    /// The error of who needs a keeper that is there no more. What says so may be a word of a shared page, which its
+    /// goodbye comes before: that lies in the socket, and is the watcher's to read. Never on the watcher's thread.
     pub(crate) fn owner_gone(&self) -> Error {
-        self.inner.owner_gone()
+        let inner = &self.inner;
+        drop(inner.answered.wait_timeout_while(inner.lock(), ANSWER_TIMEOUT, |desk| !desk.is_over));
+        inner.owner_gone()
     }
 }
 
@@ -495,6 +498,32 @@ mod tests {
             asking.join().unwrap()
         });
         assert!(matches!(told, Err(Error::OwnerGone { graceful: true, .. })), "{told:?}");
+        let _ = std::fs::remove_dir_all(folder);
+    }
+
+    #[test]
+    fn the_error_of_a_keeper_that_has_left_waits_for_its_goodbye_to_be_read() {
+        let folder = std::env::temp_dir().join(format!("warpipe-visitor-bye-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("leaving").unwrap());
+        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
+        let keeper = Keeper::open(&at, Admission::default(), Arc::new(Mute)).unwrap();
+        // The watcher's part is played here, late.
+        let (visitor, _) = Visitor::attach(&at, None, &[], Duration::ZERO).unwrap();
+        drop(keeper);
+        let told = std::thread::scope(|scope| {
+            let (begins, begun) = channel();
+            let visitor = &visitor;
+            let asking = scope.spawn(move || {
+                begins.send(()).unwrap();
+                visitor.owner_gone()
+            });
+            begun.recv().unwrap();
+            while visitor.inner.on_socket() == Next::Keep {
+                std::thread::yield_now();
+            }
+            asking.join().unwrap()
+        });
+        assert!(matches!(told, Error::OwnerGone { graceful: true, .. }), "{told:?}");
         let _ = std::fs::remove_dir_all(folder);
     }
 

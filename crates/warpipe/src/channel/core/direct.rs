@@ -206,11 +206,6 @@ impl Core {
         Ok(Some(position))
     }
 
-    /// Gives the name up: nobody new can come.
-    pub(in crate::channel) fn withdraw(&self) {
-        self.claim.withdraw();
-    }
-
     /// Ends one subscriber's link.
     pub(in crate::channel) fn expel(&self, id: u64, reason: &str) {
         let mut state = self.lock();

@@ -3,14 +3,18 @@
 //!
 //! It is kept until those streams are past the link, which may be long after the subscriber and its samples are gone.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64};
+use std::sync::{Arc, OnceLock, Weak};
 
+use super::Inlet;
 use crate::fork::Home;
 use crate::link::segment::Segment;
 use crate::link::wake::Bell;
 use crate::link::watcher::{Next, Watched};
+
+/// How often a dead publisher's socket is read once more.
+const LAST_WORDS: usize = 64;
 
 /// How a link stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,6 +49,8 @@ pub(super) struct Vigil {
     home: Home,
     segment: Arc<Segment>,
     bell: Arc<Bell>,
+    /// Reads what the publisher said last.
+    inlet: OnceLock<Weak<Inlet>>,
     standing: AtomicU8,
     /// The publisher is proven dead and stuck streams have been rescued.
     dead: AtomicBool,
@@ -61,11 +67,16 @@ impl Vigil {
             home: Home::here(),
             segment: segment.clone(),
             bell: bell.clone(),
+            inlet: OnceLock::new(),
             standing: AtomicU8::new(Standing::Open as u8),
             dead: AtomicBool::new(false),
             held: words(),
             lost: words(),
         }
+    }
+
+    pub(super) fn read_by(&self, inlet: Weak<Inlet>) {
+        let _ = self.inlet.set(inlet);
     }
 
     #[inline]
@@ -125,6 +136,14 @@ impl Watched for Vigil {
     /// The publisher's pidfd.
     fn on_ready(&self, _: u64) -> Next {
         if self.home.is_here() {
+            // What the publisher said is heard before its end, in whatever order the two are told of: its goodbye lies in
+            // the socket, behind no more than a socket's buffer holds.
+            if let Some(inlet) = self.inlet.get().and_then(Weak::upgrade) {
+                let _ = (0..LAST_WORDS).any(|_| inlet.on_message() == Next::Stop);
+                // Should it be the last holder by now: to drop it calls the driver.
+                let watcher = inlet.watcher.clone();
+                Arc::into_inner(inlet).into_iter().for_each(|last| watcher.bury(Box::new(last)));
+            }
             self.rescue();
         }
         Next::Stop

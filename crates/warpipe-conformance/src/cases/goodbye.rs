@@ -1,0 +1,66 @@
+//! What those who close tell the others, however soon their process ends.
+
+use anyhow::{Context as _, Result, bail};
+use warpipe::{Error, Stream, Timeline};
+
+use super::Case;
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::peer::{Order, Peer, PublisherPlan, SignalOrder, Task};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("a queue is dropped and main returns at once: its workers are told of a goodbye", queues).long(600),
+    Case::new("a timeline is dropped and main returns at once: its guests are told of a goodbye", timelines).long(600),
+    Case::new("a publisher is dropped and main returns at once: its subscribers are told of a goodbye", publishers)
+        .long(600),
+];
+
+/// In each round one process comes, and ends.
+fn rounds(
+    context: &Context,
+    own: impl Fn(&mut Peer) -> Result<()>,
+    hear: impl Fn(Peer, &Stream) -> Result<Error>,
+) -> Result<()> {
+    let stream = context.stream()?;
+    let rounds = context.rounds(40, 500, 100);
+    for round in 1..=rounds {
+        let mut peer = context.peer()?;
+        own(&mut peer)?;
+        let told = hear(peer, &stream).with_context(|| format!("round {round}"))?;
+        match told {
+            Error::QueueGone { graceful: true, .. }
+            | Error::OwnerGone { graceful: true, .. }
+            | Error::PublisherGone { graceful: true, .. } => {}
+            other => bail!("round {round}: {other:?}"),
+        }
+    }
+    context.figure("rounds", rounds);
+    Ok(())
+}
+
+fn queues(context: &Context) -> Result<()> {
+    let own = |peer: &mut Peer| peer.task(Task::Own("brief".into())).map(drop);
+    rounds(context, own, |peer, stream| {
+        let mut worker = context.worker("brief").build()?;
+        peer.dismiss()?;
+        worker.lease(stream).map(|_| ()).err().context("there is no job")
+    })
+}
+
+fn timelines(context: &Context) -> Result<()> {
+    let own = |peer: &mut Peer| peer.ask(&Order::Signals(SignalOrder::CreateTimeline("brief".into()))).map(drop);
+    rounds(context, own, |peer, _| {
+        let timeline = Timeline::open(&context.domain, "brief", &context.device)?;
+        peer.dismiss()?;
+        timeline.wait_host(1, PATIENCE).err().context("it was not signalled")
+    })
+}
+
+fn publishers(context: &Context) -> Result<()> {
+    let own = |peer: &mut Peer| peer.publish(PublisherPlan::of("brief"));
+    rounds(context, own, |peer, stream| {
+        let mut subscriber = context.subscriber("brief").build()?;
+        peer.dismiss()?;
+        subscriber.receive(stream).map(|_| ()).err().context("there is no sample")
+    })
+}
