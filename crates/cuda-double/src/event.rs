@@ -5,6 +5,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
+use crate::capture::{self, Capture};
 use crate::status::*;
 use crate::stream;
 use crate::work::Work;
@@ -14,6 +15,8 @@ pub struct Event {
     turns: Mutex<Turns>,
     changed: Condvar,
     is_interprocess: bool,
+    /// The capture in which it was recorded last, if it was in one.
+    capture: Mutex<Option<Arc<Capture>>>,
 }
 
 /// The driver's limit, for a process.
@@ -30,6 +33,10 @@ impl Event {
         let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
         turns.recorded += 1;
         turns.recorded
+    }
+
+    fn capture(&self) -> Option<Arc<Capture>> {
+        self.capture.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn last_recorded(&self) -> u64 {
@@ -105,9 +112,17 @@ extern "C" fn cuEventDestroy_v2(event: *mut c_void) -> c_int {
 #[unsafe(no_mangle)]
 extern "C" fn cuEventRecord(event: *mut c_void, stream: *mut c_void) -> c_int {
     answer("cuEventRecord", Needs::Context, || {
-        let (event, stream) = (find(event)?, stream::find(stream)?);
-        let turn = event.record();
-        stream.push(Work::Record { event, turn })
+        let (event, stream) = (find(event)?, stream::find_for_work(stream)?);
+        let capture = stream.capture();
+        event.capture.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&capture);
+        match capture {
+            // Of a captured event there is nothing to be done: it stands for a place in the graph.
+            Some(_) => Ok(()),
+            None => {
+                let turn = event.record();
+                stream.push(Work::Record { event, turn })
+            }
+        }
     })
 }
 
@@ -115,15 +130,32 @@ extern "C" fn cuEventRecord(event: *mut c_void, stream: *mut c_void) -> c_int {
 extern "C" fn cuEventQuery(event: *mut c_void) -> c_int {
     answer("cuEventQuery", Needs::Context, || {
         stream::check_fault()?;
-        if find(event)?.is_complete() { Ok(()) } else { Err(NOT_READY) }
+        let event = find(event)?;
+        if let Some(capture) = event.capture() {
+            capture.invalidate();
+            return Err(CAPTURED_EVENT);
+        }
+        capture::check_unsafe_call()?;
+        if event.is_complete() { Ok(()) } else { Err(NOT_READY) }
     })
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, _flags: u32) -> c_int {
     answer("cuStreamWaitEvent", Needs::Context, || {
-        let (event, stream) = (find(event)?, stream::find(stream)?);
-        let turn = event.last_recorded();
-        stream.push(Work::Await { event, turn })
+        let (event, stream) = (find(event)?, stream::find_for_work(stream)?);
+        match (event.capture(), stream.capture()) {
+            // The stream joins the event's capture, whose work is one sequence: it is behind the event already.
+            (Some(of_event), None) => stream.begin(&of_event),
+            (Some(of_event), Some(of_stream)) if Arc::ptr_eq(&of_event, &of_stream) => Ok(()),
+            (_, Some(capture)) => {
+                capture.invalidate();
+                Err(STREAM_CAPTURE_ISOLATION)
+            }
+            (None, None) => {
+                let turn = event.last_recorded();
+                stream.push(Work::Await { event, turn })
+            }
+        }
     })
 }

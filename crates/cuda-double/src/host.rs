@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::ipc::{self, Kind};
 use crate::status::*;
-use crate::{device, memory};
+use crate::{capture, device, memory};
 
 static REGISTERED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
 
@@ -31,6 +31,7 @@ extern "C" fn cuMemHostRegister_v2(pointer: *mut c_void, bytes: usize, flags: u3
         if pointer.is_null() || bytes == 0 || flags & !0xf != 0 {
             return Err(INVALID_VALUE);
         }
+        capture::check_unsafe_call()?;
         with(|ranges| {
             if ranges.range(..end).next_back().is_some_and(|(other, length)| other + length > start) {
                 return Err(HOST_MEMORY_ALREADY_REGISTERED);
@@ -44,6 +45,7 @@ extern "C" fn cuMemHostRegister_v2(pointer: *mut c_void, bytes: usize, flags: u3
 #[unsafe(no_mangle)]
 extern "C" fn cuMemHostUnregister(pointer: *mut c_void) -> c_int {
     answer("cuMemHostUnregister", Needs::Context, || {
+        capture::check_unsafe_call()?;
         with(|ranges| ranges.remove(&pointer.addr())).map(drop).ok_or(HOST_MEMORY_NOT_REGISTERED)
     })
 }

@@ -14,7 +14,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::memory::USED;
 use crate::status::*;
-use crate::{config, device};
+use crate::{capture, config, device};
 
 /// Addresses are multiples of this; what is asked for may be anything.
 const PAGE: usize = 4096;
@@ -141,8 +141,11 @@ fn free(address: u64) -> Outcome {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> c_int {
-    // SAFETY: the caller's out pointer.
-    answer("cuMemAlloc_v2", Needs::Context, || unsafe { give(address, allocate(Kind::Plain, bytes)?) })
+    answer("cuMemAlloc_v2", Needs::Context, || {
+        capture::check_unsafe_call()?;
+        // SAFETY: the caller's out pointer.
+        unsafe { give(address, allocate(Kind::Plain, bytes)?) }
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -159,7 +162,10 @@ unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, _stream: *
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemFree_v2(address: u64) -> c_int {
-    answer("cuMemFree_v2", Needs::Context, || free(address))
+    answer("cuMemFree_v2", Needs::Context, || {
+        capture::check_unsafe_call()?;
+        free(address)
+    })
 }
 
 #[unsafe(no_mangle)]

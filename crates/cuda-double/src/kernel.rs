@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use warpipe::kernel::{HostTwin, Launch};
 
+use crate::capture;
 use crate::memory;
 use crate::status::*;
 use crate::stream;
@@ -91,6 +92,7 @@ unsafe extern "C" fn cuModuleLoadDataEx(
     values: *mut *mut c_void,
 ) -> c_int {
     answer("cuModuleLoadDataEx", Needs::Context, || {
+        capture::check_unsafe_call()?;
         if image.is_null() {
             return Err(INVALID_VALUE);
         }
@@ -210,7 +212,7 @@ unsafe extern "C" fn cuLaunchKernel(
     _extra: *mut *mut c_void,
 ) -> c_int {
     answer("cuLaunchKernel", Needs::Context, || {
-        let (function, stream) = (find(function)?, stream::find(stream)?);
+        let (function, stream) = (find(function)?, stream::find_for_work(stream)?);
         let flat = (grid_y, grid_z, block_y, block_z) == (1, 1, 1, 1);
         if !flat || grid_x == 0 || block_x == 0 || block_x > 1024 || parameters.is_null() {
             return Err(INVALID_VALUE);
@@ -220,18 +222,18 @@ unsafe extern "C" fn cuLaunchKernel(
         if parameters.iter().any(|parameter| parameter.is_null()) {
             return Err(INVALID_VALUE);
         }
-        let work: Box<dyn FnOnce() + Send> = match function.twin {
+        let work: Arc<dyn Fn() + Send + Sync> = match function.twin {
             Twin::Plain(twin) => {
                 // SAFETY: each leads to a parameter of 64 bits, see `twin`.
                 let args: Vec<u64> = parameters.iter().map(|&value| unsafe { value.cast::<u64>().read() }).collect();
                 // SAFETY: the program launched this kernel with these arguments.
-                Box::new(move || unsafe { twin(Launch { grid: grid_x, block: block_x, args: &args }) })
+                Arc::new(move || unsafe { twin(Launch { grid: grid_x, block: block_x, args: &args }) })
             }
             Twin::Broadcast => {
                 // SAFETY: the one parameter has this layout, see `twin`.
                 let list = unsafe { parameters[0].cast::<Signals>().read() };
                 check(&list)?;
-                Box::new(move || broadcast(&list, block_x))
+                Arc::new(move || broadcast(&list, block_x))
             }
         };
         stream.push(Work::Kernel(work))

@@ -4,6 +4,7 @@
 //! * Device memory is a memfd; its device address is where it is mapped, its handle for sharing a duplicate descriptor.
 //! * A stream is a thread: what is enqueued happens later, elsewhere.
 //! * A kernel is its CPU twin, found by its name in the module's PTX.
+//! * A stream can be captured: its work becomes a graph, and what other threads must not do meanwhile invalidates it.
 //! * What the driver refuses is refused with the same code: a call without a current context, an address nobody
 //!   mapped, a handle that is not one, a size that is not the allocation's.
 //! * When the process ends, the driver ends first, and takes a moment. Whoever calls it then from another thread than the
@@ -21,6 +22,7 @@
 //! | `CUDA_DOUBLE_FAIL` | `function:call:code,...`: that call of that function, from 1, returns that code |
 //! | `CUDA_DOUBLE_DELAY_US` | a stream waits this long before each word it writes |
 
+mod capture;
 mod config;
 mod device;
 mod ending;

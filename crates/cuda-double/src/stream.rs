@@ -7,6 +7,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
+use crate::capture::{self, Capture};
 use crate::status::*;
 use crate::work::Work;
 use crate::{device, host, memory};
@@ -22,7 +23,10 @@ pub struct Stream {
     /// Held by a call that gives the stream work, or asks it.
     calls: Mutex<()>,
     /// The fixed number of its device.
-    device: usize,
+    pub device: usize,
+    /// Whether it is ordered with the legacy default stream (made without `CU_STREAM_NON_BLOCKING`).
+    pub is_blocking: bool,
+    capture: Mutex<Option<Arc<Capture>>>,
     queue: Mutex<Queue>,
     grown: Condvar,
     shrunk: Condvar,
@@ -37,9 +41,11 @@ struct Queue {
 }
 
 impl Stream {
-    fn start(device: usize) -> Outcome<Arc<Stream>> {
+    fn start(device: usize, is_blocking: bool) -> Outcome<Arc<Stream>> {
         let stream = Arc::new(Stream {
             device,
+            is_blocking,
+            capture: Mutex::default(),
             queue: Mutex::default(),
             grown: Condvar::new(),
             shrunk: Condvar::new(),
@@ -53,8 +59,30 @@ impl Stream {
         Ok(stream)
     }
 
+    /// The capture that it takes part in.
+    pub fn capture(&self) -> Option<Arc<Capture>> {
+        let mut capture = self.capture.lock().unwrap_or_else(PoisonError::into_inner);
+        if capture.as_ref().is_some_and(|capture| capture.is_over()) {
+            *capture = None;
+        }
+        capture.clone()
+    }
+
+    /// Makes it take part in a capture.
+    pub fn begin(&self, capture: &Arc<Capture>) -> Outcome {
+        if self.capture().is_some() {
+            return Err(ILLEGAL_STATE);
+        }
+        *self.capture.lock().unwrap_or_else(PoisonError::into_inner) = Some(capture.clone());
+        Ok(())
+    }
+
+    /// Enqueues work, or records it.
     pub fn push(&self, work: Work) -> Outcome {
         check_fault()?;
+        if let Some(capture) = self.capture() {
+            return capture.record(work);
+        }
         let _calls = self.calls();
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let is_full = |queue: &mut Queue| queue.work.len() >= LAUNCH_QUEUE;
@@ -71,6 +99,10 @@ impl Stream {
 
     /// Waits, without a limit, until all work so far is done.
     fn finish(&self) -> Outcome {
+        if let Some(capture) = self.capture() {
+            capture.invalidate();
+            return Err(STREAM_CAPTURE_UNSUPPORTED);
+        }
         if self.is_idle() {
             return Ok(());
         }
@@ -129,6 +161,24 @@ fn with<T>(body: impl FnOnce(&mut HashMap<usize, Arc<Stream>>) -> T) -> T {
     body(STREAMS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
 }
 
+/// Whether the handle names the legacy default stream.
+pub fn is_legacy(handle: *mut c_void) -> bool {
+    handle.addr() < 2
+}
+
+/// [`find`], for a call that gives the stream work: the legacy default stream takes none while a stream that is ordered
+/// with it captures.
+pub fn find_for_work(handle: *mut c_void) -> Outcome<Arc<Stream>> {
+    let stream = find(handle)?;
+    match capture::of_blocking_streams(stream.device).filter(|_| is_legacy(handle)) {
+        Some(capture) => {
+            capture.invalidate();
+            Err(STREAM_CAPTURE_IMPLICIT)
+        }
+        None => Ok(stream),
+    }
+}
+
 /// The stream of a handle, if it is one of the current context. Null, 1 and 2 are its default stream.
 pub fn find(handle: *mut c_void) -> Outcome<Arc<Stream>> {
     let device = device::current()?;
@@ -139,7 +189,7 @@ pub fn find(handle: *mut c_void) -> Outcome<Arc<Stream>> {
         if let Some(stream) = streams.get(&device) {
             return Ok(stream.clone());
         }
-        let stream = Stream::start(device)?;
+        let stream = Stream::start(device, true)?;
         streams.insert(device, stream.clone());
         Ok(stream)
     })
@@ -151,7 +201,7 @@ unsafe extern "C" fn cuStreamCreate(out: *mut *mut c_void, flags: u32) -> c_int 
         if flags > 1 {
             return Err(INVALID_VALUE);
         }
-        let stream = Stream::start(device::current()?)?;
+        let stream = Stream::start(device::current()?, flags == 0)?;
         let handle = Arc::as_ptr(&stream).addr();
         with(|streams| streams.insert(handle, stream));
         // SAFETY: the caller's out pointer.
@@ -172,7 +222,12 @@ extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> c_int {
 extern "C" fn cuStreamQuery(stream: *mut c_void) -> c_int {
     answer("cuStreamQuery", Needs::Context, || {
         check_fault()?;
-        let stream = find(stream)?;
+        let stream = find_for_work(stream)?;
+        if let Some(capture) = stream.capture() {
+            capture.invalidate();
+            return Err(STREAM_CAPTURE_UNSUPPORTED);
+        }
+        capture::check_unsafe_call()?;
         let _calls = stream.calls();
         if stream.is_idle() { Ok(()) } else { Err(NOT_READY) }
     })
@@ -208,7 +263,7 @@ impl Operation {
 }
 
 fn enqueue(stream: *mut c_void, operations: &[Operation]) -> Outcome {
-    let stream = find(stream)?;
+    let stream = find_for_work(stream)?;
     // All are looked at before one is enqueued: a batch is taken whole or not at all.
     let work: Outcome<Vec<Work>> = operations.iter().map(|operation| operation.work()).collect();
     work?.into_iter().try_for_each(|work| stream.push(work))
@@ -250,7 +305,7 @@ extern "C" fn cuMemcpyAsync(dst: u64, src: u64, bytes: usize, stream: *mut c_voi
         if !memory::usable(dst, bytes, true) || !memory::usable(src, bytes, false) {
             return Err(INVALID_VALUE);
         }
-        find(stream)?.push(Work::Copy { dst, src, bytes })
+        find_for_work(stream)?.push(Work::Copy { dst, src, bytes })
     })
 }
 
@@ -260,7 +315,7 @@ extern "C" fn cuMemsetD8Async(dst: u64, value: u8, bytes: usize, stream: *mut c_
         if !memory::usable(dst, bytes, true) {
             return Err(INVALID_VALUE);
         }
-        find(stream)?.push(Work::Set { dst, value, bytes })
+        find_for_work(stream)?.push(Work::Set { dst, value, bytes })
     })
 }
 
@@ -272,7 +327,7 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(dst: u64, src: *const c_void, bytes: u
         if src.is_null() || !memory::is_device(dst, bytes, true) {
             return Err(INVALID_VALUE);
         }
-        let stream = find(stream)?;
+        let stream = find_for_work(stream)?;
         if host::is_registered(src.addr() as u64, bytes) {
             return stream.push(Work::Copy { dst, src: src.expose_provenance() as u64, bytes });
         }
@@ -290,7 +345,7 @@ extern "C" fn cuMemcpyDtoHAsync_v2(dst: *mut c_void, src: u64, bytes: usize, str
         if dst.is_null() || !memory::is_device(src, bytes, false) {
             return Err(INVALID_VALUE);
         }
-        let stream = find(stream)?;
+        let stream = find_for_work(stream)?;
         let dst = dst.expose_provenance() as u64;
         stream.push(Work::Copy { dst, src, bytes })?;
         if host::is_registered(dst, bytes) {
@@ -308,6 +363,6 @@ extern "C" fn cuLaunchHostFunc(
 ) -> c_int {
     answer("cuLaunchHostFunc", Needs::Context, || {
         let function = function.ok_or(INVALID_VALUE)?;
-        find(stream)?.push(Work::Function { function, argument: argument.expose_provenance() })
+        find_for_work(stream)?.push(Work::Function { function, argument: argument.expose_provenance() })
     })
 }

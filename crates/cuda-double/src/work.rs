@@ -14,6 +14,7 @@ const SPINS: u32 = 1_000;
 const SLEEP_MAX: Duration = Duration::from_micros(50);
 
 /// One enqueued piece of work. Addresses were checked when it was enqueued.
+#[derive(Clone)]
 pub enum Work {
     Write {
         word: u64,
@@ -42,7 +43,7 @@ pub enum Work {
         function: unsafe extern "C" fn(*mut c_void),
         argument: usize,
     },
-    Kernel(Box<dyn FnOnce() + Send>),
+    Kernel(Arc<dyn Fn() + Send + Sync>),
     Record {
         event: Arc<Event>,
         turn: u64,
