@@ -7,6 +7,7 @@
 //! * [`peer`] is a further real process of the same program, which publishes or subscribes as it is told.
 //! * [`payload`] fills and checks tensors by kernels; [`words`] are what lies below a channel;
 //!   [`shared`] is memory that nothing orders but what a case tries; [`guard`] sees that nothing is left behind.
+//! * [`graph`] captures a stream's work, as CUDA graphs do.
 //! * [`plain`] is memory of another allocator, with legacy handles to it.
 //! * [`runner`] gives each case a process of its own and a time limit; [`report`] says how it went.
 #![deny(missing_docs)]
@@ -14,6 +15,7 @@
 pub mod cases;
 pub mod chance;
 pub mod context;
+pub mod graph;
 pub mod guard;
 pub mod payload;
 pub mod peer;

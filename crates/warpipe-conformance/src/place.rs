@@ -8,7 +8,7 @@ use warpipe::backend::DevicePtr;
 use warpipe::{Buffer, LentBuffer, Memory, SharedMemory, Stream};
 
 use crate::PATIENCE;
-use crate::payload::{Tally, fill_words};
+use crate::payload::{Check, Tally, fill_words};
 
 /// Memory of 8-byte words that can be shared.
 pub trait Place {
@@ -55,14 +55,22 @@ pub fn fill(place: &impl Place, stream: &Stream, seed: u64, slow: Duration, is_n
     Ok(())
 }
 
+/// Enqueues a check against the pattern of `seed`.
+///
+/// # Errors
+/// Those of a launch.
+pub fn check(place: &impl Place, stream: &Stream, tally: &mut Tally, seed: u64) -> Result<Check> {
+    place.used_on(stream);
+    // SAFETY: the words lie in the place, which stays mapped until the stream, named above, is past the check.
+    Ok(unsafe { tally.check(stream, place.ptr(), place.words(), seed)? })
+}
+
 /// How many words are not the pattern of `seed`. Waits for the check.
 ///
 /// # Errors
 /// Those of a launch; the stream does not come to its end.
 pub fn wrong_words(place: &impl Place, stream: &Stream, tally: &mut Tally, seed: u64) -> Result<u64> {
-    place.used_on(stream);
-    // SAFETY: the words lie in the place, which is borrowed until the stream is past the check.
-    let check = unsafe { tally.check(stream, place.ptr(), place.words(), seed)? };
+    let check = check(place, stream, tally, seed)?;
     stream.synchronize(PATIENCE)?;
     Ok(tally.wrong_words(check))
 }

@@ -86,6 +86,7 @@ fn class_of(error: &Error) -> &'static str {
         Error::DevicePermission { .. } => "DevicePermissionError",
         Error::NoSuchDevice { .. } => "NoSuchDeviceError",
         Error::Driver { .. } => "DriverError",
+        Error::Capturing { .. } => "CapturingError",
         Error::DeviceMemory { .. } => "DeviceMemoryError",
         Error::NotDeviceMemory { .. } => "NotDeviceMemoryError",
         Error::PeerAccess { .. } => "PeerAccessError",

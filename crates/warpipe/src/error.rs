@@ -72,6 +72,15 @@ pub enum Error {
         /// The next step, starting with `"; "`, or empty.
         next: &'static str,
     },
+    /// A stream is being captured into a graph, which would record what this library gives it, and do it later and again.
+    #[error(
+        "{what} is part of a stream capture, which would record this instead of doing it; nothing was done: call it before the capture begins or after it has ended (outside of `torch.cuda.graph`, after cuStreamEndCapture), or on another stream"
+    )]
+    Capturing {
+        /// What captures, for example `stream 0x7f0c10`. The legacy default stream (0) does while a stream that is ordered
+        /// with it is captured.
+        what: String,
+    },
     /// The device has no room for an allocation.
     #[error("{device} has no room for {bytes} bytes{detail}; free memory or lower the publisher's memory limit")]
     DeviceMemory {

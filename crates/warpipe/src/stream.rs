@@ -74,9 +74,9 @@ impl Stream {
         Arc::as_ptr(&self.inner).cast()
     }
 
-    /// Whether there are other clones of it.
-    pub(crate) fn is_shared(&self) -> bool {
-        Arc::strong_count(&self.inner) > 1
+    /// How many clones of it there are.
+    pub(crate) fn clones(&self) -> usize {
+        Arc::strong_count(&self.inner)
     }
 
     pub(crate) fn backend(&self) -> &Arc<dyn Backend> {
@@ -134,11 +134,36 @@ impl Stream {
         unsafe { self.backend().copy(self.raw(), dst, src, bytes) }
     }
 
+    /// Refuses a stream that work of this library on memory of `device` must not be given to: one of another device, and
+    /// one that is being captured. To be asked before anything that others are told of.
+    #[inline]
+    pub(crate) fn check_usable(&self, device: &Device) -> Result<()> {
+        self.check_of(device)?;
+        self.check_not_capturing()
+    }
+
+    /// Refuses a stream that is being captured (`cuStreamIsCapturing`): it would record what it is given, and repeat it
+    /// whenever the graph is launched.
+    #[inline]
+    pub(crate) fn check_not_capturing(&self) -> Result<()> {
+        // A forked child must not call the driver.
+        self.inner.home.check()?;
+        // SAFETY: the stream is live as long as self.
+        if unsafe { self.backend().is_capturing(self.raw()) }? { Err(self.capturing()) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn capturing(&self) -> Error {
+        Error::Capturing { what: format!("stream {:#x}", self.raw().0.addr()) }
+    }
+
     /// Whether all work enqueued so far is done (`cuStreamQuery`).
     ///
     /// # Errors
-    /// [`Error::Driver`], also for a fault of earlier work.
+    /// [`Error::Capturing`] for a stream that is being captured, which has no such state, and whose capture would be
+    /// invalid if the driver were asked; [`Error::Driver`], also for a fault of earlier work.
     pub fn is_idle(&self) -> Result<bool> {
+        self.check_not_capturing()?;
         // SAFETY: the stream is live as long as self.
         unsafe { self.backend().query(self.raw()) }
     }
@@ -163,7 +188,8 @@ impl Stream {
     /// here). No CPU waits.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a stream of another device; [`Error::Driver`].
+    /// [`Error::Argument`] for a stream of another device; [`Error::Capturing`] for one that is being captured;
+    /// [`Error::Driver`].
     pub fn wait_for(&self, other: &Stream) -> Result<()> {
         if self.device().info().id != other.device().info().id {
             return Err(Error::argument("other", other.device(), format!("a stream of {}", self.device())));
@@ -171,6 +197,9 @@ impl Stream {
         if self.raw() == other.raw() {
             return Ok(());
         }
+        // One would draw the other into its capture, or spoil that.
+        self.check_not_capturing()?;
+        other.check_not_capturing()?;
         let backend = self.backend();
         let event = backend.create_event()?;
         // SAFETY: both streams are live as long as their handles here, the event until it is destroyed below.
@@ -181,14 +210,38 @@ impl Stream {
         ordered.and(destroyed)
     }
 
-    /// Enqueues memory operations on words in registered memory.
+    /// Enqueues memory operations on words in registered memory, or does nothing and answers [`Error::Capturing`].
     ///
     /// # Safety
     /// Every word lies in registered memory that outlives the operation.
     #[inline]
     pub(crate) unsafe fn batch(&self, ops: &[StreamOp]) -> Result<()> {
+        self.check_not_capturing()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.batch_checked(ops) }
+    }
+
+    /// The same for a stream of which [`check_usable`](Self::check_usable) was asked in this call of the user's: the
+    /// question would be a tenth of a send.
+    ///
+    /// # Safety
+    /// As for [`batch`](Self::batch).
+    #[inline]
+    pub(crate) unsafe fn batch_checked(&self, ops: &[StreamOp]) -> Result<()> {
         // SAFETY: the stream is live as long as self; the words are the caller's promise.
         unsafe { self.backend().batch(self.raw(), ops) }
+    }
+
+    /// Enqueues a copy from host memory, which may be reused at once ([`Backend::upload`]), or does nothing and answers
+    /// [`Error::Capturing`].
+    ///
+    /// # Safety
+    /// As for [`Backend::upload`].
+    #[inline]
+    pub(crate) unsafe fn upload(&self, dst: DevicePtr, bytes: &[u8]) -> Result<()> {
+        self.check_not_capturing()?;
+        // SAFETY: the stream is live as long as self; the range is the caller's promise.
+        unsafe { self.backend().upload(self.raw(), dst, bytes) }
     }
 }
 

@@ -181,11 +181,12 @@ impl Timeline {
     ///
     /// # Errors
     /// [`Error::NotOwner`]; [`Error::Backwards`] unless it is above the last value; [`Error::Argument`] above
-    /// [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device; [`Error::Driver`].
+    /// [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device; [`Error::Capturing`] for one that is being
+    /// captured; [`Error::Driver`].
     pub fn signal(&self, stream: &Stream, value: u64) -> Result<()> {
         self.home.check()?;
         let raiser = self.raiser()?;
-        stream.check_of(&self.device)?;
+        stream.check_usable(&self.device)?;
         raiser.raise(stream, &self.signalling, |last| self.above(value, last)).map(drop)
     }
 
@@ -212,10 +213,10 @@ impl Timeline {
     /// # Errors
     /// [`Error::OwnerGone`] at once, if the owner is gone and left the value unreached; [`Error::Argument`] above
     /// [`VALUE_MAX`](Self::VALUE_MAX), of an owner above its last value, or for a stream of another device;
-    /// [`Error::Driver`].
+    /// [`Error::Capturing`] for one that is being captured; [`Error::Driver`].
     pub fn wait(&self, stream: &Stream, value: u64) -> Result<()> {
         self.home.check()?;
-        stream.check_of(&self.device)?;
+        stream.check_usable(&self.device)?;
         let limit = if let Role::Owner { raiser, .. } = &self.role { raiser.last() } else { VALUE_MAX };
         if value > limit {
             return Err(Error::argument("value", value, format!("up to {limit}")));

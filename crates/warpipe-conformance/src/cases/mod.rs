@@ -1,6 +1,7 @@
 //! The behaviours, by what they are about.
 
 mod backend;
+mod capture;
 mod channel;
 mod consumers;
 mod death;
@@ -93,6 +94,7 @@ pub fn all() -> Vec<Case> {
         channel::CASES,
         consumers::CASES,
         streams::CASES,
+        capture::CASES,
         memory::CASES,
         handles::CASES,
         pool::CASES,

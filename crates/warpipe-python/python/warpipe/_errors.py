@@ -50,6 +50,11 @@ class DriverError(DeviceError):
     driver_name: str
 
 
+class CapturingError(DeviceError):
+    """A stream is being captured into a CUDA graph, which would record the call instead of doing it. Nothing was done: call
+    it outside of ``torch.cuda.graph``, or on another stream."""
+
+
 class DeviceMemoryError(DeviceError, MemoryError):
     """The device has no room for an allocation. Attribute: ``nbytes``."""
 

@@ -17,6 +17,7 @@
 //!
 //! [`testing`] wraps any backend to delay, fail or count its calls.
 
+pub(crate) mod kept;
 pub(crate) mod pointer;
 mod word;
 
@@ -182,7 +183,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// `ptr..ptr+bytes` is page-aligned mapped memory that stays mapped until `unregister`.
     unsafe fn register(&self, ptr: *mut u8, bytes: usize) -> Result<DevicePtr>;
 
-    /// `cuMemHostUnregister`.
+    /// `cuMemHostUnregister`. After an error the driver may still use the memory: it must stay mapped.
     ///
     /// # Safety
     /// `ptr` was passed to `register` of this backend, and no enqueued work uses the memory.
@@ -246,6 +247,13 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// # Safety
     /// `stream` is live.
     unsafe fn call(&self, stream: RawStream, function: Box<dyn FnOnce() + Send>) -> Result<()>;
+
+    /// `cuStreamIsCapturing`: whether what the stream is given is recorded into a graph, and not done. So for the legacy
+    /// default stream, too, while a stream that is ordered with it is captured.
+    ///
+    /// # Safety
+    /// `stream` is live.
+    unsafe fn is_capturing(&self, stream: RawStream) -> Result<bool>;
 
     /// `cuStreamQuery`: whether everything enqueued is done. A fault of earlier work is returned here.
     ///

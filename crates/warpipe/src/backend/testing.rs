@@ -20,6 +20,11 @@ pub trait Hook: Send + Sync + std::fmt::Debug {
     /// Called with the method's name before it runs; an error is returned in its place.
     fn before(&self, method: &'static str) -> Result<()>;
 
+    /// Whether a stream is to pass for one that is being captured.
+    fn is_capturing(&self, _stream: RawStream) -> bool {
+        false
+    }
+
     /// What a batch becomes: the operations to run, after whatever the hook enqueues itself.
     fn batch(&self, _inner: &dyn Backend, _stream: RawStream, ops: &[StreamOp]) -> Result<Vec<StreamOp>> {
         Ok(ops.to_vec())
@@ -234,6 +239,12 @@ impl<H: Hook> Backend for Wrapped<H> {
         self.hook.before("call")?;
         // SAFETY: the caller's promise, passed on.
         unsafe { self.inner.call(stream, function) }
+    }
+
+    unsafe fn is_capturing(&self, stream: RawStream) -> Result<bool> {
+        self.hook.before("is_capturing")?;
+        // SAFETY: the caller's promise, passed on.
+        Ok(self.hook.is_capturing(stream) || unsafe { self.inner.is_capturing(stream) }?)
     }
 
     unsafe fn query(&self, stream: RawStream) -> Result<bool> {

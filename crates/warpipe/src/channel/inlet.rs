@@ -24,7 +24,7 @@ use crate::link::closer::{PeerFd, PeerSocket};
 use crate::link::entry::Violation;
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::Peer;
-use crate::link::proof::Streams;
+use crate::link::proof::{Proof, Streams};
 use crate::link::pulse::Pulse;
 use crate::link::segment::Segment;
 use crate::link::wake::{Bell, Wake};
@@ -240,8 +240,8 @@ impl Inlet {
         }
     }
 
-    /// Prepares `stream` to read the sample at `position`: the stream waits until the data is complete. False
-    /// if the publisher is dead and it never will be.
+    /// Prepares `stream`, which is [usable](Stream::check_usable), to read the sample at `position`: the stream waits until
+    /// the data is complete. False if the publisher is dead and it never will be.
     #[inline]
     pub(super) fn admit(&self, position: u64, stream: &Stream) -> Result<bool> {
         let index = self.segment().index(position) as usize;
@@ -258,7 +258,7 @@ impl Inlet {
         self.note(stream);
         // SAFETY: the word lies in the link segment, which is let go only when this stream, noted above, is proven
         // to be past it (see `Drop`).
-        unsafe { stream.batch(&[wait])? };
+        unsafe { stream.batch_checked(&[wait])? };
         Ok(true)
     }
 
@@ -305,6 +305,21 @@ impl Inlet {
             entry.released.store(position);
             me.tell_release();
             Usage::Over
+        });
+    }
+
+    /// Releases a sample behind what `stream`, which is being captured, was given before: once the capture has ended and
+    /// the stream is past that.
+    pub(super) fn release_later(self: &Arc<Self>, position: u64, stream: &Stream) {
+        let (me, mut proof) = (self.clone(), Proof::behind(stream));
+        self.watcher.retire(move || {
+            let entry = me.segment().entry(position);
+            let is_past = proof.is_passed() && entry.ready.reached(position);
+            if is_past {
+                entry.released.store(position);
+                me.tell_release();
+            }
+            is_past
         });
     }
 

@@ -352,7 +352,7 @@ impl Publisher {
         }
         // SAFETY: the stream is live; the slot is the caller's alone and as long as the layout, which was compared with
         // `bytes`, and stays so until the stream has passed this copy: `send` gives it on behind the stream's work.
-        unsafe { stream.backend().upload(stream.raw(), address, bytes) }
+        unsafe { stream.upload(address, bytes) }
     }
 
     /// Loans, copies from another device pointer on `stream` and sends. Returns the sequence number.
@@ -363,7 +363,7 @@ impl Publisher {
     /// # Safety
     /// `source` is readable by the device for `layout.bytes()` bytes until the stream has done the copy.
     pub unsafe fn send_device(&self, stream: &Stream, layout: &Layout, source: DevicePtr) -> Result<u64> {
-        stream.check_of(&self.core.device)?;
+        stream.check_usable(&self.core.device)?;
         let mut sample = self.loan(layout)?;
         sample.stay_behind(stream);
         if layout.bytes() > 0 {

@@ -109,7 +109,7 @@ impl Sample {
     /// another device; [`Error::Driver`]; [`Error::Forked`].
     pub fn wait_on(&self, stream: &Stream) -> Result<()> {
         self.inlet.home.check()?;
-        stream.check_of(self.stream.device())?;
+        stream.check_usable(self.stream.device())?;
         if self.inlet.admit(self.position, stream)? {
             return Ok(());
         }
@@ -184,7 +184,8 @@ impl Sample {
     /// Releases the sample behind the stream's work and returns at once; the receipt can be asked later.
     ///
     /// # Errors
-    /// [`Error::Driver`] when the release could not be enqueued; [`Error::Forked`].
+    /// [`Error::Capturing`] while the stream is being captured, and the sample is released once the capture has ended and
+    /// the stream is past the work that it had before, as if it were dropped now; [`Error::Driver`] when the release could not be enqueued; [`Error::Forked`].
     pub fn release(mut self) -> Result<Receipt> {
         self.inlet.home.check()?;
         // If this fails the drop tries once more, and closes the link when that fails, too.
@@ -216,9 +217,11 @@ impl Drop for Sample {
             std::mem::forget(self.inlet.clone());
             return;
         }
-        if let Err(error) = self.inlet.release(self.position, &self.stream) {
+        match self.inlet.release(self.position, &self.stream) {
+            Ok(()) => {}
+            Err(Error::Capturing { .. }) => self.inlet.release_later(self.position, &self.stream),
             // Without a release the publisher keeps the slot; closing the link tells it so.
-            self.inlet.fail(error);
+            Err(error) => self.inlet.fail(error),
         }
     }
 }

@@ -227,7 +227,8 @@ impl Subscriber {
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::PublisherGone`] once everything that it completed has been received (not with
-    /// `reconnect`); [`Error::Evicted`]; [`Error::Protocol`]; [`Error::Forked`]; what the device says.
+    /// `reconnect`); [`Error::Evicted`]; [`Error::Protocol`]; [`Error::Capturing`] for a stream that is being captured, and
+    /// nothing is taken; [`Error::Forked`]; what the device says.
     pub fn receive(&mut self, stream: &Stream) -> Result<Sample> {
         self.receive_timeout(stream, self.options.timeout)
     }
@@ -238,6 +239,7 @@ impl Subscriber {
     /// As [`receive`](Self::receive).
     pub fn receive_timeout(&mut self, stream: &Stream, timeout: Duration) -> Result<Sample> {
         let _range = nvtx::range(nvtx::RECEIVE);
+        self.check_stream(stream)?;
         if let Some(sample) = self.poll(stream)? {
             return Ok(sample);
         }
@@ -268,6 +270,7 @@ impl Subscriber {
     /// As [`receive`](Self::receive), without the timeout.
     pub fn try_receive(&mut self, stream: &Stream) -> Result<Option<Sample>> {
         let _range = nvtx::range(nvtx::RECEIVE);
+        self.check_stream(stream)?;
         if let Some(sample) = self.poll(stream)? {
             return Ok(Some(sample));
         }
@@ -389,11 +392,15 @@ impl Subscriber {
         }
     }
 
-    /// One look. With `reconnect`, also at a publisher that is attached in its course: whatever that one sent before it
+    /// Once for a receive: a thread that waits in it begins no capture.
+    fn check_stream(&self, stream: &Stream) -> Result<()> {
+        self.home.check()?;
+        stream.check_usable(&self.device)
+    }
+
+    /// One look, for a stream that was [checked](Self::check_stream). With `reconnect`, also at a publisher that is attached in its course: whatever that one sent before it
     /// was asked to ring does not ring.
     fn poll(&mut self, stream: &Stream) -> Result<Option<Sample>> {
-        self.home.check()?;
-        stream.check_of(&self.device)?;
         if self.attached.is_some()
             && let Some(found) = self.look(stream)?
         {

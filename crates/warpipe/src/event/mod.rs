@@ -219,11 +219,12 @@ impl Event {
     ///
     /// # Errors
     /// [`Error::OwnerGone`] when its maker has died or dropped it; [`Error::Refused`] when seven others record it;
-    /// [`Error::Argument`] for a stream of another device; [`Error::Driver`].
+    /// [`Error::Argument`] for a stream of another device; [`Error::Capturing`] for one that is being captured;
+    /// [`Error::Driver`].
     pub fn record(&self, stream: &Stream) -> Result<Recording> {
         let inner = &*self.inner;
         inner.home.check()?;
-        stream.check_of(&inner.device)?;
+        stream.check_usable(&inner.device)?;
         let mut mine = inner.lane.lock().unwrap_or_else(PoisonError::into_inner);
         let (lane, raiser) = match &mut *mine {
             Some(lane) => lane,
@@ -251,9 +252,10 @@ impl Event {
     ///
     /// # Errors
     /// [`Error::EventNotRecorded`]; [`Error::EventLost`] when the recorder is gone and its work was not done;
-    /// [`Error::Argument`] for a stream of another device; [`Error::Driver`].
+    /// [`Error::Argument`] for a stream of another device; [`Error::Capturing`] for one that is being captured;
+    /// [`Error::Driver`].
     pub fn wait(&self, stream: &Stream) -> Result<Recording> {
-        stream.check_of(&self.inner.device)?;
+        stream.check_usable(&self.inner.device)?;
         let recording = self.latest()?;
         // Work that is launched after the CPU has seen it complete is behind it without a wait on the device.
         if self.check(recording)? {

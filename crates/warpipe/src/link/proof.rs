@@ -4,12 +4,30 @@
 //! would have memory unmapped, or used again, under a stream that still has to touch it. An event of this
 //! process can: nobody else signals it. So who lets memory go records one behind each stream that ever worked on
 //! it, and waits for those. It costs nothing per sample.
+//!
+//! # What the driver's answers prove
+//!
+//! A stream or an event that could not be asked is *not* idle: memory that waits for it stays, and it is asked again. Each
+//! such answer is counted ([`unanswered`]).
+//!
+//! | answer of `cuStreamQuery`, `cuEventQuery` | what it means here |
+//! | --- | --- |
+//! | success | past |
+//! | `NOT_READY` | not past |
+//! | a stream that captures ([`Error::Capturing`]), `CAPTURED_EVENT`, `STREAM_CAPTURE_...` | unknown: what it was given before the capture may still run. It is asked again, by a new event once the capture is over |
+//! | `ILLEGAL_ADDRESS`, `LAUNCH_FAILED` and the other sticky errors | unknown, for good. The kernel at fault is over, but nothing says so of a copy on another engine of the GPU; and the driver refuses to take memory back in that context anyway. The process has to be started anew |
+//! | `INVALID_HANDLE` | unknown, for good: a stream of the user's that was destroyed too early. `cuStreamDestroy` does not wait, so its work may still run |
+//! | `DEINITIALIZED` | unknown: the process is ending, and takes all memory with it |
+//! | `NOT_INITIALIZED` in a forked child | unknown: the memory is the parent's |
+//! | anything else (an operating system's or MPS server's failure) | unknown |
+//!
+//! A capture that begins must not find its stream being asked: the driver would invalidate it. So where a stream is marked
+//! on a thread of the library ([`Streams::mark`]) it is not asked at all; an event of ours is.
 
 use std::ptr;
-use std::sync::atomic::AtomicPtr;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::atomic::{AtomicPtr, AtomicU64};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::backend::RawEvent;
 use crate::error::{Error, Result};
@@ -17,6 +35,21 @@ use crate::stream::Stream;
 
 /// More streams than this are looked through for such as nobody can use any more.
 const PRUNE_FROM: usize = 8;
+
+static UNANSWERED: AtomicU64 = AtomicU64::new(0);
+
+/// How often a stream or an event of this process could not be asked how far it is.
+pub(crate) fn unanswered() -> u64 {
+    UNANSWERED.load(Relaxed)
+}
+
+/// Whether an answer proves that the work is done. See the [module](self) for each.
+fn is_proof(answer: Result<bool>) -> bool {
+    answer.unwrap_or_else(|_| {
+        UNANSWERED.fetch_add(1, Relaxed);
+        false
+    })
+}
 
 /// The streams that have worked on some memory.
 #[derive(Debug, Default)]
@@ -39,34 +72,96 @@ impl Streams {
 
     #[cold]
     fn note_another(&self, stream: &Stream) {
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-        if list.len() >= PRUNE_FROM && !list.iter().any(|known| known.is_same(stream)) {
-            // Before any is forgotten: a new stream may come to lie where a forgotten one lay, and whoever holds it
-            // got it from the allocator after that, and so behind this store.
-            self.last.store(ptr::null_mut(), Relaxed);
-            // A stream that is ours alone gets no new work, and an idle one has none left. One that cannot be asked
-            // has a device that does nothing any more.
-            list.retain(|known| known.is_shared() || !known.is_idle().unwrap_or(true));
-        }
-        if !list.iter().any(|known| known.is_same(stream)) {
+        let mut list = self.lock();
+        let is_new = !list.iter().any(|known| known.is_same(stream));
+        if is_new {
             list.push(stream.clone());
         }
         self.last.store(stream.identity().cast_mut(), Release);
+        if is_new && list.len() > PRUNE_FROM {
+            // A stream that is the list's alone gets no new work, and an idle one has none left.
+            let unused: Vec<Stream> = list.iter().filter(|known| known.clones() == 1).cloned().collect();
+            drop(list);
+            self.forget_idle(unused);
+        }
+    }
+
+    /// Forgets those of `unused` that are done. Asked without the lock: a full launch queue holds a question up.
+    fn forget_idle(&self, mut unused: Vec<Stream>) {
+        unused.retain(|stream| is_proof(stream.is_idle()));
+        if unused.is_empty() {
+            return;
+        }
+        let mut list = self.lock();
+        // Before any is forgotten: a new stream may come to lie where a forgotten one lay, and whoever holds it
+        // got it from the allocator after that, and so behind this store.
+        self.last.store(ptr::null_mut(), Relaxed);
+        // The list's clone, and the one here; should anybody have taken another meanwhile, it stays for the next time.
+        list.retain(|known| known.clones() > 2 || !unused.iter().any(|idle| idle.is_same(known)));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Stream>> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All of them now, for calls of the driver that are made without the lock.
+    fn all(&self) -> Vec<Stream> {
+        self.lock().clone()
     }
 
     /// Makes `stream` wait, on the device, for everything that the others have been given so far.
     pub(crate) fn join(&self, stream: &Stream) -> Result<()> {
-        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-        let busy = |other: &&Stream| !other.is_same(stream) && !other.is_idle().unwrap_or(false);
-        list.iter().filter(busy).try_for_each(|other| Mark::behind(other).hold(stream))
+        stream.check_not_capturing()?;
+        let busy = |other: &Stream| !other.is_same(stream) && !is_proof(other.is_idle());
+        self.all().iter().filter(|other| busy(other)).try_for_each(|other| hold(stream, other))
     }
 
-    /// Records an event behind everything that the streams have been given so far.
+    /// Records an event behind everything that the streams have been given so far. Asks no stream how far it is, so it
+    /// may be called at any time.
     pub(crate) fn mark(&self) -> Proof {
-        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-        let busy = list.iter().filter(|stream| !stream.is_idle().unwrap_or(false));
-        Proof { open: busy.map(Mark::behind).collect() }
+        Proof { open: self.all().iter().map(Mark::behind).collect() }
     }
+
+    /// The same, without those streams that are idle: for a user's own thread, in a call about this memory.
+    pub(crate) fn mark_busy(&self) -> Proof {
+        Proof { open: self.all().iter().filter(|stream| !is_proof(stream.is_idle())).map(Mark::behind).collect() }
+    }
+}
+
+/// Lets `stream` go on only behind what `other` has been given so far.
+fn hold(stream: &Stream, other: &Stream) -> Result<()> {
+    if other.device().info().id.kind != stream.device().info().id.kind {
+        // An event of one driver is no event of another.
+        let allowed = format!("one of the backend of {}, which works on it, too", other.device());
+        return Err(Error::argument("stream", format!("one of {}", stream.device()), allowed));
+    }
+    let event = record_behind(other)?;
+    // SAFETY: both handles are live. The event may be destroyed while it is waited for: the driver keeps it.
+    let held = unsafe { stream.backend().wait_event(stream.raw(), event) };
+    destroy(other, event);
+    held
+}
+
+/// A new event behind the work of a stream that does not capture.
+fn record_behind(stream: &Stream) -> Result<RawEvent> {
+    stream.check_not_capturing()?;
+    let backend = stream.backend();
+    let event = backend.create_event()?;
+    // SAFETY: both handles are live: the event was made above, and `stream` is borrowed.
+    let recorded = unsafe { backend.record_event(event, stream.raw()) };
+    // If a capture began in between the event belongs to it, and whoever asked for the event would spoil the capture.
+    match recorded.and_then(|()| stream.check_not_capturing()) {
+        Ok(()) => Ok(event),
+        Err(error) => {
+            destroy(stream, event);
+            Err(error)
+        }
+    }
+}
+
+fn destroy(stream: &Stream, event: RawEvent) {
+    // SAFETY: every caller made the event with this backend, and gives it up.
+    let _ = unsafe { stream.backend().destroy_event(event) };
 }
 
 /// Events that are still due. Passed when all are complete.
@@ -76,9 +171,14 @@ pub(crate) struct Proof {
 }
 
 impl Proof {
+    /// The proof that one stream is past what it has been given so far, whether or not it captures now.
+    pub(crate) fn behind(stream: &Stream) -> Proof {
+        Proof { open: vec![Mark::behind(stream)] }
+    }
+
     /// Whether the streams have done what they had been given when the mark was made.
     pub(crate) fn is_passed(&mut self) -> bool {
-        self.open.retain(|mark| !mark.is_passed());
+        self.open.retain_mut(|mark| !mark.is_passed());
         self.open.is_empty()
     }
 }
@@ -87,56 +187,36 @@ impl Proof {
 #[derive(Debug)]
 struct Mark {
     stream: Stream,
-    /// `None` if it could not be recorded; then only an idle stream is proof.
+    /// `None` as long as it could not be recorded: then it is tried again, behind all that the stream has by then.
     event: Option<RawEvent>,
 }
 
 impl Mark {
     fn behind(stream: &Stream) -> Mark {
-        let backend = stream.backend();
-        let event = backend.create_event().ok().and_then(|event| {
-            // SAFETY: both handles are live: the event was made above, and `stream` is borrowed.
-            match unsafe { backend.record_event(event, stream.raw()) } {
-                Ok(()) => Some(event),
-                Err(_) => {
-                    // SAFETY: made above, and given up here.
-                    let _ = unsafe { backend.destroy_event(event) };
-                    None
-                }
-            }
-        });
-        Mark { stream: stream.clone(), event }
+        Mark { stream: stream.clone(), event: record_behind(stream).ok() }
     }
 
-    /// Lets `stream` go on only behind the mark.
-    fn hold(&self, stream: &Stream) -> Result<()> {
+    fn is_passed(&mut self) -> bool {
         let Some(event) = self.event else {
-            let what = "an event behind a stream's work".to_string();
-            return Err(Error::Timeout { what, waited: Duration::ZERO });
+            self.event = record_behind(&self.stream).ok();
+            // Where there are no events to be had, the stream is asked; not in this turn if there is one now.
+            return self.event.is_none() && is_proof(self.stream.is_idle());
         };
-        if self.stream.device().info().id.kind != stream.device().info().id.kind {
-            // An event of one driver is no event of another.
-            let allowed = format!("one of the backend of {}, which works on it, too", self.stream.device());
-            return Err(Error::argument("stream", format!("one of {}", stream.device()), allowed));
+        // SAFETY: the event is live until drop.
+        let answer = unsafe { self.stream.backend().query_event(event) };
+        if matches!(answer, Err(Error::Capturing { .. })) {
+            // A capture came and went while it was recorded: it says nothing.
+            destroy(&self.stream, event);
+            self.event = None;
         }
-        // SAFETY: both handles are live. The event may be destroyed while it is waited for: the driver keeps it.
-        unsafe { stream.backend().wait_event(stream.raw(), event) }
-    }
-
-    fn is_passed(&self) -> bool {
-        match self.event {
-            // SAFETY: the event is live until drop.
-            Some(event) => unsafe { self.stream.backend().query_event(event) }.unwrap_or(false),
-            None => self.stream.is_idle().unwrap_or(false),
-        }
+        is_proof(answer)
     }
 }
 
 impl Drop for Mark {
     fn drop(&mut self) {
         if let Some(event) = self.event {
-            // SAFETY: made in `behind`, destroyed here only.
-            let _ = unsafe { self.stream.backend().destroy_event(event) };
+            destroy(&self.stream, event);
         }
     }
 }
@@ -148,9 +228,81 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::backend::testing::{Counting, Wrapped};
-    use crate::backend::{DeviceId, DeviceKind};
+    use crate::backend::testing::{Counting, Hook, Wrapped};
+    use crate::backend::{DeviceId, DeviceKind, RawStream};
     use crate::device::Device;
+
+    /// A device that can be told not to answer, or to say of its streams that they capture.
+    #[derive(Debug, Default)]
+    struct Mute {
+        is_mute: AtomicBool,
+        is_capturing: AtomicBool,
+    }
+
+    impl Hook for Mute {
+        fn before(&self, method: &'static str) -> Result<()> {
+            if self.is_mute.load(Relaxed) && matches!(method, "query" | "query_event" | "record_event") {
+                return Err(Error::Injected { method, call: 1 });
+            }
+            let is_captured = self.is_capturing.load(Relaxed);
+            assert!(!is_captured || !matches!(method, "query" | "record_event"), "{method} of a stream that captures");
+            Ok(())
+        }
+
+        fn is_capturing(&self, _stream: RawStream) -> bool {
+            self.is_capturing.load(Relaxed)
+        }
+    }
+
+    fn mute() -> (Arc<Wrapped<Mute>>, Device) {
+        let wrapped = Wrapped::new(Device::host().backend().clone(), Mute::default());
+        (wrapped.clone(), Device::from_backend(wrapped))
+    }
+
+    fn is_passed_soon(proof: &mut Proof) -> bool {
+        let start = std::time::Instant::now();
+        while !proof.is_passed() && start.elapsed() < Duration::from_secs(5) {
+            std::thread::yield_now();
+        }
+        proof.is_passed()
+    }
+
+    #[test]
+    fn a_stream_that_cannot_be_asked_is_not_idle() {
+        let (wrapped, device) = mute();
+        let streams = Streams::default();
+        streams.note(&device.stream().unwrap());
+        let mut early = streams.mark();
+        wrapped.hook().is_mute.store(true, Relaxed);
+        let before = unanswered();
+        (0..3 * PRUNE_FROM).for_each(|_| streams.note(&device.stream().unwrap()));
+        assert_eq!(streams.lock().len(), 3 * PRUNE_FROM + 1, "none of them is known to be idle");
+        let mut late = streams.mark_busy();
+        assert!(!early.is_passed() && !late.is_passed());
+        assert!(unanswered() > before);
+        wrapped.hook().is_mute.store(false, Relaxed);
+        assert!(is_passed_soon(&mut early) && is_passed_soon(&mut late));
+        streams.note(&device.stream().unwrap());
+        assert!(streams.lock().len() <= PRUNE_FROM + 1, "and are forgotten once they can be asked");
+    }
+
+    #[test]
+    fn a_stream_that_captures_is_neither_asked_nor_marked_until_the_capture_is_over() {
+        let (wrapped, device) = mute();
+        let (stream, other, streams) = (device.stream().unwrap(), device.stream().unwrap(), Streams::default());
+        let (go, wait) = mpsc::channel::<()>();
+        stream.call(move || assert!(wait.recv().is_err())).unwrap();
+        streams.note(&stream);
+        wrapped.hook().is_capturing.store(true, Relaxed);
+        let mut proofs = [streams.mark(), streams.mark_busy(), Proof::behind(&stream)];
+        assert!(proofs.iter_mut().all(|proof| !proof.is_passed()));
+        assert!(matches!(streams.join(&other), Err(Error::Capturing { .. })));
+        assert!(matches!(stream.is_idle(), Err(Error::Capturing { .. })));
+        wrapped.hook().is_capturing.store(false, Relaxed);
+        assert!(proofs.iter_mut().all(|proof| !proof.is_passed()), "the work before the capture still runs");
+        drop(go);
+        assert!(proofs.iter_mut().all(is_passed_soon));
+    }
 
     #[test]
     fn a_proof_is_passed_only_when_every_stream_is_past_its_mark() {
@@ -216,7 +368,7 @@ mod tests {
         for _ in 0..10 * PRUNE_FROM {
             streams.note(&device.stream().unwrap());
         }
-        let list = streams.list.lock().unwrap();
+        let list = streams.lock();
         assert!(list.len() <= PRUNE_FROM + 1, "{}", list.len());
         assert!(list.iter().any(|stream| stream.is_same(&kept)));
     }

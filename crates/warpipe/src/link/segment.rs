@@ -7,7 +7,7 @@
 //!
 //! Drawn byte by byte in `docs/design/link.md`; the offsets are asserted below.
 
-use std::mem::offset_of;
+use std::mem::{ManuallyDrop, offset_of};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::seal;
-use crate::backend::{DevicePtr, TimelineWord};
+use crate::backend::{DevicePtr, TimelineWord, kept};
 use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::PrivateFd;
@@ -118,7 +118,8 @@ pub(crate) fn bytes_for(depth: u32) -> u64 {
 /// A mapped link segment, registered with the device once it is sealed. Unregistered and unmapped when dropped.
 #[derive(Debug)]
 pub(crate) struct Segment {
-    map: Map,
+    /// Dropped once it is unregistered.
+    map: ManuallyDrop<Map>,
     device: Device,
     /// Where the device sees it; empty until it is sealed and registered.
     device_ptr: OnceLock<DevicePtr>,
@@ -169,7 +170,7 @@ impl Segment {
         let fd = seal::memfd(c"warpipe-link", bytes)?;
         let map = Map::new(fd.as_fd(), bytes)?;
         write_identity(map.header(), depth, generation);
-        Ok((Segment { map, device: device.clone(), device_ptr: OnceLock::new(), depth }, fd))
+        Ok((Segment { map: ManuallyDrop::new(map), device: device.clone(), device_ptr: OnceLock::new(), depth }, fd))
     }
 
     /// Maps a segment that a peer made, once it has been checked to be a memfd of the right length with the right
@@ -189,7 +190,8 @@ impl Segment {
         let map = Map::new(fd, bytes).map_err(OpenError::Local)?;
         seal::close(fd).map_err(fault)?;
         check_identity(map.header(), depth, generation).map_err(OpenError::Fault)?;
-        let segment = Segment { map, device: device.clone(), device_ptr: OnceLock::new(), depth };
+        let segment =
+            Segment { map: ManuallyDrop::new(map), device: device.clone(), device_ptr: OnceLock::new(), depth };
         segment.register(fd)?;
         Ok(segment)
     }
@@ -259,10 +261,12 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        if self.device_ptr.get().is_some() {
-            // SAFETY: registered in `register`, once; the link is dropped only when no stream uses its words
-            // (see `Watcher::retire`).
-            let _ = unsafe { self.device.backend().unregister(self.map.base) };
+        let is_registered = self.device_ptr.get().is_some();
+        // SAFETY: registered in `register`, once; the link is dropped only when no stream uses its words
+        // (see `Watcher::retire`).
+        if !is_registered || unsafe { kept::unregister(&**self.device.backend(), self.map.base, self.map.bytes) } {
+            // SAFETY: dropped here only, and not used any more.
+            unsafe { ManuallyDrop::drop(&mut self.map) };
         }
     }
 }

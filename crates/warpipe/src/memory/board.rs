@@ -3,7 +3,7 @@
 
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::backend::{DevicePtr, TimelineWord};
+use crate::backend::{DevicePtr, TimelineWord, kept};
 use crate::device::Device;
 use crate::error::{Error, Result};
 
@@ -57,8 +57,9 @@ impl Drop for Board {
         // SAFETY: registered and mapped in `new`, once each; the owner drops the board only when every signal
         // that it enqueued has been executed.
         unsafe {
-            let _ = self.device.backend().unregister(self.base.cast());
-            let _ = rustix::mm::munmap(self.base.cast(), bytes);
+            if kept::unregister(&**self.device.backend(), self.base.cast(), bytes) {
+                let _ = rustix::mm::munmap(self.base.cast(), bytes);
+            }
         }
     }
 }

@@ -103,7 +103,7 @@ impl Mapping {
         self.note(stream);
         // SAFETY: the range lies inside the region (checked by the caller), which is mapped for writing (as the caller has
         // checked) until this stream, noted above, is past the copy.
-        unsafe { stream.backend().upload(stream.raw(), self.ptr() + offset, source) }
+        unsafe { stream.upload(self.ptr() + offset, source) }
     }
 
     /// Copies to a new vector. The range has been checked, and who writes it has been waited for.
@@ -144,7 +144,7 @@ pub(crate) unsafe fn copy_out(device: &Device, ptr: DevicePtr, bytes: u64) -> Re
 
 /// Waits until `streams` have done what they were given so far.
 pub(crate) fn wait_for(streams: &Streams, timeout: Duration) -> Result<()> {
-    let (start, mut proof, mut backoff) = (Instant::now(), streams.mark(), Backoff::default());
+    let (start, mut proof, mut backoff) = (Instant::now(), streams.mark_busy(), Backoff::default());
     while !proof.is_passed() {
         if start.elapsed() >= timeout {
             return Err(Error::Timeout { what: "the end of the streams' work on this memory".into(), waited: timeout });

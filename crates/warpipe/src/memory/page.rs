@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::backend::{DevicePtr, TimelineWord, host};
+use crate::backend::{DevicePtr, TimelineWord, host, kept};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
@@ -242,7 +242,9 @@ impl Drop for Page {
         }
         if let Some((device, _)) = &self.registered {
             // SAFETY: registered in `register`, once; who gave its words to a stream lets it go by `retire`.
-            let _ = unsafe { device.backend().unregister(self.base) };
+            if !unsafe { kept::unregister(&**device.backend(), self.base, self.bytes) } {
+                return;
+            }
         }
         // SAFETY: exactly what `map` mapped; references into it borrow self.
         let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.bytes) };

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use crate::backend::{Access, DeviceId, DevicePtr, RawRegion};
+use crate::backend::{Access, DeviceId, DevicePtr, RawRegion, kept};
 use crate::device::Device;
 use crate::error::Result;
 use crate::fork::PrivateFd;
@@ -53,6 +53,8 @@ impl Drop for Region {
     fn drop(&mut self) {
         // SAFETY: allocated or imported once, released here only. That no enqueued work uses it is kept by the
         // owners: a publisher retires its arena, a subscriber its imports (see `Watcher::retire`).
-        let _ = unsafe { self.device.backend().release(self.raw) };
+        if unsafe { self.device.backend().release(self.raw) }.is_err() {
+            kept::keep(self.raw.bytes);
+        }
     }
 }

@@ -414,7 +414,7 @@ impl Drop for LentBuffer {
         if self.claim.is_released || !self.claim.account.visit.home().is_here() {
             return;
         }
-        let mut proof = self.streams.mark();
+        let mut proof = self.streams.mark_busy();
         if proof.is_passed() {
             // The claim releases it.
             return;

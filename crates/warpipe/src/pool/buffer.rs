@@ -305,7 +305,7 @@ impl Buffer {
         self.used_on(stream);
         // SAFETY: the stream is live; the range lies in this block, which is nobody else's to be handed, and stays mapped,
         // until this stream, noted above, is past the copy.
-        unsafe { stream.backend().upload(stream.raw(), self.ptr + offset, bytes) }
+        unsafe { stream.upload(self.ptr + offset, bytes) }
     }
 
     /// Waits for the streams that were named, at most `timeout`, and copies all of it to host memory
@@ -356,7 +356,7 @@ impl Drop for Buffer {
             return std::mem::forget(self.core.clone());
         }
         self.core.lock().lends.retain(|_, lend| lend.slot != self.slot);
-        let (mut proof, slot) = (self.streams.mark(), self.slot);
+        let (mut proof, slot) = (self.streams.mark_busy(), self.slot);
         if proof.is_passed() {
             return self.core.let_go(slot);
         }

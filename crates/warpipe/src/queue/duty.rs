@@ -228,14 +228,26 @@ impl Duty {
     }
 }
 
+impl Duty {
+    fn say_failed(&self) -> Result<(), Unsaid> {
+        let send = |stream: &Stream| {
+            let verdict = Verdict::Failed("its worker dropped it without an answer".into());
+            self.desk.send(self.ticket, verdict, None, stream)
+        };
+        match send(&self.stream) {
+            // There is no data to be behind anything, so any stream will do.
+            Err(Unsaid { error: Error::Capturing { .. }, .. }) => send(&self.desk.publisher.device().stream()?),
+            said => said,
+        }
+    }
+}
+
 impl Drop for Duty {
     fn drop(&mut self) {
-        if !self.is_done {
-            let verdict = Verdict::Failed("its worker dropped it without an answer".into());
-            if let Err(Unsaid { error, is_told: false, .. }) = self.desk.send(self.ticket, verdict, None, &self.stream)
-            {
-                self.desk.fall_silent(&error);
-            }
+        if !self.is_done
+            && let Err(Unsaid { error, is_told: false, .. }) = self.say_failed()
+        {
+            self.desk.fall_silent(&error);
         }
     }
 }

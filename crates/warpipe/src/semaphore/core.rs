@@ -17,6 +17,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::Home;
 use crate::link::closer::PeerFd;
+use crate::link::proof::Proof;
 use crate::link::watcher::{Usage, Watcher};
 use crate::rendezvous::{ANSWER_TIMEOUT, Keeper, Refusal, Visitor, decode, encode};
 use crate::stream::{Backoff, Stream};
@@ -98,9 +99,10 @@ impl Core {
         self.survivor.is_over()
     }
 
-    /// The page is registered with this device's backend, and its addresses mean nothing to another.
+    /// The page is registered with this device's backend, and its addresses mean nothing to another; nor may its words go
+    /// into a graph.
     pub(super) fn check_stream(&self, stream: &Stream) -> Result<()> {
-        stream.check_of(&self.device)
+        stream.check_usable(&self.device)
     }
 
     pub(super) fn no_permit(&self, waited: Duration) -> Error {
@@ -267,6 +269,19 @@ impl Core {
         released
     }
 
+    /// Hands a permit on once `stream`, which is being captured, is past what it was given before the capture.
+    pub(super) fn hand_on_later(self: &Arc<Self>, permit: u32, stream: &Stream) {
+        let (me, mut proof) = (self.clone(), Proof::behind(stream));
+        // However long that takes.
+        self.watcher.retire(move || {
+            let is_past = proof.is_passed();
+            if is_past {
+                me.room.hand_on(permit, me.member);
+            }
+            is_past
+        });
+    }
+
     /// Stores, once what came before it is done, a value that was promised and could not be enqueued.
     pub(super) fn pay_later(&self, permit: u32, value: u64) {
         let room = self.room.clone();
@@ -287,7 +302,7 @@ impl Drop for Core {
         let (room, signals, survivor) = (self.room.clone(), self.signals.clone(), self.survivor.clone());
         let (streams, mut proof) = (signals.streams().clone(), None);
         // A creator whose streams wait for members must still see them die; else the name is free at once.
-        if matches!(side, Some(Side::Creator { .. })) && proof.insert(streams.mark()).is_passed() {
+        if matches!(side, Some(Side::Creator { .. })) && proof.insert(streams.mark_busy()).is_passed() {
             drop(side.take());
         }
         // Others wait for the name, and for the goodbye.

@@ -322,7 +322,8 @@ impl Permit {
     ///
     /// # Errors
     /// [`Error::Driver`]: the permit is given back, but the next holder does not wait for this stream's work.
-    /// [`Error::Argument`] for a stream of another device: it is released behind the stream it was acquired on.
+    /// [`Error::Argument`] for a stream of another device, [`Error::Capturing`] for one that is being captured: it is
+    /// released behind the stream it was acquired on, as if it were dropped.
     pub fn release(mut self, stream: &Stream) -> Result<()> {
         self.core.check_stream(stream)?;
         self.release_behind(stream)
@@ -342,6 +343,11 @@ impl Permit {
     fn release_behind(&mut self, stream: &Stream) -> Result<()> {
         let (core, index) = (self.core.clone(), self.index);
         core.home.check()?;
+        if let Err(error @ Error::Capturing { .. }) = stream.check_not_capturing() {
+            self.is_open = false;
+            core.hand_on_later(index, stream);
+            return Err(error);
+        }
         let before = core.room.due(index);
         let is_behind =
             self.stream.as_ref().is_some_and(|own| own.is_same(stream)) || core.room.word(index).reached(before);

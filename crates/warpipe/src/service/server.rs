@@ -203,7 +203,7 @@ impl Server {
     /// device; [`Error::Forked`]; [`Error::Driver`].
     pub fn accept(&mut self, stream: &Stream, timeout: Duration) -> Result<Request> {
         self.home.check()?;
-        stream.check_of(&self.device)?;
+        stream.check_usable(&self.device)?;
         let start = Instant::now();
         loop {
             self.look_around()?;
@@ -235,7 +235,12 @@ impl Server {
             match guest.worker.try_lease(stream) {
                 Ok(None) => {}
                 Ok(Some(lease)) => return Ok(Some(Request { client_pid: guest.worker.queue_pid(), lease })),
-                Err(error @ (Error::Driver { .. } | Error::Argument { .. } | Error::Injected { .. })) => {
+                Err(
+                    error @ (Error::Capturing { .. }
+                    | Error::Driver { .. }
+                    | Error::Argument { .. }
+                    | Error::Injected { .. }),
+                ) => {
                     return Err(error);
                 }
                 Err(_) => self.see_off(self.turn),

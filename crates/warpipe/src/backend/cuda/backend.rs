@@ -1,6 +1,7 @@
 //! The seam's implementation: what a device is, how its context is entered, and which part does what.
 
 use std::collections::BTreeMap;
+use std::ffi::c_uint;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::broadcast::Broadcast;
 use super::ending::{self, Inside};
-use super::fault;
+use super::fault::{self, Fault};
 use super::kernels::Kernels;
 use super::legacy::{EVENTS, Ledger};
 use super::memory::allocation;
@@ -139,6 +140,7 @@ impl CudaBackend {
         let device = find(driver, ordinal)?;
         let info = describe(driver, device, ordinal)?;
         check_abilities(driver, device)?;
+        let _relaxed = Relaxed::new(driver);
         let context = driver.primary_context_retain(device)?;
         let backend = Self::with_context(driver, device, context, info).inspect_err(|_| {
             let _ = driver.primary_context_release(device);
@@ -164,10 +166,44 @@ impl CudaBackend {
         Ok(CudaBackend { driver, device, context, info, granularity, kernels, broadcast, staging, held, ledger })
     }
 
-    /// Makes the device's context current on this thread until the result is dropped.
-    #[inline]
+    /// Makes the device's context current on this thread until the result is dropped, for any call. A stream that
+    /// another thread captures is not disturbed by it: see [`Relaxed`].
     pub(super) fn enter(&self) -> Result<Current> {
         enter(self.driver, self.context)
+    }
+
+    /// The same, for calls that only give a stream work: those harm no capture, and are too many for [`Relaxed`].
+    #[inline]
+    pub(super) fn enter_to_enqueue(&self) -> Result<Current> {
+        make_current(self.driver, self.context)
+    }
+}
+
+/// While it lives, this thread's calls disturb no stream capture (`cuThreadExchangeStreamCaptureMode`).
+///
+/// In the mode that every thread begins with, a call that the driver counts as unsafe (`cuEventQuery`,
+/// `cuMemHostRegister`, an allocation) fails while any thread captures in global mode, *and invalidates that capture*. The
+/// library makes such calls at times that no user chooses, on its own threads and inside of calls like
+/// `Subscriber::build`; they concern no stream that is captured, so the relaxed mode is right for them.
+#[derive(Debug)]
+struct Relaxed {
+    driver: &'static Driver,
+    /// `None` for a driver without captures.
+    previous: Option<c_uint>,
+}
+
+impl Relaxed {
+    fn new(driver: &'static Driver) -> Relaxed {
+        Relaxed { driver, previous: driver.exchange_capture_mode(sys::STREAM_CAPTURE_MODE_RELAXED).ok() }
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // Not if it was the user's mode already: then there is nothing to put back.
+        if let Some(mode) = self.previous.filter(|&mode| mode != sys::STREAM_CAPTURE_MODE_RELAXED) {
+            let _ = self.driver.exchange_capture_mode(mode);
+        }
     }
 }
 
@@ -176,12 +212,19 @@ impl CudaBackend {
 pub(super) struct Current {
     driver: &'static Driver,
     pushed: bool,
-    /// Dropped after the context has been put back.
+    /// Dropped after the context has been put back, and before this thread is outside.
+    relaxed: Option<Relaxed>,
     _inside: Inside,
 }
 
-#[inline]
 fn enter(driver: &'static Driver, context: CUcontext) -> Result<Current> {
+    let mut current = make_current(driver, context)?;
+    current.relaxed = Some(Relaxed::new(driver));
+    Ok(current)
+}
+
+#[inline]
+fn make_current(driver: &'static Driver, context: CUcontext) -> Result<Current> {
     let inside = ending::enter();
     // Mostly it is the current one already, and asking is far cheaper than a push and a pop.
     let pushed = driver.context_current()? != context;
@@ -189,7 +232,7 @@ fn enter(driver: &'static Driver, context: CUcontext) -> Result<Current> {
         // SAFETY: the context is retained for the life of the process.
         unsafe { driver.context_push(context) }?;
     }
-    Ok(Current { driver, pushed, _inside: inside })
+    Ok(Current { driver, pushed, relaxed: None, _inside: inside })
 }
 
 impl Drop for Current {
@@ -282,14 +325,14 @@ impl Backend for CudaBackend {
     }
 
     unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
-        let _current = self.enter()?;
+        let _current = self.enter_to_enqueue()?;
         let bytes = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.copy_async(dst, src, bytes, stream.0) }?)
     }
 
     unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
-        let _current = self.enter()?;
+        let _current = self.enter_to_enqueue()?;
         let bytes = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.zero_async(dst, bytes, stream.0) }?)
@@ -319,6 +362,16 @@ impl Backend for CudaBackend {
         unsafe { self.call_on_cpu(stream.0, function) }
     }
 
+    unsafe fn is_capturing(&self, stream: RawStream) -> Result<bool> {
+        let _current = self.enter_to_enqueue()?;
+        // SAFETY: the caller's promise.
+        match unsafe { self.driver.stream_is_capturing(stream.0) } {
+            // A driver that cannot capture.
+            Err(Fault::Symbol(_)) => Ok(false),
+            answer => Ok(answer?),
+        }
+    }
+
     unsafe fn query(&self, stream: RawStream) -> Result<bool> {
         let _current = self.enter()?;
         // SAFETY: the caller's promise.
@@ -338,13 +391,13 @@ impl Backend for CudaBackend {
     }
 
     unsafe fn record_event(&self, event: RawEvent, stream: RawStream) -> Result<()> {
-        let _current = self.enter()?;
+        let _current = self.enter_to_enqueue()?;
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.event_record(event.0, stream.0) }?)
     }
 
     unsafe fn wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
-        let _current = self.enter()?;
+        let _current = self.enter_to_enqueue()?;
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.stream_wait_event(stream.0, event.0) }?)
     }

@@ -51,6 +51,7 @@ impl From<Fault> for Error {
             Fault::Symbol(symbol) => Error::DriverSymbol { symbol },
             Fault::Call { code: CUresult::NOT_INITIALIZED, .. } if forked() => Error::Forked,
             Fault::Call { code: CUresult::NO_DEVICE, .. } => no_device(),
+            Fault::Call { code: CUresult::CAPTURED_EVENT, .. } => Error::Capturing { what: "the event".into() },
             Fault::Call { call, code } => {
                 Error::Driver { call, code: code.0, name: name(code), message: text(code), next: next(code) }
             }
@@ -122,6 +123,11 @@ fn look_up(lookup: Option<sys::signature::cuGetErrorName>, code: CUresult) -> Op
     Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
+/// `CUDA_ERROR_STREAM_CAPTURE_...`.
+fn is_capture_code(code: i32) -> bool {
+    (CUresult::STREAM_CAPTURE_UNSUPPORTED.0..=CUresult::STREAM_CAPTURE_WRONG_THREAD.0).contains(&code)
+}
+
 /// What to do about a code, where there is something to do.
 fn next(code: CUresult) -> &'static str {
     match code {
@@ -145,6 +151,9 @@ fn next(code: CUresult) -> &'static str {
         }
         CUresult::LAUNCH_FAILED => {
             "; work on this GPU failed, under MPS perhaps another client's: restart this process"
+        }
+        CUresult(code) if is_capture_code(code) => {
+            "; a stream is being captured into a graph: make this call before the capture begins or after it ends"
         }
         CUresult::NOT_PERMITTED => "; check the container's or the system's restrictions on the GPU",
         CUresult::SYSTEM_NOT_READY => "; wait for, or start, the NVIDIA fabric manager",

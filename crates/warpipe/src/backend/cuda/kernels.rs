@@ -23,16 +23,19 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    /// The function, loaded if it is not yet. The context is current.
-    pub fn function(&self, driver: &Driver, kernel: &Kernel) -> Result<CUfunction> {
-        let key = (address(kernel.ptx()), address(kernel.name()));
-        let known = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key).copied();
-        if let Some(function) = known {
+    /// The function, if it is loaded.
+    fn known(&self, kernel: &Kernel) -> Option<CUfunction> {
+        self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key(kernel)).copied()
+    }
+
+    /// Loads the function, unless another thread has. The context is current.
+    fn load(&self, driver: &Driver, kernel: &Kernel) -> Result<CUfunction> {
+        if let Some(function) = self.known(kernel) {
             return Ok(function);
         }
         let module = self.module(driver, kernel.ptx())?;
         let function = load_function(driver, module, kernel.name())?;
-        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function);
+        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key(kernel), function);
         Ok(function)
     }
 
@@ -45,6 +48,10 @@ impl Kernels {
         modules.insert(address(ptx), module);
         Ok(module)
     }
+}
+
+fn key(kernel: &Kernel) -> (usize, usize) {
+    (address(kernel.ptx()), address(kernel.name()))
 }
 
 fn address(text: &'static CStr) -> usize {
@@ -68,9 +75,17 @@ pub(super) fn load_function(driver: &Driver, module: CUmodule, name: &CStr) -> R
 
 impl CudaBackend {
     pub(super) fn preload_kernel(&self, kernel: &Kernel) -> Result<()> {
-        let _current = self.enter()?;
-        self.kernels.function(self.driver, kernel)?;
-        Ok(())
+        self.function(kernel).map(drop)
+    }
+
+    fn function(&self, kernel: &Kernel) -> Result<CUfunction> {
+        match self.kernels.known(kernel) {
+            Some(function) => Ok(function),
+            None => {
+                let _current = self.enter()?;
+                self.kernels.load(self.driver, kernel)
+            }
+        }
     }
 
     /// # Safety
@@ -86,8 +101,8 @@ impl CudaBackend {
         if args.len() > ARGUMENTS_MAX {
             return Err(Error::argument("kernel arguments", args.len(), format!("at most {ARGUMENTS_MAX}")));
         }
-        let _current = self.enter()?;
-        let function = self.kernels.function(self.driver, kernel)?;
+        let function = self.function(kernel)?;
+        let _current = self.enter_to_enqueue()?;
         let mut parameters = [ptr::null_mut::<c_void>(); ARGUMENTS_MAX];
         for (parameter, argument) in parameters.iter_mut().zip(args) {
             *parameter = ptr::from_ref(argument).cast_mut().cast();

@@ -423,6 +423,30 @@ impl Driver {
         ready(unsafe { call!(self, cuStreamQuery(stream)) })
     }
 
+    /// Whether what the stream is given is recorded into a graph. The legacy default stream counts as capturing while
+    /// a stream that is ordered with it captures. Asking harms no capture.
+    ///
+    /// # Safety
+    /// The stream is live.
+    #[inline]
+    pub unsafe fn stream_is_capturing(&self, stream: CUstream) -> Answer<bool> {
+        let mut status = STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the out pointer is a live local; the stream is the caller's promise.
+        match unsafe { call!(self, cuStreamIsCapturing(stream, &mut status)) } {
+            Ok(()) => Ok(status != STREAM_CAPTURE_STATUS_NONE),
+            Err(fault) if fault.is(&[CUresult::STREAM_CAPTURE_IMPLICIT]) => Ok(true),
+            Err(fault) => Err(fault),
+        }
+    }
+
+    /// Sets this thread's mode, and returns the one before.
+    pub fn exchange_capture_mode(&self, mode: c_uint) -> Answer<c_uint> {
+        let mut mode = mode;
+        // SAFETY: the pointer is to a live local, which the driver reads and writes.
+        unsafe { call!(self, cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
+        Ok(mode)
+    }
+
     /// # Safety
     /// Both handles are live.
     pub unsafe fn stream_wait_event(&self, stream: CUstream, event: CUevent) -> Answer {

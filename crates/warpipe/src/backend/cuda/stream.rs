@@ -42,7 +42,7 @@ pub unsafe fn signal_by(ordinal: u32, stream: RawStream, ops: &[StreamOp], by: S
         return Err(Error::argument("operations", ops.len(), format!("at most {WORDS_MAX}, all of them signals")));
     }
     let backend = CudaBackend::opened(ordinal)?;
-    let _current = backend.enter()?;
+    let _current = backend.enter_to_enqueue()?;
     match by {
         // SAFETY: the caller's promise; at most BATCH_MAX.
         SignalBy::Batch => unsafe { backend.enqueue_batch(stream.0, ops) },
@@ -56,7 +56,7 @@ impl CudaBackend {
     /// As for [`crate::backend::Backend::batch`].
     #[inline]
     pub(super) unsafe fn enqueue(&self, stream: CUstream, ops: &[StreamOp]) -> Result<()> {
-        let _current = self.enter()?;
+        let _current = self.enter_to_enqueue()?;
         let mut rest = ops;
         while !rest.is_empty() {
             let signals = leading_signals(rest);
@@ -97,7 +97,7 @@ impl CudaBackend {
     /// # Safety
     /// The stream is live.
     pub(super) unsafe fn call_on_cpu(&self, stream: CUstream, function: HostFunction) -> Result<()> {
-        let _current = self.enter()?;
+        let _current = self.enter_to_enqueue()?;
         // A trait object is two words wide and the driver passes one: hence the box around the box.
         let argument = Box::into_raw(Box::new(function)).cast::<c_void>();
         // SAFETY: the trampoline takes exactly such a pointer, once; the stream is the caller's promise.

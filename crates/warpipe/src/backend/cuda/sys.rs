@@ -47,6 +47,10 @@ impl CUresult {
     pub const MPS_SERVER_NOT_READY: CUresult = CUresult(807);
     pub const MPS_MAX_CLIENTS_REACHED: CUresult = CUresult(808);
     pub const MPS_CLIENT_TERMINATED: CUresult = CUresult(810);
+    pub const STREAM_CAPTURE_UNSUPPORTED: CUresult = CUresult(900);
+    pub const STREAM_CAPTURE_IMPLICIT: CUresult = CUresult(906);
+    pub const CAPTURED_EVENT: CUresult = CUresult(907);
+    pub const STREAM_CAPTURE_WRONG_THREAD: CUresult = CUresult(908);
     pub const UNKNOWN: CUresult = CUresult(999);
 }
 
@@ -142,6 +146,8 @@ pub(super) const STREAM_WAIT_VALUE_GEQ: c_uint = 0;
 pub(super) const STREAM_WRITE_VALUE_DEFAULT: c_uint = 0;
 
 pub(super) const STREAM_NON_BLOCKING: c_uint = 1;
+pub(super) const STREAM_CAPTURE_STATUS_NONE: c_uint = 0;
+pub(super) const STREAM_CAPTURE_MODE_RELAXED: c_uint = 2;
 pub(super) const EVENT_DISABLE_TIMING: c_uint = 2;
 pub(super) const EVENT_INTERPROCESS: c_uint = 4;
 pub(super) const MEMHOSTREGISTER_PORTABLE: c_uint = 1;
@@ -255,6 +261,8 @@ functions! {
     fn cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     fn cuStreamDestroy_v2(stream: CUstream);
     fn cuStreamQuery(stream: CUstream);
+    fn cuStreamIsCapturing(stream: CUstream, status: *mut c_uint);
+    fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint);
     fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
     fn cuStreamWaitValue64_v2(stream: CUstream, address: CUdeviceptr, value: u64, flags: c_uint);
     fn cuStreamWriteValue64_v2(stream: CUstream, address: CUdeviceptr, value: u64, flags: c_uint);

@@ -100,6 +100,8 @@ fn every_function_takes_what_the_driver_takes() {
         cuStreamCreate(_, _);
         cuStreamDestroy_v2(_);
         cuStreamQuery(_);
+        cuStreamIsCapturing(_, _);
+        cuThreadExchangeStreamCaptureMode(_);
         cuStreamWaitEvent(_, _, _);
         cuStreamWaitValue64_v2(_, _, _, _);
         cuStreamWriteValue64_v2(_, _, _, _);

@@ -197,6 +197,10 @@ impl Backend for HostBackend {
         unsafe { stream(raw)? }.push(Op::Call(function))
     }
 
+    unsafe fn is_capturing(&self, _raw: RawStream) -> Result<bool> {
+        Ok(false)
+    }
+
     unsafe fn query(&self, raw: RawStream) -> Result<bool> {
         // SAFETY: the caller promises a live stream.
         Ok(unsafe { stream(raw)? }.has_finished())

@@ -14,7 +14,7 @@ impl Core {
         stream: &Stream,
     ) -> Result<u64, Unsent> {
         let _range = nvtx::range(nvtx::SEND);
-        stream.check_of(&self.device).map_err(Unsent::Untold)?;
+        stream.check_usable(&self.device).map_err(Unsent::Untold)?;
         let mut turn = self.make_room(Recipients::All).map_err(Unsent::Untold)?;
         let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, Recipients::All)?;
         turn.arena.let_go(slot);
@@ -37,7 +37,7 @@ impl Core {
         let ops = std::mem::take(&mut turn.ops);
         // SAFETY: the words lie in link segments and the board, which are let go only when this turn is over and this
         // stream, noted above, is proven to be past them (`close`, `drop_outlet`).
-        let enqueue = |turn: &mut Turn<'_>| turn.unlocked(|| unsafe { stream.batch(&ops) });
+        let enqueue = |turn: &mut Turn<'_>| turn.unlocked(|| unsafe { stream.batch_checked(&ops) });
         // It is `ready` that orders the devices, so the entries may be out before the driver is asked: a subscriber on
         // another core enqueues its wait and its kernels meanwhile.
         let early = self.signals_first(turn).then(|| enqueue(turn));

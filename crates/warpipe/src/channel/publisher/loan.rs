@@ -101,7 +101,7 @@ impl SampleMut {
         self.stay_behind(stream);
         // SAFETY: the stream is live; the slot is this loan's alone and as long as the layout, and stays so until
         // the stream has passed this copy (`send` and `discard` say when).
-        unsafe { stream.backend().upload(stream.raw(), self.address, bytes) }
+        unsafe { stream.upload(self.address, bytes) }
     }
 
     /// Hands the tensor to every subscriber, behind the work enqueued on `stream` so far
@@ -124,6 +124,7 @@ impl SampleMut {
     /// Puts `stream` behind the other streams that were given work on the loan.
     #[inline]
     pub(in crate::channel) fn gather(&self, stream: &Stream) -> Result<(), Unsent> {
+        stream.check_of(&self.core.device).map_err(Unsent::Untold)?;
         let others = self.behind.iter().chain(&self.earlier).filter(|other| !other.is_same(stream));
         others.into_iter().try_for_each(|other| stream.wait_for(other)).map_err(Unsent::Untold)
     }

@@ -124,7 +124,7 @@ impl LegacyMemory {
     pub fn close(mut self, timeout: Duration) -> Result<()> {
         self.home.check()?;
         let Some(hold) = self.hold.take() else { return Ok(()) };
-        let (start, mut proof, mut backoff) = (Instant::now(), self.streams.mark(), Backoff::default());
+        let (start, mut proof, mut backoff) = (Instant::now(), self.streams.mark_busy(), Backoff::default());
         while !proof.is_passed() {
             if start.elapsed() >= timeout {
                 hold.retire(move || proof.is_passed());
@@ -143,7 +143,7 @@ impl Drop for LegacyMemory {
             // The mapping is the parent's to close, and its locks may be held for ever.
             return std::mem::forget(hold);
         }
-        let mut proof = self.streams.mark();
+        let mut proof = self.streams.mark_busy();
         let is_quiet = proof.is_passed();
         // Only what calls the driver, or has to wait, is left to other threads.
         if let Some(hold) = if is_quiet { hold.share_out() } else { Some(hold) } {
