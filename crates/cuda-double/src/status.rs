@@ -1,8 +1,10 @@
 //! Status codes, and the frame in which every function answers.
 
 use std::ffi::{c_char, c_int};
+use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::{config, device, ending};
@@ -110,6 +112,13 @@ pub unsafe fn give<T>(out: *mut T, value: T) -> Outcome {
     Ok(())
 }
 
+/// Files that stay open as long as the process, or a child that it forked, has them: the driver's are known by their names.
+fn open_files() {
+    static FILES: OnceLock<Vec<OwnedFd>> = OnceLock::new();
+    let open = |name| rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).ok();
+    FILES.get_or_init(|| ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0"].into_iter().filter_map(open).collect());
+}
+
 #[unsafe(no_mangle)]
 extern "C" fn cuInit(flags: u32) -> c_int {
     answer("cuInit", Needs::Nothing, || {
@@ -120,6 +129,7 @@ extern "C" fn cuInit(flags: u32) -> c_int {
             return Err(NO_DEVICE);
         }
         ending::expect()?;
+        open_files();
         INITIALISED.store(true, Ordering::Release);
         Ok(())
     })

@@ -8,7 +8,12 @@
 //!
 //! A descriptor is made and registered within one [`Section`], which `fork` waits for: no child gets a descriptor
 //! between the two. Nothing in a section waits for anybody.
+//!
+//! Two things are inherited with a purpose, and the child releases them in this order: the CUDA driver's files
+//! ([`driver_files`]), then the [`lifeline`], which tells peers that nobody holds those files any more.
 
+pub(crate) mod driver_files;
+pub(crate) mod lifeline;
 mod table;
 
 use std::cell::Cell;
@@ -211,6 +216,12 @@ extern "C" fn after_in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     CLOSING.close_all();
     OPEN.close_all();
+    // The other way round the lifeline would end while the driver's files still keep the parent's device work going.
+    if driver_files::release() {
+        lifeline::let_go();
+    } else {
+        lifeline::keep();
+    }
     // The child has this thread alone.
     GATE.store(DEPTH.get(), Ordering::Release);
 }

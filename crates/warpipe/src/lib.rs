@@ -77,7 +77,8 @@
 //!
 //! A forked child's handles answer [`Error::Forked`], and using or dropping them harms nothing of the parent's. The
 //! child may open endpoints of its own on the host device; CUDA does not survive a fork. `fork` followed by `exec` is
-//! no concern: every descriptor is close-on-exec.
+//! no concern: every descriptor is close-on-exec. In the child of a process that has started CUDA, `/dev/null` takes the
+//! places of the driver's files: a child that held them would keep its parent's device work running after its death.
 //!
 //! # Features
 //!

@@ -1,8 +1,9 @@
 //! What the library does in this process, in numbers.
 
 use crate::backend::kept;
-use crate::link::proof;
+use crate::fork::lifeline;
 use crate::link::watcher::Watcher;
+use crate::link::{peer, proof};
 
 /// What the library does in this process: [`process_stats`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -22,6 +23,13 @@ pub struct ProcessStats {
     /// How often a stream or an event could not be asked whether its work is done. What waits for it asks again: a few
     /// are usual where streams are captured into graphs.
     pub unanswered: u64,
+    /// Processes with links to this one that have exited while a child that they forked holds their files. Their device
+    /// work may go on, so what they had of this process stays out of use until that child ends or calls `exec`.
+    pub orphaned: usize,
+    /// Whether peers are told that this process's device is quiet as soon as it is. False where CUDA was started before
+    /// this library was loaded, or files with lower numbers were closed since: then they may be told when the process is
+    /// gone, which takes some ten milliseconds longer.
+    pub is_proof_prompt: bool,
 }
 
 /// What the library does in this process just now.
@@ -32,5 +40,6 @@ pub struct ProcessStats {
 pub fn process_stats() -> ProcessStats {
     let (dropping, overdue) = Watcher::running().map_or((0, 0), |watcher| watcher.counts());
     let (kept, kept_bytes) = kept::kept();
-    ProcessStats { dropping, overdue, kept, kept_bytes, unanswered: proof::unanswered() }
+    let (orphaned, is_proof_prompt) = (peer::orphaned(), lifeline::is_prompt());
+    ProcessStats { dropping, overdue, kept, kept_bytes, unanswered: proof::unanswered(), orphaned, is_proof_prompt }
 }

@@ -466,6 +466,10 @@ impl Visit for Mourner {
         self.is_over.store(true, SeqCst);
     }
 
+    fn orphaned(&self) {
+        self.proven_dead();
+    }
+
     fn proven_dead(&self) {
         self.is_over.store(true, SeqCst);
         self.end();

@@ -38,6 +38,7 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<Exit> {
     }
     report.section("this process")?;
     report.add(memory::given_back())?;
+    report.add(system::lifeline())?;
     report.finish()
 }
 

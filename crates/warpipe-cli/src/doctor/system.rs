@@ -46,6 +46,16 @@ pub fn descriptors() -> Check {
     }
 }
 
+/// Whether peers would be told at once that this process's device is quiet, now that its driver has been started.
+pub fn lifeline() -> Check {
+    let stats = warpipe::process_stats();
+    let orphaned = format!("{} peers left a child that holds their files", stats.orphaned);
+    match stats.is_proof_prompt {
+        true => Check::ok("proof of death", format!("as soon as the device is quiet; {orphaned}")),
+        false => Check::ok("proof of death", format!("when the process is gone: CUDA was there first; {orphaned}")),
+    }
+}
+
 /// Starts a process and sees it end through its pidfd.
 pub fn death() -> Check {
     let seen = || -> anyhow::Result<String> {

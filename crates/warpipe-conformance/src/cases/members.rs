@@ -137,7 +137,8 @@ fn killed(context: &Context) -> Result<()> {
         let proof = pidfd(peer.pid()?)?;
         peer.strike()?;
         let told = expect_end(&members, "died", "mortal")?;
-        ensure!(wait_readable(&proof, Duration::ZERO), "it is told dead without the proof");
+        // Its lifeline ends with its last file, a moment before the process is to be reaped.
+        ensure!(wait_readable(&proof, PATIENCE), "it is told dead, and lives");
         ensure!(told.state == PeerState::Dead && told.pid == peer.id() as i32, "{told:?}");
         let left: Vec<&str> = told.endpoints.iter().map(|name| name.as_str()).collect();
         ensure!(left == ["its/frames", "members/mortal"], "it left {left:?}");

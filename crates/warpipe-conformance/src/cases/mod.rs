@@ -17,6 +17,7 @@ mod members;
 mod memory;
 mod model;
 mod names;
+mod orphan;
 mod policy;
 mod pool;
 mod queue;
@@ -107,6 +108,7 @@ pub fn all() -> Vec<Case> {
         stall::CASES,
         fork::CASES,
         goodbye::CASES,
+        orphan::CASES,
         fault::CASES,
         full::CASES,
         reuse::CASES,

@@ -151,7 +151,9 @@ impl Actor {
                 };
                 return signals.carry_out(&self.context, order);
             }
-            Order::Fork => return Ok(Answer::Number(fork_and_live()? as u64)),
+            Order::Fork => return Ok(Answer::Number(fork_and_live(false)? as u64)),
+            Order::ForkUnseen => return Ok(Answer::Number(fork_and_live(true)? as u64)),
+            Order::Exec => return Err(exec_and_live().into()),
             Order::Task(task) => return self.labour.carry_out(task, &self.context),
             Order::Guard => {
                 self.context.warm_up()?;
@@ -351,10 +353,23 @@ pub(crate) fn digest(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
 }
 
-/// Forks a child that keeps nothing but its life, and lives until it is killed. **Unsafe inside**: `fork`.
-fn fork_and_live() -> Result<i32> {
-    // SAFETY: the child calls only async-signal-safe functions.
-    match unsafe { libc::fork() } {
+/// Becomes a program that lives until it is killed.
+fn exec_and_live() -> std::io::Error {
+    use std::os::unix::process::CommandExt as _;
+    std::process::Command::new("sleep").arg("600").exec()
+}
+
+/// Forks a child that only lives, until it is killed; `unseen` by the handlers of `pthread_atfork`. **Unsafe inside**:
+/// `fork`.
+fn fork_and_live(unseen: bool) -> Result<i32> {
+    let child = if unseen {
+        // SAFETY: a fork, without a stack of its own; the child calls only async-signal-safe functions.
+        unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as i32 }
+    } else {
+        // SAFETY: as above.
+        unsafe { libc::fork() }
+    };
+    match child {
         -1 => Err(std::io::Error::last_os_error()).context("fork"),
         0 => loop {
             // SAFETY: closing the standard streams lets the case see that its peer has ended; `pause` waits for a

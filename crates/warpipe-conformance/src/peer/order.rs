@@ -289,6 +289,10 @@ pub enum Order {
     Signals(super::SignalOrder),
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
+    /// The same by a bare `clone`, of which no library learns: the child holds all that its parent holds.
+    ForkUnseen,
+    /// Call `exec` of a program that only lives on. There is no answer.
+    Exec,
     /// Work at a queue or a service, or submit to one.
     Task(Task),
     /// Warm up and count what is there.

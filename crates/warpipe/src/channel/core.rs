@@ -30,7 +30,7 @@ use crate::fork::Home;
 use crate::link::closer::PeerSocket;
 use crate::link::entry::{Description, Metadata};
 use crate::link::message::{self, Farewell, Message, Received};
-use crate::link::peer::Peer;
+use crate::link::peer::{Peer, ProcessId, Sign};
 use crate::link::proof::Streams;
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Usage, Watch, Watched, Watcher, new_generation};
@@ -55,15 +55,19 @@ const CROWDED: &str = "too many connect and say nothing; try again";
 /// Connections accepted before others have their turn.
 const ACCEPTED_AT_ONCE: usize = 32;
 
+/// How often the socket of one that does no more is read, [`MESSAGES_AT_ONCE`] each time.
+const LAST_WORDS: usize = 16;
+
 /// Messages taken from one socket before the others have their turn.
 const MESSAGES_AT_ONCE: usize = 16;
 
 const LISTENER: u64 = 0;
 const SOCKET: u64 = 0;
-const PIDFD: u64 = 1;
+const PROVEN: u64 = 1;
+const SUSPECT: u64 = 2;
 
 fn tag(id: u64, kind: u64) -> u64 {
-    id << 1 | kind
+    id << 2 | kind
 }
 
 /// The shared part of a publisher.

@@ -8,6 +8,7 @@ use super::core::{Recipients, Unsent};
 use super::publisher::{Publisher, SampleMut, SendError};
 use crate::error::Result;
 use crate::link::entry::Metadata;
+use crate::link::peer::ProcessId;
 use crate::stream::Stream;
 
 impl Publisher {
@@ -16,9 +17,9 @@ impl Publisher {
         self.core.members()
     }
 
-    /// The number of the live subscriber in the process `pid`.
-    pub(crate) fn member_of(&self, pid: i32) -> Option<u64> {
-        self.core.member_of(pid)
+    /// The number of the live subscriber in that process.
+    pub(crate) fn member_of(&self, process: ProcessId) -> Option<u64> {
+        self.core.member_of(process)
     }
 
     /// Whether the subscriber with this number still gets samples.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 pub(super) use self::handshake::SubscriberIdentity;
 use self::handshake::{Greeter, Welcome, import};
 pub(super) use self::vigil::Standing;
-use self::vigil::Vigil;
+use self::vigil::{LAST_WORDS, Vigil};
 use crate::backend::{Access, DeviceId, StreamOp};
 use crate::clock::now_ns;
 use crate::device::Device;
@@ -23,7 +23,7 @@ use crate::link::PeerState;
 use crate::link::closer::{PeerFd, PeerSocket};
 use crate::link::entry::Violation;
 use crate::link::message::{self, Farewell, Message, Received};
-use crate::link::peer::Peer;
+use crate::link::peer::{Peer, Sign};
 use crate::link::proof::{Proof, Streams};
 use crate::link::pulse::Pulse;
 use crate::link::segment::Segment;
@@ -32,8 +32,9 @@ use crate::link::watcher::{Next, Usage, Watch, Watched, Watcher};
 use crate::memory::region::Region;
 use crate::stream::Stream;
 
-/// The tag of what [`Inlet`] watches.
+/// The tags of what [`Inlet`] watches.
 const SOCKET: u64 = 0;
+const SUSPECT: u64 = 1;
 
 /// Regions announced and not mapped yet; memory doubles with each, so nobody honest comes near.
 const MAPPING_MAX: u32 = 128;
@@ -81,8 +82,8 @@ struct Memory {
 /// One link, as its subscriber and all its samples share it.
 #[derive(Debug)]
 pub(crate) struct Inlet {
-    /// Declared first: it ends before its descriptor is closed.
-    words: OnceLock<Watch>,
+    /// Declared first: they end before their descriptors are closed.
+    words: OnceLock<[Watch; 2]>,
     me: Weak<Inlet>,
     /// Announcements of regions that the attendant has not dealt with.
     mapping: AtomicU32,
@@ -114,6 +115,7 @@ impl Inlet {
         device: &Device,
         bell: &Arc<Bell>,
         timeout: Duration,
+        orphan_timeout: Duration,
         SubscriberIdentity { kind, generation }: SubscriberIdentity,
     ) -> Result<Arc<Inlet>> {
         let watcher = Watcher::of_process()?;
@@ -125,9 +127,9 @@ impl Inlet {
         }
         let greeter = Greeter { socket: &socket, name: name.as_str(), kind, start: Instant::now(), timeout };
         greeter.say(&Message::Hello { generation, device: device.info().id, kind })?;
-        let welcome = greeter.welcome(device)?;
+        let welcome = greeter.welcome(device, &peer)?;
         match greeter.settle(device, &welcome) {
-            Ok(regions) => Inlet::assemble(welcome, regions, name, device, bell, socket, peer, watcher),
+            Ok(regions) => Inlet::assemble(welcome, regions, name, device, bell, socket, peer, watcher, orphan_timeout),
             Err(error) => {
                 // Not here: to unregister memory, a driver may wait for a stream that waits for a peer.
                 watcher.bury(Box::new(welcome));
@@ -146,6 +148,7 @@ impl Inlet {
         socket: PeerSocket,
         peer: Peer,
         watcher: Arc<Watcher>,
+        orphan_timeout: Duration,
     ) -> Result<Arc<Inlet>> {
         let (socket, peer, segment) = (Arc::new(socket), Arc::new(peer), Arc::new(welcome.segment));
         segment.header().receiver.heartbeat_ns.store(now_ns(), Relaxed);
@@ -181,8 +184,8 @@ impl Inlet {
         let me: Weak<dyn Watched> = Arc::downgrade(&inlet) as Weak<dyn Watched>;
         inlet.vigil().read_by(Arc::downgrade(&inlet));
         let vigil: Weak<dyn Watched> = Arc::downgrade(&inlet.memory().vigil) as Weak<dyn Watched>;
-        let (words, death) =
-            (watcher.watch(inlet.socket.as_fd(), &me, SOCKET)?, watcher.watch(inlet.peer.pidfd(), &vigil, 0)?);
+        let words = [watcher.watch(inlet.socket.as_fd(), &me, SOCKET)?, inlet.peer.watch(Sign::Suspect, &me, SUSPECT)?];
+        let death = inlet.peer.watch(Sign::Over(orphan_timeout), &vigil, 0)?;
         let _ = (inlet.words.set(words), inlet.memory().death.set(death));
         watcher.tick(me);
         Ok(inlet)
@@ -476,8 +479,17 @@ impl Inlet {
 }
 
 impl Watched for Inlet {
-    fn on_ready(&self, _: u64) -> Next {
-        if self.home.is_here() { self.on_message() } else { Next::Stop }
+    fn on_ready(&self, tag: u64) -> Next {
+        match tag {
+            _ if !self.home.is_here() => Next::Stop,
+            SUSPECT => {
+                // What it said before is in its socket, whenever that comes to its end.
+                let _ = (0..LAST_WORDS).all(|_| self.on_message() == Next::Keep);
+                self.vigil().stand(Standing::Suspect);
+                Next::Stop
+            }
+            _ => self.on_message(),
+        }
     }
 
     fn on_tick(&self, now_ns: u64) {

@@ -117,7 +117,7 @@ impl Parts {
             id,
             phase: Phase::Attaching,
             policy,
-            is_local: self.peer.pid == std::process::id() as i32,
+            is_local: self.peer.is_own(),
             peer: self.peer,
             ring: self.ring,
             since: Instant::now(),

@@ -26,6 +26,7 @@ use crate::fork::{Home, PrivateFd};
 use crate::link::PeerState;
 use crate::link::entry::{Description, Violation};
 use crate::link::message::{timespec, wait_readable};
+use crate::link::peer::{ORPHAN_TIMEOUT, ProcessId};
 use crate::link::ring::ReceiverRing;
 use crate::link::wake::Bell;
 use crate::memory::region::Region;
@@ -130,6 +131,7 @@ impl Subscriber {
             spin: Duration::from_micros(20),
             handshake_timeout: super::HANDSHAKE_TIMEOUT,
             kind: Kind::Publisher,
+            orphan_timeout: ORPHAN_TIMEOUT,
             generation: None,
         }
     }
@@ -187,8 +189,10 @@ impl Subscriber {
     fn attach(&mut self) -> Result<()> {
         let generation = self.options.generation.unwrap_or_else(crate::link::watcher::new_generation);
         let timeout = self.options.handshake_timeout;
+        let orphan_timeout = self.options.orphan_timeout;
         let identity = SubscriberIdentity { kind: self.options.kind, generation };
-        let inlet = Inlet::connect(&self.domain, &self.name, &self.device, &self.bell, timeout, identity)?;
+        let inlet =
+            Inlet::connect(&self.domain, &self.name, &self.device, &self.bell, timeout, orphan_timeout, identity)?;
         listen_to(&self.readable, inlet.wake.as_fd(), WAKE)?;
         let ring = ReceiverRing::new(inlet.segment().clone());
         // Before the first look at this ring: an end that is about to sleep looks once more behind this.
@@ -214,6 +218,11 @@ impl Subscriber {
     /// The publisher's process id; `None` while there is none.
     pub fn publisher_pid(&self) -> Option<i32> {
         self.attached.as_ref().map(|attached| attached.inlet.peer.pid)
+    }
+
+    /// The publisher's process; `None` while there is none.
+    pub(crate) fn publisher_process(&self) -> Option<ProcessId> {
+        self.attached.as_ref().map(|attached| attached.inlet.peer.id)
     }
 
     /// Samples that it did not get because of the publisher's policy.

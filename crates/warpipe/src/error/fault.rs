@@ -135,6 +135,9 @@ pub enum HandshakeFault {
     /// The peer's death could not be seen from here.
     #[error("no pidfd for the peer ({0}); both must live under one kernel, 5.4 or newer")]
     Unwatchable(String),
+    /// What came for the peer's lifeline is not the read end of a pipe.
+    #[error("the peer sent no lifeline ({0}); both must run the same version")]
+    Lifeline(String),
 }
 
 /// What is wrong with a legacy handle.

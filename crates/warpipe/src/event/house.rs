@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
@@ -14,6 +13,7 @@ use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::{self, Home, PrivateFd};
+use crate::link::peer::{ORPHAN_TIMEOUT, Process, Sign};
 use crate::link::proof::{Proof, Streams};
 use crate::link::watcher::{Next, Usage, Watch, Watched, Watcher, new_generation};
 use crate::memory::lane::{Lane, Raiser};
@@ -75,9 +75,8 @@ struct State {
 /// A visitor that records, and whose death is seen by the watcher, too: the attendant may be held up by the driver, behind
 /// the very streams that wait for what will never be recorded.
 struct Recorder {
-    /// Declared first: it ends before its descriptor is closed.
     _watch: Watch,
-    _pidfd: PrivateFd,
+    _process: Arc<Process>,
     lanes: Arc<Mourner>,
 }
 
@@ -97,15 +96,21 @@ impl Watched for Mourner {
         self.lock().iter().for_each(|(.., lane)| lane.end());
         Next::Stop
     }
+
+    /// Device work that a forked child keeps running may signal an ended lane once more, and set its word back.
+    fn on_tick(&self, _: u64) {
+        self.lock().iter().filter(|(.., lane)| lane.has_ended()).for_each(|(.., lane)| lane.end());
+    }
 }
 
 impl Recorder {
     fn of(desk: &Desk, caller: u64) -> Result<Recorder, Refusal> {
-        let pidfd = desk.pidfd_of(caller)?.ok_or_else(|| Refusal("it is there no more".into()))?;
+        let process = desk.process_of(caller).ok_or_else(|| Refusal("it is there no more".into()))?;
         let lanes = Arc::new(Mourner::default());
         let mourner: Weak<dyn Watched> = Arc::downgrade(&lanes) as Weak<dyn Watched>;
-        let watch = desk.watcher().watch(pidfd.as_fd(), &mourner, 0)?;
-        Ok(Recorder { _watch: watch, _pidfd: pidfd, lanes })
+        let watch = process.watch(Sign::Over(ORPHAN_TIMEOUT), &mourner, 0)?;
+        desk.watcher().tick(mourner);
+        Ok(Recorder { _watch: watch, _process: process, lanes })
     }
 }
 

@@ -233,6 +233,10 @@ impl Visit for Guestbook {
         self.is_over.store(true, SeqCst);
     }
 
+    fn orphaned(&self) {
+        self.proven_dead();
+    }
+
     /// An event ends with its maker: also what a third process has yet to record on it, of whose death nobody would
     /// tell us any more.
     fn proven_dead(&self) {

@@ -16,13 +16,17 @@ const LEAVES: usize = 1 << 15;
 
 struct Leaf([AtomicU64; LEAF / 64]);
 
-/// A bit for each descriptor that is registered.
-pub(super) struct OpenTable([AtomicPtr<Leaf>; LEAVES]);
+/// A bit for each descriptor.
+pub(crate) struct OpenTable([AtomicPtr<Leaf>; LEAVES]);
 
-pub(super) static OPEN: OpenTable = OpenTable([const { AtomicPtr::new(ptr::null_mut()) }; LEAVES]);
+pub(super) static OPEN: OpenTable = OpenTable::new();
 
 impl OpenTable {
-    pub(super) fn set(&self, fd: RawFd) {
+    pub(super) const fn new() -> OpenTable {
+        OpenTable([const { AtomicPtr::new(ptr::null_mut()) }; LEAVES])
+    }
+
+    pub(crate) fn set(&self, fd: RawFd) {
         let (leaf, word, bit) = place(fd);
         let leaf = self.leaf(leaf);
         leaf.0[word].fetch_or(bit, Relaxed);
@@ -34,6 +38,12 @@ impl OpenTable {
         if let Some(leaf) = unsafe { self.0[leaf].load(Acquire).as_ref() } {
             leaf.0[word].fetch_and(!bit, Relaxed);
         }
+    }
+
+    pub(super) fn has(&self, fd: RawFd) -> bool {
+        let (leaf, word, bit) = place(fd);
+        // SAFETY: a leaf is never freed.
+        unsafe { self.0[leaf].load(Acquire).as_ref() }.is_some_and(|leaf| leaf.0[word].load(Relaxed) & bit != 0)
     }
 
     fn leaf(&self, index: usize) -> &Leaf {
@@ -80,10 +90,10 @@ fn place(fd: RawFd) -> (usize, usize, u64) {
 }
 
 /// A file that can be told from every other one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct File {
-    device: u64,
-    inode: u64,
+    pub(super) device: u64,
+    pub(super) inode: u64,
 }
 
 /// Which file it is, without asking a file system (a peer's FUSE server would answer as late as it likes); `None` for an

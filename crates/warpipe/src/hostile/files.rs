@@ -8,7 +8,9 @@ use std::path::Path;
 use std::process::Stdio;
 use std::sync::Barrier;
 
-use super::stage::{Guarded, Scratch, alone, assert_delivers, command, descriptors, name, role};
+use super::stage::{
+    Guarded, Scratch, alone, assert_delivers, command, descriptors, eventually, name, role, settled_descriptors,
+};
 use crate::{Device, Error, Publisher};
 
 fn build(scratch: &Scratch) -> crate::Result<Publisher> {
@@ -209,14 +211,14 @@ fn a_build_that_fails_behind_the_claim_leaves_no_file_and_no_descriptor() {
         let backend = Wrapped::new(crate::backend::host::HostBackend::shared(), Failing::default());
         let device = Device::from_backend(backend.clone());
         drop(build(&scratch).unwrap());
-        let before = descriptors();
+        let before = settled_descriptors();
         for method in ["register", "create_stream"] {
             backend.hook().aim(method, 1);
             let error = Publisher::builder("a").domain(&scratch.domain).device(&device).history(1).build().unwrap_err();
             assert!(matches!(error, Error::Injected { .. }), "{error}");
             assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 0, "{method}");
         }
-        assert_eq!(descriptors(), before);
+        eventually("every descriptor is closed", || descriptors() == before);
         assert_delivers(&build(&scratch).unwrap(), &mut scratch.subscriber(), b"after all");
     });
 }

@@ -2,6 +2,7 @@
 //!
 //! Each test checks the type of the error, that nothing was lost or left, and that both sides still work.
 
+mod children;
 mod files;
 mod fuzz;
 pub(crate) mod holes;

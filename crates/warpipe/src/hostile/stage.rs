@@ -12,6 +12,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
+use crate::fork::lifeline::Lifeline;
 use crate::link::message::{self, Message, Received};
 use crate::link::segment::VERSION;
 use crate::{Device, Domain, EndpointName, Publisher, Stream, Subscriber};
@@ -192,8 +193,22 @@ pub(super) fn packet(message: &Message) -> Vec<u8> {
     packet
 }
 
-/// Sends any bytes with up to 128 descriptors.
+/// Sends any bytes with up to 128 descriptors; if they are right but for the lifeline, with this process's own.
 pub(crate) fn send_raw(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+    let lacks_lifeline =
+        message::decode(bytes).is_ok_and(|it| it.is_first() && it.descriptors() == fds.len() + message::LIFELINE);
+    let lifeline = lacks_lifeline.then(|| Lifeline::of_process().unwrap());
+    let ends = lifeline.iter().flat_map(|lifeline| [lifeline.end.as_fd(), lifeline.alarm.as_fd()]);
+    let own = fds.len();
+    let fds: Vec<BorrowedFd<'_>> = fds.iter().copied().chain(ends).collect();
+    match send_exactly(&socket, bytes, &fds) {
+        // None are let in by now.
+        Err(Errno::PERM) if lacks_lifeline => send_exactly(&socket, bytes, &fds[..own]),
+        sent => sent,
+    }
+}
+
+fn send_exactly(socket: &impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(128))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() {

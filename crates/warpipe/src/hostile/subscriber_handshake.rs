@@ -97,6 +97,22 @@ fn say(bytes: Vec<u8>) -> Script {
     Box::new(move |socket| assert!(send_raw(socket, &bytes, &[]).is_ok()))
 }
 
+fn write_ends() -> [OwnedFd; 2] {
+    let writer = || rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap().1;
+    [writer(), writer()]
+}
+
+/// It can be opened for writing by whoever may open it.
+fn named_pipes() -> [OwnedFd; 2] {
+    use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat, open};
+    let path = std::env::temp_dir().join(format!("warpipe-hostile-fifo-{}", std::process::id()));
+    mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    let reader = || open(&path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty()).unwrap();
+    let ends = [reader(), reader()];
+    std::fs::remove_file(path).unwrap();
+    ends
+}
+
 fn regular_file() -> OwnedFd {
     let path = std::env::temp_dir().join(format!("warpipe-regular-{}", std::process::id()));
     let file = std::fs::File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
@@ -161,13 +177,18 @@ fn a_welcome_with_the_wrong_descriptors_is_declined() {
         };
         let segment = |fd: fn() -> OwnedFd| offer(move |offer| offer.fds[0] = fd());
         let wake = |fd: fn() -> OwnedFd| offer(move |offer| offer.fds[1] = fd());
+        let lifeline = |ends: fn() -> [OwnedFd; 2]| offer(move |offer| offer.fds.extend(ends()));
         run(vec![
-            ("no descriptor", count(0), fault!(HandshakeFault::Descriptors { found: 0, wanted: 2 })),
+            ("no descriptor", count(0), fault!(HandshakeFault::Descriptors { found: 0, wanted: 4 })),
             // The kernel says the same of a descriptor that was cut off for want of room.
-            ("one", count(1), fault!(HandshakeFault::Descriptors { found: 1, wanted: 2 })),
-            ("three", count(3), fault!(HandshakeFault::Descriptors { found: 3, wanted: 2 })),
-            ("eight", count(8), fault!(HandshakeFault::Descriptors { found: 8, wanted: 2 })),
+            ("one", count(1), fault!(HandshakeFault::Descriptors { found: 1, wanted: 4 })),
+            ("three", count(3), fault!(HandshakeFault::Descriptors { found: 3, wanted: 4 })),
+            ("eight", count(8), fault!(HandshakeFault::Descriptors { found: 8, wanted: 4 })),
             ("a hundred", count(100), fault!(HandshakeFault::Descriptors { .. })),
+            ("a segment as lifeline", count(4), fault!(HandshakeFault::Lifeline(_))),
+            ("write ends as lifeline", lifeline(write_ends), fault!(HandshakeFault::Lifeline(_))),
+            ("a named pipe as lifeline", lifeline(named_pipes), fault!(HandshakeFault::Lifeline(_))),
+            ("a lifeline that has ended", lifeline(|| [pipe(), pipe()]), fault!(HandshakeFault::Closed)),
             ("a pipe as segment", segment(pipe), fault!(HandshakeFault::Segment(_))),
             ("a file as segment", segment(regular_file), fault!(HandshakeFault::Segment(_))),
             ("unsealed", segment(|| memfd(bytes_for(4), SealFlags::empty())), fault!(HandshakeFault::Segment(_))),

@@ -20,20 +20,24 @@ use super::segment::VERSION;
 use crate::backend::{Access, DeviceId};
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::Section;
+use crate::fork::lifeline::Lifeline;
 use crate::rendezvous::Kind;
 
 /// The longest packet, frame included.
 pub(crate) const PACKET_BYTES_MAX: usize = 1024;
 
-/// The most descriptors that are looked at in one packet; no message carries more than four.
+/// The most descriptors that are looked at in one packet; no message carries more than six.
 const DESCRIPTORS_MAX: usize = 8;
+
+/// Of these, the sender's lifeline, which comes last with each end's first message.
+pub(crate) const LIFELINE: usize = 2;
 
 /// The longest text in a message.
 const TEXT_BYTES_MAX: usize = 256;
 
 /// Whether descriptors come with the first message of who connects. If so, a listener has to let them in before anybody
 /// has looked who that is; a connection lets none in once its first message has been read.
-pub(crate) const FIRST_BRINGS_DESCRIPTORS: bool = false;
+pub(crate) const FIRST_BRINGS_DESCRIPTORS: bool = true;
 
 const MAGIC: [u8; 4] = *b"WARP";
 const FRAME_BYTES: usize = 8;
@@ -41,9 +45,10 @@ const FRAME_BYTES: usize = 8;
 /// Everything that is ever said over a link's socket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
-    /// Subscriber, first: who I am, what device I read with, and what I take this endpoint for.
+    /// Subscriber, first: who I am, what device I read with, and what I take this endpoint for. Descriptors:
+    /// the lifeline.
     Hello { generation: [u8; 16], device: DeviceId, kind: Kind },
-    /// Publisher: the link. Descriptors: the segment, the wake channel.
+    /// Publisher: the link. Descriptors: the segment, the wake channel, the lifeline.
     Welcome { generation: [u8; 16], device: DeviceId, depth: u32, access: Access, lossless: bool, regions: u32 },
     /// Publisher: one region of its memory, in order from 0. Descriptor: the memory.
     Region { id: u32, bytes: u64 },
@@ -53,9 +58,9 @@ pub(crate) enum Message {
     Bye(Farewell),
     /// Publisher, instead of `Welcome`. Keeper, instead of `Granted`, or before it ends a visit.
     Refused { denied: bool, text: String },
-    /// Visitor, first: what I come for.
+    /// Visitor, first: what I come for. Descriptors: the lifeline.
     Visit { generation: [u8; 16], device: Option<DeviceId>, kind: Kind, body: Vec<u8> },
-    /// Keeper: come in. Descriptors: as many as it says.
+    /// Keeper: come in. Descriptors: as many as it says, and the lifeline.
     Granted { generation: [u8; 16], body: Vec<u8>, fds: u8 },
     /// Keeper or publisher, instead of `Granted` or `Welcome`: this endpoint is something else.
     OtherKind { found: Kind },
@@ -97,13 +102,20 @@ impl Message {
     }
 
     /// How many descriptors go with it.
-    fn descriptors(&self) -> usize {
-        match self {
+    pub(crate) fn descriptors(&self) -> usize {
+        let own = match self {
             Message::Welcome { .. } => 2,
             Message::Region { .. } => 1,
             Message::Granted { fds, .. } | Message::Answer { fds, .. } => usize::from(*fds),
             _ => 0,
-        }
+        };
+        if self.is_first() { own + LIFELINE } else { own }
+    }
+
+    /// Whether the sender's lifeline comes with it, behind its own descriptors.
+    pub(crate) fn is_first(&self) -> bool {
+        use Message::{Granted, Hello, Visit, Welcome};
+        matches!(self, Hello { .. } | Welcome { .. } | Visit { .. } | Granted { .. })
     }
 
     pub(crate) fn unexpected(&self, wanted: &'static str) -> HandshakeFault {
@@ -119,16 +131,20 @@ pub(crate) fn text(message: impl ToString) -> String {
     text
 }
 
-/// Sends one message without blocking. `EAGAIN` means that the peer does not read.
+/// Sends one message without blocking, the first one with this process's lifeline. `EAGAIN` means that the peer does not
+/// read.
 pub(crate) fn send(
     socket: BorrowedFd<'_>,
     message: &Message,
     fds: &[BorrowedFd<'_>],
 ) -> std::result::Result<(), Errno> {
+    let lifeline = if message.is_first() { Some(Lifeline::of_process()?) } else { None };
+    let ends = lifeline.iter().flat_map(|lifeline| [lifeline.end.as_fd(), lifeline.alarm.as_fd()]);
+    let fds: Vec<BorrowedFd<'_>> = fds.iter().copied().chain(ends).collect();
     debug_assert_eq!(fds.len(), message.descriptors());
     let mut packet = frame(VERSION).to_vec();
     packet.extend(postcard::to_stdvec(message).map_err(|_| Errno::MSGSIZE)?);
-    send_packet(socket, &packet, fds)
+    send_packet(socket, &packet, &fds)
 }
 
 /// The eight bytes before a message.
@@ -228,6 +244,13 @@ fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<
         return Err(Error::Handshake { name: name.to_string(), fault });
     }
     Ok(fds)
+}
+
+/// Takes the lifeline off the descriptors of a first message.
+pub(crate) fn take_lifeline(fds: &mut Vec<PeerFd>) -> Result<[PeerFd; LIFELINE], HandshakeFault> {
+    let own = fds.len().saturating_sub(LIFELINE);
+    let none = |fds: Vec<PeerFd>| HandshakeFault::Descriptors { found: fds.len(), wanted: LIFELINE };
+    fds.split_off(own).try_into().map_err(none)
 }
 
 pub(crate) fn decode(packet: &[u8]) -> Result<Message, HandshakeFault> {

@@ -28,6 +28,6 @@ pub enum PeerState {
     Leaving,
     /// Its socket has closed without a goodbye: presumed dead, not yet proven.
     Suspect,
-    /// Proven dead: its pidfd is readable.
+    /// Proven dead: its lifeline has ended, and its device is quiet.
     Dead,
 }

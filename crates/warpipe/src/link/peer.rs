@@ -1,26 +1,96 @@
 //! The process at the other end, and the proof of its death.
 //!
-//! A socket that closes only makes a peer *suspect*: in which order a dying process's descriptors close is
-//! nobody's promise, and its GPU may still be writing. Its pidfd becomes readable after all of them are closed,
-//! the GPU's among them: that is the proof.
+//! A peer's death has three signs, in the order of what they say ([`Sign`]). *Suspect*: the end of its socket (which
+//! each link sees itself), the end of its [alarm](crate::fork::lifeline), or its pidfd. It does no more, but its GPU
+//! may still be writing. *Proven*: the end of its lifeline; nothing of that process touches memory any more, and
+//! nothing will. A pidfd is no such proof: a forked child that holds the driver's files keeps the parent's device work
+//! going. *Over*: proven, or the process has exited and its lifeline is still open after an orphan timeout; streams
+//! that wait for it are rescued then, and memory waits on.
+//!
+//! A process has one [`Process`] here, however many links lead to it.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FileType, OFlags};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
+use super::closer::PeerFd;
+use super::watcher::{Next, Watch, Watched, Watcher};
 use crate::error::{Error, HandshakeFault, Result};
-use crate::fork::PrivateFd;
+use crate::fork::lifeline::Lifeline;
+use crate::fork::{self, Home, PrivateFd};
 use crate::os;
 
-/// Who a connected socket leads to.
+/// How long an exited process whose lifeline is open keeps the streams that wait for it waiting, where nobody says
+/// otherwise.
+pub(crate) const ORPHAN_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What tells one process from every other.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum ProcessId {
+    /// The inode of its pidfd (Linux 6.9): never used again, and the same in every PID namespace.
+    Inode(u64),
+    /// Its number as this PID namespace sees it, on older kernels; 0 for a process that it does not see.
+    Number(i32),
+}
+
+impl PartialEq for ProcessId {
+    /// A process that is not seen is nobody's equal.
+    fn eq(&self, other: &ProcessId) -> bool {
+        match (self, other) {
+            (ProcessId::Inode(one), ProcessId::Inode(other)) => one == other,
+            (ProcessId::Number(one), ProcessId::Number(other)) => one == other && *one != 0,
+            _ => false,
+        }
+    }
+}
+
+impl ProcessId {
+    /// This process.
+    pub(crate) fn own() -> ProcessId {
+        static OWN: Mutex<Option<(u64, ProcessId)>> = Mutex::new(None);
+        fork::excluded(|| {
+            let mut own = OWN.lock().unwrap_or_else(PoisonError::into_inner);
+            match *own {
+                Some((generation, id)) if generation == fork::generation() => id,
+                _ => {
+                    let pid = rustix::process::getpid();
+                    let pidfd = PrivateFd::open(|| rustix::process::pidfd_open(pid, PidfdFlags::empty()));
+                    let number = ProcessId::Number(pid.as_raw_nonzero().get());
+                    let id = pidfd.map_or(number, |pidfd| ProcessId::of(pidfd.as_fd(), pid.as_raw_nonzero().get()));
+                    own.insert((fork::generation(), id)).1
+                }
+            }
+        })
+    }
+
+    fn of(pidfd: BorrowedFd<'_>, pid: i32) -> ProcessId {
+        /// `linux/magic.h`
+        const PID_FS_MAGIC: u64 = 0x5049_4446;
+        let is_own_file = rustix::fs::fstatfs(pidfd).is_ok_and(|system| system.f_type as u64 == PID_FS_MAGIC);
+        match rustix::fs::fstat(pidfd) {
+            Ok(stat) if is_own_file => ProcessId::Inode(stat.st_ino),
+            _ => ProcessId::Number(pid),
+        }
+    }
+}
+
+/// Where a connected socket leads to.
 #[derive(Debug)]
 pub(crate) struct Peer {
     /// As this PID namespace sees it; 0 when it does not.
     pub(crate) pid: i32,
     pub(crate) uid: u32,
     pub(crate) gid: u32,
-    pidfd: PrivateFd,
+    pub(crate) id: ProcessId,
+    /// Until its lifeline has come.
+    pidfd: Mutex<Option<PrivateFd>>,
+    process: OnceLock<Arc<Process>>,
 }
 
 impl Peer {
@@ -31,30 +101,331 @@ impl Peer {
         let pidfd = PrivateFd::open(|| os::peer_pidfd(socket)).or_else(|error| match error {
             // Only where the kernel does not know the option: of a peer that is dead already the number may by now
             // be somebody else's.
-            rustix::io::Errno::NOPROTOOPT => open_pidfd(credentials.pid),
+            Errno::NOPROTOOPT => open_pidfd(credentials.pid),
             other => Err(other),
         });
         let pidfd = pidfd.map_err(|error| match error.raw_os_error() {
             libc::EMFILE | libc::ENFILE => Error::os("pidfd_open", name.to_string(), error),
             _ => Error::Handshake { name: name.to_string(), fault: HandshakeFault::Unwatchable(error.to_string()) },
         })?;
-        Ok(Peer { pid: credentials.pid, uid: credentials.uid, gid: credentials.gid, pidfd })
+        let id = ProcessId::of(pidfd.as_fd(), credentials.pid);
+        let (pid, uid, gid) = (credentials.pid, credentials.uid, credentials.gid);
+        Ok(Peer { pid, uid, gid, id, pidfd: Mutex::new(Some(pidfd)), process: OnceLock::new() })
     }
 
-    pub(crate) fn pidfd(&self) -> BorrowedFd<'_> {
-        self.pidfd.as_fd()
+    /// Takes the lifeline that came with the peer's first message: from here on its death is watched for.
+    pub(crate) fn adopt(&self, lifeline: [PeerFd; 2]) -> Result<(), HandshakeFault> {
+        let pidfd = self.pidfd.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(pidfd) = pidfd else { return Err(HandshakeFault::Lifeline("a second one".into())) };
+        let process = Process::known_or(self.id, pidfd, lifeline)?;
+        if process.shows(Sign::Suspect) {
+            return Err(HandshakeFault::Closed);
+        }
+        let _ = self.process.set(process);
+        Ok(())
     }
 
-    /// Whether the process is proven dead, asked of the kernel now.
+    /// The process, once its lifeline has come.
+    pub(crate) fn process(&self) -> Option<&Arc<Process>> {
+        self.process.get()
+    }
+
+    /// Calls `target` with `tag` once, when the sign is there; at once if it is already.
+    pub(crate) fn watch(&self, sign: Sign, target: &Weak<dyn Watched>, tag: u64) -> Result<Watch> {
+        let process = self.process().ok_or_else(|| Error::os("poll", "a peer without a lifeline", Errno::BADF))?;
+        process.watch(sign, target, tag)
+    }
+
+    /// Whether the sign is there, asked of the kernel now.
+    pub(crate) fn shows(&self, sign: Sign) -> bool {
+        self.process().is_some_and(|process| process.shows(sign))
+    }
+
     pub(crate) fn is_proven_dead(&self) -> bool {
-        let mut poll = [PollFd::new(&self.pidfd, PollFlags::IN)];
-        rustix::event::poll(&mut poll, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|n| n > 0)
+        self.shows(Sign::Proven)
+    }
+
+    /// Whether it is this process.
+    pub(crate) fn is_own(&self) -> bool {
+        self.id == ProcessId::own()
     }
 }
 
 /// The fallback: a process that dies and is replaced between the two calls would be mistaken, so the caller's
 /// socket must still be open afterwards; it is read from right after this.
-fn open_pidfd(pid: i32) -> std::result::Result<PrivateFd, rustix::io::Errno> {
-    let pid = Pid::from_raw(pid).ok_or(rustix::io::Errno::SRCH)?;
+fn open_pidfd(pid: i32) -> std::result::Result<PrivateFd, Errno> {
+    let pid = Pid::from_raw(pid).ok_or(Errno::SRCH)?;
     PrivateFd::open(|| rustix::process::pidfd_open(pid, PidfdFlags::empty()))
+}
+
+/// What is known of a process's death.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Sign {
+    /// It does no more, as far as can be seen; its GPU may. Told where the socket's end tells as well.
+    Suspect,
+    /// Streams that wait for it are to be rescued: proven, or it has exited and has been an orphan's parent for so long.
+    Over(Duration),
+    /// Nothing of it touches memory any more.
+    Proven,
+}
+
+/// What the kernel says now.
+#[derive(Debug, Clone, Copy)]
+struct Seen {
+    exited: bool,
+    end: bool,
+    alarm: bool,
+}
+
+impl Seen {
+    /// The rule: memory follows the lifeline. A process that calls `exec` never shows a readable pidfd, and that of one
+    /// with a forked child is readable too early.
+    fn is_proof(self) -> bool {
+        self.end
+    }
+
+    fn is_suspicion(self) -> bool {
+        self.exited || self.end || self.alarm
+    }
+}
+
+/// A process that something here depends on.
+pub(crate) struct Process {
+    /// Declared first: they end before their descriptors are closed.
+    watches: Mutex<Vec<Watch>>,
+    home: Home,
+    watcher: Arc<Watcher>,
+    me: Weak<Process>,
+    pidfd: PrivateFd,
+    end: PrivateFd,
+    alarm: PrivateFd,
+    /// [`SUSPECT`] and above: what has been seen, which only grows.
+    level: AtomicU8,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Since when it has exited and its lifeline is open.
+    orphaned: Option<Instant>,
+    /// Who is to be told of what, by its number at the watcher.
+    listeners: Vec<(Sign, u64)>,
+}
+
+const SUSPECT: u8 = 1;
+const PROVEN: u8 = 2;
+
+/// Those of this process that the kernel vouches for: whose lifeline came over a socket of theirs.
+static KNOWN: Mutex<(u64, Known)> = Mutex::new((0, Vec::new()));
+
+type Known = Vec<(ProcessId, Weak<Process>)>;
+
+/// Locked within a section alone: no child inherits it locked.
+fn with_known<R>(work: impl FnOnce(&mut Known) -> R) -> R {
+    fork::excluded(|| {
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let (generation, processes) = &mut *known;
+        if std::mem::replace(generation, fork::generation()) != fork::generation() {
+            // The parent's, which nothing here drops.
+            std::mem::forget(std::mem::take(processes));
+        }
+        processes.retain(|(_, process)| process.strong_count() > 0);
+        work(processes)
+    })
+}
+
+impl std::fmt::Debug for Process {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Process").field("level", &self.level.load(SeqCst)).finish_non_exhaustive()
+    }
+}
+
+impl Process {
+    /// The process as it is known already; else by what it sent.
+    fn known_or(id: ProcessId, pidfd: PrivateFd, lifeline: [PeerFd; 2]) -> Result<Arc<Process>, HandshakeFault> {
+        let lifeline = pipes(lifeline)?;
+        if let Some(process) = Process::known(id) {
+            return Ok(process);
+        }
+        let process = Process::new(pidfd, lifeline)?;
+        with_known(|known| known.push((id, Arc::downgrade(&process))));
+        Ok(process)
+    }
+
+    fn known(id: ProcessId) -> Option<Arc<Process>> {
+        let found: Vec<Arc<Process>> = with_known(|known| {
+            let same = known.iter().filter(|(other, _)| matches!(id, ProcessId::Inode(_)) && *other == id);
+            same.filter_map(|(_, process)| process.upgrade()).collect()
+        });
+        // The lifeline of a process whose socket has just spoken has not ended, but for one that was sent to deceive.
+        found.into_iter().find(|process| !process.shows(Sign::Suspect))
+    }
+
+    /// One that somebody else tells of: the descriptors of [`relay`](Self::relay). It is taken at his word for its
+    /// lifeline, so nobody else gets to know it.
+    pub(crate) fn relayed(fds: [PeerFd; 3]) -> Result<Arc<Process>, HandshakeFault> {
+        let [pidfd, end, alarm] = fds;
+        check_pidfd(&pidfd).map_err(HandshakeFault::Lifeline)?;
+        let (pidfd, lifeline) = (pidfd.accept(), pipes([end, alarm])?);
+        let known = Process::known(ProcessId::of(pidfd.as_fd(), 0));
+        known.map_or_else(|| Process::new(pidfd, lifeline), Ok)
+    }
+
+    /// One whose lifeline is that pipe.
+    #[cfg(test)]
+    pub(crate) fn of_pipe(end: std::os::fd::OwnedFd) -> Arc<Process> {
+        let pidfd = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).unwrap();
+        let alarm = end.try_clone().unwrap();
+        Process::new(PrivateFd::new(pidfd), [PrivateFd::new(end), PrivateFd::new(alarm)]).unwrap()
+    }
+
+    /// For a third process that is to see the same death.
+    pub(crate) fn relay(&self) -> std::result::Result<[PrivateFd; 3], Errno> {
+        let [pidfd, end, alarm] = [&self.pidfd, &self.end, &self.alarm].map(PrivateFd::duplicate);
+        Ok([pidfd?, end?, alarm?])
+    }
+
+    fn new(pidfd: PrivateFd, [end, alarm]: [PrivateFd; 2]) -> Result<Arc<Process>, HandshakeFault> {
+        let failed = |error: Error| HandshakeFault::Unwatchable(error.to_string());
+        let watcher = Watcher::of_process().map_err(failed)?;
+        let process = Arc::new_cyclic(|me: &Weak<Process>| Process {
+            watches: Mutex::default(),
+            home: Home::here(),
+            watcher: watcher.clone(),
+            me: me.clone(),
+            pidfd,
+            end,
+            alarm,
+            level: AtomicU8::new(0),
+            state: Mutex::default(),
+        });
+        let me: Weak<dyn Watched> = process.me.clone();
+        let watches = [
+            watcher.watch_end(process.end.as_fd(), &me, 0).map_err(failed)?,
+            watcher.watch_end(process.alarm.as_fd(), &me, 0).map_err(failed)?,
+            watcher.watch(process.pidfd.as_fd(), &me, 0).map_err(failed)?,
+        ];
+        process.watches.lock().unwrap_or_else(PoisonError::into_inner).extend(watches);
+        Ok(process)
+    }
+
+    /// Calls `target` with `tag` once, when the sign is there; at once if it is already.
+    pub(crate) fn watch(self: &Arc<Self>, sign: Sign, target: &Weak<dyn Watched>, tag: u64) -> Result<Watch> {
+        let watch = self.watcher.signal(target, tag);
+        let mut state = self.lock();
+        state.listeners.retain(|&(_, id)| self.watcher.has(id));
+        state.listeners.push((sign, watch.id()));
+        drop(state);
+        self.look();
+        Ok(watch)
+    }
+
+    /// Whether the sign is there, asked of the kernel now.
+    pub(crate) fn shows(&self, sign: Sign) -> bool {
+        self.look();
+        self.has(sign, &self.lock())
+    }
+
+    fn has(&self, sign: Sign, state: &State) -> bool {
+        let level = self.level.load(SeqCst);
+        match sign {
+            Sign::Suspect => level >= SUSPECT,
+            Sign::Over(after) => level >= PROVEN || state.orphaned.is_some_and(|since| since.elapsed() >= after),
+            Sign::Proven => level >= PROVEN,
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn seen(&self) -> Seen {
+        let mut fds = [
+            PollFd::new(&self.pidfd, PollFlags::IN),
+            PollFd::new(&self.end, PollFlags::empty()),
+            PollFd::new(&self.alarm, PollFlags::empty()),
+        ];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        if poll(&mut fds, Some(&now)).is_err() {
+            return Seen { exited: false, end: false, alarm: false };
+        }
+        let has = |index: usize, flag| fds[index].revents().intersects(flag);
+        Seen { exited: has(0, PollFlags::IN), end: has(1, PollFlags::HUP), alarm: has(2, PollFlags::HUP) }
+    }
+
+    /// Takes in what the kernel says, and tells those who wait for it.
+    fn look(&self) {
+        if self.level.load(SeqCst) < PROVEN {
+            let seen = self.seen();
+            let level = if seen.is_proof() { PROVEN } else { u8::from(seen.is_suspicion()) * SUSPECT };
+            let before = self.level.fetch_max(level, SeqCst);
+            if before < SUSPECT && level == SUSPECT {
+                // Nothing but time tells that it is an orphan's parent.
+                self.watcher.tick(self.me.clone());
+            }
+            if seen.exited && level < PROVEN {
+                self.lock().orphaned.get_or_insert_with(Instant::now);
+            }
+        }
+        if self.level.load(SeqCst) >= SUSPECT {
+            let mut state = self.lock();
+            let all = std::mem::take(&mut state.listeners);
+            let (due, waiting): (Vec<_>, Vec<_>) = all.into_iter().partition(|(sign, _)| self.has(*sign, &state));
+            state.listeners = waiting;
+            drop(state);
+            due.iter().for_each(|&(_, id)| self.watcher.raise(id));
+        }
+    }
+}
+
+impl Watched for Process {
+    fn on_ready(&self, _: u64) -> Next {
+        if !self.home.is_here() {
+            return Next::Stop;
+        }
+        let before = self.level.load(SeqCst);
+        self.look();
+        // Each of the three speaks for ever once it has spoken.
+        if before == self.level.load(SeqCst) && before == 0 { Next::Keep } else { Next::Stop }
+    }
+
+    fn on_tick(&self, _: u64) {
+        if self.home.is_here() {
+            self.look();
+        }
+    }
+}
+
+/// How many of the processes with links to this one have exited while somebody holds their lifeline.
+pub(crate) fn orphaned() -> usize {
+    let all: Vec<Arc<Process>> =
+        with_known(|known| known.iter().filter_map(|(_, process)| process.upgrade()).collect());
+    all.iter().filter(|process| process.shows(Sign::Over(Duration::ZERO)) && !process.shows(Sign::Proven)).count()
+}
+
+/// A lifeline that a peer sent, if that is what it is.
+fn pipes(lifeline: [PeerFd; 2]) -> Result<[PrivateFd; 2], HandshakeFault> {
+    lifeline.iter().try_for_each(check_pipe).map_err(HandshakeFault::Lifeline)?;
+    Ok(lifeline.map(PeerFd::accept))
+}
+
+/// Our own lifeline's pipes say where pipes live.
+fn check_pipe(fd: &PeerFd) -> Result<(), String> {
+    let stat = rustix::fs::fstat(fd).map_err(|error| error.to_string())?;
+    let own = Lifeline::of_process().and_then(|own| rustix::fs::fstat(&own.end)).map_err(|error| error.to_string())?;
+    let flags = rustix::fs::fcntl_getfl(fd).map_err(|error| error.to_string())?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::Fifo || stat.st_dev != own.st_dev {
+        return Err("no pipe".into());
+    }
+    if flags & OFlags::ACCMODE != OFlags::RDONLY || flags.contains(OFlags::PATH) {
+        return Err("not the read end of a pipe".into());
+    }
+    Ok(())
+}
+
+/// Anything else could be readable while the process lives.
+fn check_pidfd(fd: &PeerFd) -> Result<(), String> {
+    let path = format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd());
+    let info = fork::excluded(|| std::fs::read_to_string(&path)).map_err(|error| format!("{path}: {error}"))?;
+    if info.lines().any(|line| line.starts_with("Pid:")) { Ok(()) } else { Err("no pidfd".into()) }
 }

@@ -67,13 +67,16 @@ pub(crate) trait Watched: Send + Sync {
 struct Entry {
     target: Weak<dyn Watched>,
     tag: u64,
-    fd: RawFd,
+    /// `None` for what [`Watcher::raise`] alone tells of.
+    fd: Option<RawFd>,
 }
 
 #[derive(Default)]
 struct Tables {
     watches: HashMap<u64, Entry>,
     ticked: Vec<Weak<dyn Watched>>,
+    /// Raised, and not told yet.
+    raised: Vec<u64>,
     retired: Vec<Retired>,
     /// Those that have waited for long: looked at with every tick.
     slow: Vec<Retired>,
@@ -278,10 +281,30 @@ impl Watcher {
 
     /// Watches `fd` for `target` until the result is dropped or `on_ready` answers [`Next::Stop`].
     pub(crate) fn watch(self: &Arc<Self>, fd: BorrowedFd<'_>, target: &Weak<dyn Watched>, tag: u64) -> Result<Watch> {
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let entry = Entry { target: target.clone(), tag, fd: fd.as_raw_fd() };
         let is_attended = target.upgrade().is_some_and(|target| target.is_attended());
         let events = if is_attended { ONCE } else { epoll::EventFlags::IN };
+        self.watch_for(events, fd, target, tag)
+    }
+
+    /// Watches `fd` for its end alone (`EPOLLHUP`), whatever there is to be read. For who is not attended.
+    pub(crate) fn watch_end(
+        self: &Arc<Self>,
+        fd: BorrowedFd<'_>,
+        target: &Weak<dyn Watched>,
+        tag: u64,
+    ) -> Result<Watch> {
+        self.watch_for(epoll::EventFlags::empty(), fd, target, tag)
+    }
+
+    fn watch_for(
+        self: &Arc<Self>,
+        events: epoll::EventFlags,
+        fd: BorrowedFd<'_>,
+        target: &Weak<dyn Watched>,
+        tag: u64,
+    ) -> Result<Watch> {
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let entry = Entry { target: target.clone(), tag, fd: Some(fd.as_raw_fd()) };
         let mut tables = self.lock();
         tables.watches.insert(id, entry);
         if let Err(error) = self.add(fd, id, events) {
@@ -289,6 +312,24 @@ impl Watcher {
             return Err(error);
         }
         Ok(Watch { watcher: self.clone(), id })
+    }
+
+    /// A watch without a descriptor: `target` is called with `tag` when somebody [raises](Self::raise) it.
+    pub(crate) fn signal(self: &Arc<Self>, target: &Weak<dyn Watched>, tag: u64) -> Watch {
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        self.lock().watches.insert(id, Entry { target: target.clone(), tag, fd: None });
+        Watch { watcher: self.clone(), id }
+    }
+
+    /// Has the target of that watch called, on its own thread, however much that has to do.
+    pub(crate) fn raise(&self, id: u64) {
+        self.lock().raised.push(id);
+        self.bell.ring();
+    }
+
+    /// Whether that watch is there still.
+    pub(crate) fn has(&self, id: u64) -> bool {
+        self.lock().watches.contains_key(&id)
     }
 
     /// Ticks `target` as long as it lives.
@@ -319,6 +360,8 @@ impl Watcher {
             for event in &events {
                 self.dispatch(event.data.u64());
             }
+            let raised = std::mem::take(&mut self.lock().raised);
+            raised.into_iter().for_each(|id| self.dispatch(id));
             if last_reap.elapsed() >= RETIRE_TICK && !self.lock().retired.is_empty() {
                 last_reap = Instant::now();
                 self.reap_soon();
@@ -374,18 +417,18 @@ impl Watcher {
     /// Listens to a descriptor that has spoken [`ONCE`]; nothing happens if it is watched no longer.
     fn listen_again(&self, id: u64) {
         let tables = self.lock();
-        if let Some(entry) = tables.watches.get(&id) {
+        if let Some(fd) = tables.watches.get(&id).and_then(|entry| entry.fd) {
             // SAFETY: the descriptor is open: `Watch` is dropped before it, and the lock keeps that drop out.
-            let fd = unsafe { BorrowedFd::borrow_raw(entry.fd) };
+            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
             let _ = epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(id), ONCE);
         }
     }
 
     fn forget(&self, id: u64) {
         let mut tables = self.lock();
-        if let Some(entry) = tables.watches.remove(&id) {
+        if let Some(fd) = tables.watches.remove(&id).and_then(|entry| entry.fd) {
             // The descriptor is open: `Watch` is dropped before it, and the lock keeps that drop out.
-            remove_from(&self.epoll, entry.fd);
+            remove_from(&self.epoll, fd);
         }
     }
 
@@ -457,6 +500,12 @@ impl Watcher {
 
     fn lock(&self) -> MutexGuard<'_, Tables> {
         self.tables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Watch {
+    pub(crate) fn id(&self) -> u64 {
+        self.id
     }
 }
 

@@ -1,4 +1,4 @@
-//! Who is in a domain, and what becomes of them: `pidfd_open(2)` for deaths, a shared word for heartbeats.
+//! Who is in a domain, and what becomes of them: lifelines for deaths, a shared word for heartbeats.
 //!
 //! A [`Member`] holds the endpoint `members/NAME` and writes a heartbeat, every 200 ms, into a page that it hands to
 //! whoever asks. [`Members`] follows the domain's directory (`inotify(7)`), visits each member, and tells of every
@@ -6,7 +6,7 @@
 //!
 //! Two different things are told. *Stalled* is what a heartbeat says, and it is for people: a stopped, hung or starved
 //! process may go on the next moment, so nothing may be taken from it. *Died* is what the kernel says: the process's
-//! pidfd is readable, its descriptors are closed, its devices do nothing more for it.
+//! lifeline has ended, its devices do nothing more for it.
 //!
 //! ```
 //! use std::time::Duration;

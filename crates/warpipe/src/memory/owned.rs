@@ -1,6 +1,6 @@
 //! Memory of this process that others may be given.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use crate::backend::{Access, DeviceId, DevicePtr};
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::error::{Error, Result};
+use crate::fork::driver_files::EXPORTED;
 use crate::stream::Stream;
 
 /// An allocation that can be given to other processes (`cuMemCreate` with an exportable handle; a sealed memfd on the
@@ -130,8 +131,10 @@ impl Memory {
         self.mapping.check_home()?;
         let fd = self.mapping.region().export()?;
         // The caller's own: a forked child may keep it, as with any descriptor.
-        rustix::io::fcntl_dupfd_cloexec(&fd, 3)
-            .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a memory's descriptor", e))
+        let copy = rustix::io::fcntl_dupfd_cloexec(&fd, 3)
+            .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a memory's descriptor", e))?;
+        EXPORTED.set(copy.as_raw_fd());
+        Ok(copy)
     }
 
     /// [`export_fd`](Self::export_fd) with what must be known of it.

@@ -2,12 +2,10 @@
 
 use std::sync::Arc;
 
-use rustix::event::{PollFd, PollFlags, Timespec};
-
 use super::core::State;
 use super::{PAIRS_MAX, released_at};
 use crate::backend::{Access, TimelineWord};
-use crate::fork::PrivateFd;
+use crate::link::peer::{Process, Sign};
 use crate::memory::arena::SlotId;
 use crate::memory::page::Page;
 
@@ -55,7 +53,7 @@ pub(super) struct Borrower {
     next_pair: u32,
     values: u64,
     /// Tells of its death also when it has said goodbye, which one that lies may do with blocks of ours.
-    pidfd: PrivateFd,
+    process: Arc<Process>,
     /// It has said goodbye.
     pub(super) is_leaving: bool,
 }
@@ -69,21 +67,19 @@ struct Open {
 }
 
 impl Borrower {
-    pub(super) fn new(page: Page, pidfd: PrivateFd) -> Borrower {
+    pub(super) fn new(page: Page, process: Arc<Process>) -> Borrower {
         let page = Arc::new(page);
-        Borrower { page, open: vec![], unused: vec![], next_pair: 0, values: 0, pidfd, is_leaving: false }
+        Borrower { page, open: vec![], unused: vec![], next_pair: 0, values: 0, process, is_leaving: false }
     }
 
     /// Whether it has left and is proven dead: nobody else is told of that any more.
     pub(super) fn is_dead_and_gone(&self) -> bool {
-        let mut poll = [PollFd::new(&self.pidfd, PollFlags::IN)];
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        self.is_leaving && rustix::event::poll(&mut poll, Some(&now)).is_ok_and(|ready| ready > 0)
+        self.is_leaving && self.process.shows(Sign::Proven)
     }
 
     #[cfg(test)]
-    pub(super) fn set_pidfd(&mut self, fd: std::os::fd::OwnedFd) {
-        self.pidfd = PrivateFd::new(fd);
+    pub(super) fn set_process(&mut self, process: Arc<Process>) {
+        self.process = process;
     }
 
     /// A pair of words that has nothing to say yet, and the value that it will come to. None if all are in use.

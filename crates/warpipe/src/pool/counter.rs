@@ -19,10 +19,10 @@ impl Keep for Core {
         if let Some(device) = caller.device.filter(|device| device.kind != owner.kind) {
             return Err(Refusal(format!("its memory is on {owner}, which {device} cannot reach")));
         }
-        let pidfd = desk.pidfd_of(caller.id)?.ok_or_else(|| Refusal("it is there no more".into()))?;
+        let process = desk.process_of(caller.id).ok_or_else(|| Refusal("it is there no more".into()))?;
         let (page, fd) = Page::create(Some(&self.device), PAGE_BYTES)?;
         let welcome = Reception::Welcome { owner, page_bytes: page.bytes() as u64 };
-        self.lock().borrowers.insert(caller.id, Borrower::new(page, pidfd));
+        self.lock().borrowers.insert(caller.id, Borrower::new(page, process));
         Answer::new(&welcome, vec![fd])
     }
 

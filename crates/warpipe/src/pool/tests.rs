@@ -8,6 +8,7 @@ use super::block::Block;
 use super::core::Taken;
 use super::*;
 use crate::error::Expiry;
+use crate::link::peer::Process;
 use crate::link::watcher::{Next, Watched};
 use crate::rendezvous::encode;
 use crate::{Device, Domain, Error, Kind, Memory, Stream, Ticket};
@@ -321,14 +322,14 @@ fn who_says_goodbye_with_a_block_and_dies_later_gives_it_back_then() {
     let client = stage.client();
     let block = client.allocate(2 * MIB).unwrap();
     let core = stage.pool.core();
-    let goodbye = |pidfd| {
+    let goodbye = |process| {
         let mut state = core.lock();
         let borrower = state.borrowers.values_mut().next().unwrap();
         borrower.is_leaving = true;
-        borrower.set_pidfd(pidfd);
+        borrower.set_process(process);
     };
     let (alive, writer) = rustix::pipe::pipe().unwrap();
-    goodbye(alive);
+    goodbye(Process::of_pipe(alive));
     // Ticks pass, and it lives.
     assert!(is_limit(stage.pool.allocate_timeout(1, Duration::from_millis(500))));
     drop(writer);

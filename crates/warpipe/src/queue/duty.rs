@@ -6,9 +6,10 @@ use std::time::Duration;
 use super::loan::Loan;
 use super::wire::{Answer, Ticket, Verdict, user_of_job};
 use crate::backend::DevicePtr;
-use crate::channel::{Publisher, Sample};
+use crate::channel::{Publisher, Sample, Subscriber};
 use crate::error::{Error, Result};
 use crate::fork::Home;
+use crate::link::peer::ProcessId;
 use crate::nvtx;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -19,12 +20,14 @@ pub(super) struct Answers {
     publisher: Publisher,
     queue: String,
     queue_pid: i32,
+    queue_process: Option<ProcessId>,
     home: Home,
 }
 
 impl Answers {
-    pub(super) fn new(publisher: Publisher, queue: String, queue_pid: i32) -> Answers {
-        Answers { publisher, queue, queue_pid, home: Home::here() }
+    pub(super) fn new(publisher: Publisher, queue: String, jobs: &Subscriber) -> Answers {
+        let (queue_pid, queue_process) = (jobs.publisher_pid().unwrap_or_default(), jobs.publisher_process());
+        Answers { publisher, queue, queue_pid, queue_process, home: Home::here() }
     }
 
     pub(super) fn queue(&self) -> &str {
@@ -43,14 +46,15 @@ impl Answers {
     /// gone there is nobody to tell.
     fn fall_silent(&self, error: &Error) {
         if self.home.is_here()
-            && let Some(owner) = self.publisher.member_of(self.queue_pid)
+            && let Ok(owner) = self.owner()
         {
             self.publisher.expel(owner, &format!("an answer could not be given: {error}"));
         }
     }
 
+    /// The number of the queue's own end.
     fn owner(&self) -> Result<u64> {
-        let owner = self.publisher.member_of(self.queue_pid);
+        let owner = self.queue_process.and_then(|process| self.publisher.member_of(process));
         owner.ok_or_else(|| self.gone(format!("process {} takes no answers", self.queue_pid), false))
     }
 

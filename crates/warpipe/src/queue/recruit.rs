@@ -8,6 +8,7 @@ use super::answers_of;
 use super::desk::Desk;
 use crate::channel::{Member, Subscriber};
 use crate::error::{Error, Result};
+use crate::link::peer::ProcessId;
 use crate::rendezvous::Kind;
 
 /// The most newcomers that are attached to at once, each on a thread: one that is stopped keeps its own for as long as a
@@ -73,7 +74,7 @@ impl Desk {
         let meet = move || {
             let met = answers_of(&name, member.generation).and_then(|answers| {
                 let builder = Subscriber::builder(answers.as_str()).kind(Kind::Results).domain(&domain).device(&device);
-                same_process(builder.handshake_timeout(timeout).build()?, member.pid)
+                same_process(builder.handshake_timeout(timeout).build()?, member.process)
             });
             // Gone meanwhile: what was attached goes, too.
             let Some(desk) = turn.0.upgrade() else { return };
@@ -91,12 +92,12 @@ impl Desk {
 }
 
 /// That it is the one who said so, and not somebody who speaks for another.
-fn same_process(subscriber: Subscriber, pid: i32) -> Result<Subscriber> {
-    match subscriber.publisher_pid() {
-        Some(found) if found == pid => Ok(subscriber),
-        found => {
-            let found = format!("process {}", found.unwrap_or_default());
-            let (name, allowed) = (subscriber.name().to_string(), format!("process {pid}"));
+fn same_process(subscriber: Subscriber, process: ProcessId) -> Result<Subscriber> {
+    match subscriber.publisher_process() {
+        Some(found) if found == process => Ok(subscriber),
+        _ => {
+            let found = format!("process {}", subscriber.publisher_pid().unwrap_or_default());
+            let (name, allowed) = (subscriber.name().to_string(), "the worker's own process".to_string());
             Err(Error::Protocol { name, field: "publisher of answers", found, allowed })
         }
     }

@@ -14,6 +14,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::link::entry::Metadata;
+use crate::link::peer::ProcessId;
 use crate::rendezvous::Kind;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -82,7 +83,7 @@ impl<'a> Liar<'a> {
     }
 
     fn say(&self, metadata: &Metadata) {
-        let owner = self.answers.member_of(std::process::id() as i32).expect("the queue has attached");
+        let owner = self.answers.member_of(ProcessId::own()).expect("the queue has attached");
         let empty = self.answers.loan(&Layout::bytes_only(0).unwrap()).unwrap();
         // The queue may have had enough by now.
         let _ = empty.send_to(owner, metadata, &self.place.stream);
@@ -102,7 +103,7 @@ impl<'a> Liar<'a> {
                 Err(other) => panic!("a liar was told {other}"),
             }
         }
-        while self.answers.member_of(std::process::id() as i32).is_some() {
+        while self.answers.member_of(ProcessId::own()).is_some() {
             assert!(start.elapsed() < SOON, "the queue still listens to a liar");
             std::thread::yield_now();
         }

@@ -104,8 +104,8 @@ impl WorkerBuilder {
             .kind(Kind::Queue)
             .generation(generation)
             .build()?;
-        let queue_pid = jobs.publisher_pid().unwrap_or_default();
-        Ok(Worker { jobs, desk: Arc::new(Answers::new(answers, self.name, queue_pid)) })
+        let answers = Answers::new(answers, self.name, &jobs);
+        Ok(Worker { jobs, desk: Arc::new(answers) })
     }
 }
 

@@ -10,11 +10,11 @@ use rustix::io::Errno;
 
 use super::{Address, Admission, Answer, Caller, Ending, FDS_MAX, Keep, Kind, Refusal, UNASKED};
 use crate::domain::Claim;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::fork::{Home, PrivateFd};
-use crate::link::closer::PeerSocket;
+use crate::link::closer::{PeerFd, PeerSocket};
 use crate::link::message::{self, Farewell, Message, Received};
-use crate::link::peer::Peer;
+use crate::link::peer::{ORPHAN_TIMEOUT, Peer, Process, Sign};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
 
 /// Connections that have not said what they come for.
@@ -26,12 +26,17 @@ const MUTE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Connections accepted, and messages of one visitor answered, before others have their turn.
 const TURN: usize = 16;
 
+/// How often the socket of one that does no more is read, [`TURN`] messages each time.
+const LAST_WORDS: usize = 16;
+
 const LISTENER: u64 = 0;
 const SOCKET: u64 = 0;
-const PIDFD: u64 = 1;
+const PROVEN: u64 = 1;
+const SUSPECT: u64 = 2;
+const OVER: u64 = 3;
 
 fn tag(id: u64, kind: u64) -> u64 {
-    id << 1 | kind
+    id << 2 | kind
 }
 
 /// Holds a name and what is kept under it; dropped, it says goodbye to all and gives the name up.
@@ -142,13 +147,9 @@ impl Desk {
         &self.watcher
     }
 
-    /// A descriptor that tells of a visitor's death, for others to watch.
-    pub(crate) fn pidfd_of(&self, id: u64) -> Result<Option<PrivateFd>> {
-        let guests = self.lock();
-        let Some(guest) = guests.get(&id) else { return Ok(None) };
-        PrivateFd::duplicate(guest.peer.pidfd())
-            .map(Some)
-            .map_err(|e| Error::os("fcntl(F_DUPFD)", "a visitor's pidfd", e))
+    /// A visitor's process, for others to watch.
+    pub(crate) fn process_of(&self, id: u64) -> Option<Arc<Process>> {
+        self.lock().get(&id)?.peer.process().cloned()
     }
 
     /// Tells a visitor something that it has not asked for, without waiting. False if it is not there, or does not read
@@ -258,8 +259,8 @@ impl Desk {
             let Some(socket) = self.socket_of(id) else { return Next::Stop };
             match message::receive(socket.as_fd(), &self.name) {
                 Ok(Received::Nothing) => return Next::Keep,
-                Ok(Received::Message(message, _)) => {
-                    if let Err(reason) = self.on_message(id, &socket, message) {
+                Ok(Received::Message(message, fds)) => {
+                    if let Err(reason) = self.on_message(id, &socket, message, fds) {
                         refuse(socket.as_fd(), false, reason);
                         return self.on_end(id);
                     }
@@ -275,7 +276,7 @@ impl Desk {
     }
 
     /// An error ends the visit.
-    fn on_message(&self, id: u64, socket: &PeerSocket, message: Message) -> Result<(), Refusal> {
+    fn on_message(&self, id: u64, socket: &PeerSocket, message: Message, mut fds: Vec<PeerFd>) -> Result<(), Refusal> {
         let caller = match self.lock().get(&id).map(|guest| &guest.phase) {
             Some(Phase::Present(caller)) => Some(caller.clone()),
             _ => None,
@@ -283,7 +284,8 @@ impl Desk {
         match (message, caller) {
             (Message::Visit { device, kind, body, .. }, None) => {
                 crate::os::let_descriptors_in(socket.as_fd(), false);
-                self.admit(id, socket, device, kind, &body)
+                let lifeline = message::take_lifeline(&mut fds)?;
+                self.admit(id, socket, device, kind, &body, lifeline)
             }
             (Message::Hello { kind, .. }, None) => Err(self.is_other(socket, kind)),
             (Message::Ask { serial, body }, Some(caller)) => {
@@ -314,11 +316,12 @@ impl Desk {
         device: Option<crate::backend::DeviceId>,
         kind: Kind,
         body: &[u8],
+        lifeline: [PeerFd; 2],
     ) -> Result<(), Refusal> {
         if kind != self.kind {
             return Err(self.is_other(socket, kind));
         }
-        let Some(caller) = self.enter(id, device)? else { return Ok(()) };
+        let Some(caller) = self.enter(id, device, lifeline)? else { return Ok(()) };
         let answer = self.keep.admit(self, &caller, body)?;
         // Present before it is told so: whatever happens from here, `gone` is due.
         if !self.seat(id, &caller) {
@@ -346,11 +349,19 @@ impl Desk {
     }
 
     /// Watches for the death of who comes in.
-    fn enter(&self, id: u64, device: Option<crate::backend::DeviceId>) -> Result<Option<Caller>, Refusal> {
+    fn enter(
+        &self,
+        id: u64,
+        device: Option<crate::backend::DeviceId>,
+        lifeline: [PeerFd; 2],
+    ) -> Result<Option<Caller>, Refusal> {
         let mut guests = self.lock();
         let Some(guest) = guests.get_mut(&id) else { return Ok(None) };
-        let watch = self.watcher.watch(guest.peer.pidfd(), &self.watched(), tag(id, PIDFD))?;
-        guest.watches.push(watch);
+        guest.peer.adopt(lifeline)?;
+        let signs = [(Sign::Suspect, SUSPECT), (Sign::Over(ORPHAN_TIMEOUT), OVER), (Sign::Proven, PROVEN)];
+        for (sign, kind) in signs {
+            guest.watches.push(guest.peer.watch(sign, &self.watched(), tag(id, kind))?);
+        }
         Ok(Some(Caller { id, uid: guest.peer.uid, device }))
     }
 
@@ -377,6 +388,24 @@ impl Desk {
         Next::Stop
     }
 
+    /// It does no more, whenever its socket comes to its end: what it said before is in there.
+    fn on_suspect(&self, id: u64) -> Next {
+        if (0..LAST_WORDS).all(|_| self.on_socket(id) == Next::Keep) {
+            self.on_end(id);
+        }
+        Next::Stop
+    }
+
+    /// It has exited, and its device work may go on for long: nobody's stream waits for it any more.
+    fn on_over(&self, id: u64) -> Next {
+        let caller = match self.lock().get(&id).map(|guest| &guest.phase) {
+            Some(Phase::Present(caller) | Phase::Suspect(caller) | Phase::Leaving(caller)) => caller.clone(),
+            _ => return Next::Stop,
+        };
+        self.keep.orphaned(self, &caller);
+        Next::Stop
+    }
+
     fn on_death(&self, id: u64) -> Next {
         let Some(guest) = self.lock().remove(&id) else { return Next::Stop };
         match &guest.phase {
@@ -398,9 +427,11 @@ impl Watched for Desk {
         if !self.home.is_here() || self.is_closed.load(Ordering::SeqCst) {
             return Next::Stop;
         }
-        match (tag, tag >> 1, tag & 1) {
+        match (tag, tag >> 2, tag & 3) {
             (LISTENER, ..) => self.accept(),
-            (_, id, PIDFD) => self.on_death(id),
+            (_, id, PROVEN) => self.on_death(id),
+            (_, id, SUSPECT) => self.on_suspect(id),
+            (_, id, OVER) => self.on_over(id),
             (_, id, _) => self.on_socket(id),
         }
     }

@@ -3,7 +3,7 @@
 //!
 //! A [`Keeper`] holds an endpoint of the domain and answers; a [`Visitor`] connects to it, is admitted with a first
 //! answer (bytes and descriptors: the shared words, a region), and may ask for more. Each learns of the other's
-//! end: at once when it says goodbye, as *suspect* when its socket closes, as *proven* when its pidfd says so. Bytes
+//! end: at once when it says goodbye, as *suspect* when its socket closes, as *proven* when its lifeline says so. Bytes
 //! are postcard of the face's own types, at most [`BODY_BYTES_MAX`]; nothing in them is trusted before it is checked.
 //!
 //! It is not a way for data: messages go through the attendant's and the watcher's threads, at a few dozen
@@ -119,7 +119,7 @@ pub(crate) struct Caller {
 pub(crate) enum Ending {
     /// It said goodbye; the process may live on, and what its device was given may still run.
     Left,
-    /// Proven by its pidfd: nothing of that process touches memory any more.
+    /// Proven by its lifeline: nothing of that process touches memory any more.
     Died,
 }
 
@@ -179,6 +179,11 @@ pub(crate) trait Keep: Send + Sync {
     /// A visitor's socket has closed without a goodbye; it is presumed dead, and may still touch what it has.
     fn suspect(&self, _desk: &Desk, _caller: &Caller) {}
 
+    /// A visitor's process has exited, and a child that it forked may keep its device work running: streams that wait for
+    /// it are to be rescued, and what its device may touch is not to be used again before it is [gone](Keep::gone). Also
+    /// called when that is at once.
+    fn orphaned(&self, _desk: &Desk, _caller: &Caller) {}
+
     /// A visit is over: called once for each who was admitted, unless the keeper ends first.
     fn gone(&self, desk: &Desk, caller: &Caller, ending: Ending);
 
@@ -199,8 +204,13 @@ pub(crate) trait Visit: Send + Sync {
     /// The keeper's socket has closed: `graceful` after a goodbye. It does no more; its device may.
     fn ended(&self, _graceful: bool) {}
 
-    /// The keeper is proven dead: nothing of that process writes any more, so whoever waits for it is to be let go.
+    /// The keeper is proven dead: nothing of that process writes any more, so whoever waits for it is to be let go. Comes
+    /// after [`orphaned`](Visit::orphaned), for what was written in between.
     fn proven_dead(&self) {}
+
+    /// The keeper's process has exited, and a child that it forked may keep its device work running: who waits for it is
+    /// to be let go, and nothing else. Also called when it is proven dead, before that is told.
+    fn orphaned(&self) {}
 
     /// An answer came for which nobody waits any more. What it gives is counted as ours all the same.
     fn late(&self, _gift: Gift) {}

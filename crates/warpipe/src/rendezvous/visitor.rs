@@ -15,7 +15,7 @@ use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::closer::PeerSocket;
 use crate::link::message::{self, Farewell, Message, Received};
-use crate::link::peer::Peer;
+use crate::link::peer::{ORPHAN_TIMEOUT, Peer, Sign};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
 
 /// Questions of this process that one keeper has not answered.
@@ -34,7 +34,9 @@ const LAST_WORDS: usize = 64;
 const LOOK: Duration = Duration::from_millis(100);
 
 const SOCKET: u64 = 0;
-const PIDFD: u64 = 1;
+const PROVEN: u64 = 1;
+const SUSPECT: u64 = 2;
+const OVER: u64 = 3;
 
 /// A visit at a keeper of this or another process; dropped, it says goodbye.
 pub(crate) struct Visitor {
@@ -114,7 +116,9 @@ impl Call {
     pub(crate) fn hear(&self) -> Result<Option<Granted>> {
         let name = &self.name;
         match message::receive(self.socket.as_fd(), name)? {
-            Received::Message(Message::Granted { generation, body, .. }, fds) => {
+            Received::Message(Message::Granted { generation, body, .. }, mut fds) => {
+                let lifeline = message::take_lifeline(&mut fds);
+                lifeline.and_then(|lifeline| self.peer.adopt(lifeline)).map_err(|fault| self.fault(fault))?;
                 Ok(Some(Granted { generation, gift: Gift { body, fds } }))
             }
             Received::Message(Message::OtherKind { found }, _) => {
@@ -224,7 +228,9 @@ impl Visitor {
         let watcher = &self.inner.watcher;
         let watches = [
             watcher.watch(self.inner.socket.as_fd(), &me, SOCKET)?,
-            watcher.watch(self.inner.peer.pidfd(), &me, PIDFD)?,
+            self.inner.peer.watch(Sign::Suspect, &me, SUSPECT)?,
+            self.inner.peer.watch(Sign::Over(ORPHAN_TIMEOUT), &me, OVER)?,
+            self.inner.peer.watch(Sign::Proven, &me, PROVEN)?,
         ];
         self.inner.watches.lock().unwrap_or_else(PoisonError::into_inner).extend(watches);
         Ok(())
@@ -302,9 +308,9 @@ impl Visitor {
         self.inner.lock().is_over
     }
 
-    /// Whether the keeper is proven dead.
+    /// Whether nobody waits for the keeper any more: it is proven dead, or an orphan's parent for long.
     pub(crate) fn is_dead(&self) -> bool {
-        self.inner.is_dead.load(SeqCst) || self.inner.peer.is_proven_dead()
+        self.inner.is_dead.load(SeqCst) || self.inner.peer.shows(Sign::Over(ORPHAN_TIMEOUT))
     }
 
     /// The error of who needs a keeper that is there no more. What says so may be a word of a shared page, which its
@@ -427,13 +433,22 @@ impl Watched for Inner {
     fn on_ready(&self, tag: u64) -> Next {
         match tag {
             _ if !self.home.is_here() => Next::Stop,
-            PIDFD => {
+            SUSPECT => {
                 // What it said last is still there to be read, its goodbye for one: no more than a socket's buffer holds.
                 // The socket's end need not come: another process may have a copy of it.
                 let is_over = || self.on_socket() == Next::Stop || self.lock().is_over;
                 let _ = (0..LAST_WORDS).any(|_| is_over());
-                self.is_dead.store(true, SeqCst);
                 self.over();
+                Next::Stop
+            }
+            OVER => {
+                self.on_ready(SUSPECT);
+                self.is_dead.store(true, SeqCst);
+                self.visit().into_iter().for_each(|visit| visit.orphaned());
+                Next::Stop
+            }
+            PROVEN => {
+                self.on_ready(OVER);
                 self.visit().into_iter().for_each(|visit| visit.proven_dead());
                 Next::Stop
             }
@@ -535,8 +550,8 @@ mod tests {
         let keeper = Keeper::open(&at, Admission::default(), Arc::new(Mute)).unwrap();
         let (visitor, _) = Visitor::attach(&at, None, &[], Duration::ZERO).unwrap();
         let (inner, (told, hears)) = (visitor.inner.clone(), channel());
-        // What the watcher does when the pidfd speaks; the socket is open, and silent.
-        std::thread::spawn(move || told.send(inner.on_ready(PIDFD)));
+        // What the watcher does when the lifeline ends; the socket is open, and silent.
+        std::thread::spawn(move || told.send(inner.on_ready(PROVEN)));
         assert_eq!(hears.recv_timeout(Duration::from_secs(10)), Ok(Next::Stop));
         assert!(visitor.is_dead() && visitor.is_over());
         drop((visitor, keeper));

@@ -15,7 +15,7 @@ use crate::backend::StreamOp;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::Home;
+use crate::fork::{Home, PrivateFd};
 use crate::link::closer::PeerFd;
 use crate::link::proof::Proof;
 use crate::link::watcher::{Usage, Watcher};
@@ -186,7 +186,7 @@ impl Core {
     }
 
     fn meet(&self, member: u32, timeout: Duration) -> Result<()> {
-        let Some(Offer { page, pidfd }) = self.offer(member, timeout)? else {
+        let Some(Offer { page, process }) = self.offer(member, timeout)? else {
             // What it owes behind the work of the living must come due even if the creator dies now.
             self.survivor.bury(member);
             return Ok(());
@@ -202,7 +202,7 @@ impl Core {
         }
         self.signals.hear(member, draft, timeout)?;
         // Before the watch: who is dead by now is found so at once, and what we share with it is lifted.
-        pidfd.map_or(Ok(()), |pidfd| self.survivor.learn(member, pidfd, &self.watcher, &self.name))
+        process.map_or(Ok(()), |process| self.survivor.learn(member, process, &self.name))
     }
 
     /// A page to share with a member, from the creator. None if the member is here no more.
@@ -210,23 +210,25 @@ impl Core {
         match &self.side {
             Some(Side::Creator { keeper, warden }) => {
                 let offer = warden.offer(keeper.desk(), CREATOR, member)?;
-                Ok(offer.map(|Offer { page, pidfd }| Offer { page: page.into(), pidfd: pidfd.map(PeerFd::from) }))
+                let process = |process: [PrivateFd; 3]| process.map(PeerFd::from);
+                Ok(offer.map(|offer| Offer { page: offer.page.into(), process: offer.process.map(process) }))
             }
             Some(Side::Member { visitor }) => {
                 let gift = visitor.ask(&encode(&Ask::Page { member })?, timeout)?;
                 let Here(is_here) = decode(&gift.body, &self.name)?;
                 let mut fds = gift.fds.into_iter();
-                let (page, pidfd) = (fds.next(), fds.next());
-                let is_whole = page.is_some() && (pidfd.is_some() || member == CREATOR);
+                let page = fds.next();
+                let process = <[PeerFd; 3]>::try_from(fds.collect::<Vec<_>>()).ok();
+                let is_whole = page.is_some() && (process.is_some() || member == CREATOR);
                 if is_here && !is_whole {
                     return Err(Error::Protocol {
                         name: self.name.clone(),
                         field: "descriptors",
                         found: "too few".into(),
-                        allowed: "a page and a pidfd".into(),
+                        allowed: "a page, a pidfd and a lifeline".into(),
                     });
                 }
-                Ok(page.filter(|_| is_here).map(|page| Offer { page, pidfd }))
+                Ok(page.filter(|_| is_here).map(|page| Offer { page, process }))
             }
             None => Err(Error::Forked),
         }

@@ -1,5 +1,7 @@
 //! Creators that do not do what a creator does.
 
+use std::os::fd::OwnedFd;
+
 use rustix::fs::MemfdFlags;
 use serde::Serialize;
 
@@ -7,8 +9,9 @@ use super::signals::Signals;
 use super::survivor::Survivor;
 use super::warden::Welcome;
 use super::*;
+use crate::fork::PrivateFd;
 use crate::link::closer::PeerFd;
-use crate::link::watcher::Watcher;
+use crate::link::peer::Process;
 use crate::rendezvous::{Answer, Caller, Desk, Ending, Keep, Refusal};
 
 /// Lets anybody in, with this.
@@ -62,7 +65,7 @@ fn an_admission_that_makes_no_sense_is_a_typed_error() {
 }
 
 #[test]
-fn a_descriptor_that_is_no_pidfd_is_not_taken_for_a_members_death() {
+fn descriptors_that_are_no_pidfd_or_no_lifeline_are_not_taken_for_a_members_death() {
     let room = Arc::new(Room::new(Page::create(None, room::bytes_for(1)).unwrap().0, 1));
     let watcher = Watcher::of_process().unwrap();
     let signals = Signals::new(1, 1, "turns", &Device::host(), &watcher).unwrap();
@@ -73,13 +76,19 @@ fn a_descriptor_that_is_no_pidfd_is_not_taken_for_a_members_death() {
     let (readable, writer) = rustix::pipe::pipe().unwrap();
     drop(writer);
     let memfd = rustix::fs::memfd_create(c"no-pidfd", MemfdFlags::CLOEXEC).unwrap();
-    for fd in [readable, memfd] {
-        let error = survivor.learn(2, PeerFd::from(crate::fork::PrivateFd::new(fd)), &watcher, "turns").unwrap_err();
-        assert!(matches!(error, Error::Protocol { field: "descriptor of a member", .. }), "{error}");
-        assert!(!survivor.knows(2));
-    }
     let own = rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty()).unwrap();
-    survivor.learn(2, PeerFd::from(crate::fork::PrivateFd::new(own)), &watcher, "turns").unwrap();
+    let (end, open) = rustix::pipe::pipe().unwrap();
+    let fds =
+        |pidfd: &OwnedFd, end: &OwnedFd| [pidfd, end, end].map(|fd| PeerFd::from(PrivateFd::duplicate(fd).unwrap()));
+    for wrong in [fds(&readable, &end), fds(&memfd, &end), fds(&own, &memfd), fds(&own, &own), fds(&own, &open)] {
+        // In a process that this one has links to, what is known of it counts.
+        let error = Process::relayed(wrong).map(|_| ()).unwrap_err();
+        assert!(matches!(error, crate::HandshakeFault::Lifeline(_)), "{error}");
+    }
+    let error = survivor.learn(2, fds(&readable, &end), "turns").unwrap_err();
+    assert!(matches!(error, Error::Protocol { field: "descriptors of a member", .. }), "{error}");
+    assert!(!survivor.knows(2));
+    survivor.learn(2, fds(&own, &end), "turns").unwrap();
     assert!(survivor.knows(2));
     assert_eq!(room.word(0).load(), 0, "who lives owes what it promised");
 }

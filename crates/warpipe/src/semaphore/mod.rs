@@ -76,7 +76,7 @@ const SPINS: u32 = 2_000;
 ///
 /// # When somebody dies
 ///
-/// * A holder: its permit comes back when its death is proven (its pidfd), after everything it could still do. The
+/// * A holder: its permit comes back when its death is proven (its lifeline), after everything it could still do. The
 ///   next holder goes on; what the dead one had half done is for the user to see to.
 /// * A holder after its release, before its device work was done: the streams behind it go on at its proven death.
 /// * A waiter: its place is cleared at its proven death, and what was handed to it is handed on.

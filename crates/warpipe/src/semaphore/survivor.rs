@@ -2,10 +2,9 @@
 //!
 //! A stream of ours may wait for what another member's device has not signalled yet, on a [page](super::signals) of the
 //! two of us: nobody else could let it go. So before a stream of ours is made to wait, we have asked the creator for
-//! the pidfd of everybody it waits for, and watch these ourselves.
+//! pidfd and lifeline of everybody it waits for, and watch these ourselves.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -13,9 +12,10 @@ use super::room::{CREATOR, Room};
 use super::signals::Signals;
 use super::warden::Notice;
 use crate::error::{Error, Result};
-use crate::fork::{self, Home, PrivateFd};
+use crate::fork::Home;
 use crate::link::closer::PeerFd;
-use crate::link::watcher::{Next, Watch, Watched, Watcher};
+use crate::link::peer::{ORPHAN_TIMEOUT, Process, Sign};
+use crate::link::watcher::{Next, Watch, Watched};
 use crate::rendezvous::{Gift, Visit, decode};
 
 /// What the creator has told us and the attendant has not come to: two for each member that there can be.
@@ -33,8 +33,8 @@ pub(super) struct Survivor {
     notices: AtomicUsize,
     /// Proven dead, and perhaps owing something behind the work of the living.
     dead: Mutex<BTreeSet<u32>>,
-    /// By member; the watch ends before its descriptor is closed.
-    known: Mutex<BTreeMap<u32, (Watch, PrivateFd)>>,
+    /// By member.
+    known: Mutex<BTreeMap<u32, (Watch, Arc<Process>)>>,
 }
 
 impl std::fmt::Debug for Survivor {
@@ -72,16 +72,15 @@ impl Survivor {
     }
 
     /// Begins to watch a member. At once [`Watched::on_ready`] if it is dead already.
-    pub(super) fn learn(&self, member: u32, pidfd: PeerFd, watcher: &Arc<Watcher>, name: &str) -> Result<()> {
-        check_pidfd(&pidfd).map_err(|found| Error::Protocol {
+    pub(super) fn learn(&self, member: u32, process: [PeerFd; 3], name: &str) -> Result<()> {
+        let process = Process::relayed(process).map_err(|fault| Error::Protocol {
             name: name.to_string(),
-            field: "descriptor of a member",
-            found,
-            allowed: "a pidfd".into(),
+            field: "descriptors of a member",
+            found: fault.to_string(),
+            allowed: "a pidfd and a lifeline".into(),
         })?;
-        let pidfd = pidfd.accept();
-        let watch = watcher.watch(pidfd.as_fd(), &self.watched(), member.into())?;
-        let forgotten = self.known().insert(member, (watch, pidfd));
+        let watch = process.watch(Sign::Over(ORPHAN_TIMEOUT), &self.watched(), member.into())?;
+        let forgotten = self.known().insert(member, (watch, process));
         drop(forgotten);
         Ok(())
     }
@@ -94,7 +93,7 @@ impl Survivor {
         self.signals.forget(member);
     }
 
-    fn known(&self) -> MutexGuard<'_, BTreeMap<u32, (Watch, PrivateFd)>> {
+    fn known(&self) -> MutexGuard<'_, BTreeMap<u32, (Watch, Arc<Process>)>> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -135,7 +134,7 @@ impl Visit for Survivor {
         self.room.ring_own(self.member);
     }
 
-    fn proven_dead(&self) {
+    fn orphaned(&self) {
         self.bury(CREATOR);
     }
 
@@ -168,12 +167,4 @@ impl Watched for Survivor {
         self.settle();
         self.signals.tick();
     }
-}
-
-/// Anything else could be readable while the member lives, and its signals would be stored before its work is done.
-fn check_pidfd(fd: &impl AsFd) -> Result<(), String> {
-    use std::os::fd::AsRawFd;
-    let path = format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd());
-    let info = fork::excluded(|| std::fs::read_to_string(&path)).map_err(|error| format!("{path}: {error}"))?;
-    if info.lines().any(|line| line.starts_with("Pid:")) { Ok(()) } else { Err("another kind of descriptor".into()) }
 }

@@ -25,13 +25,14 @@ pub(super) struct Welcome {
 /// What a member asks about another one, whose device its own streams are about to wait for.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Ask {
-    /// A page to share with it, and its pidfd; answered with [`Here`].
+    /// A page to share with it, and its process; answered with [`Here`].
     Page { member: u32 },
     /// That page is mapped here, and can be given to the other one, too. Answered with nothing.
     Mapped { member: u32 },
 }
 
-/// Whether the member is here: then a page comes with the answer, and its pidfd unless it is the creator. If it is not, it
+/// Whether the member is here: then a page comes with the answer, and pidfd and lifeline of it unless it is
+/// the creator. If it is not, it
 /// owes nothing any more.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Here(pub(super) bool);
@@ -48,7 +49,8 @@ pub(super) enum Notice {
 /// A page for two members, and what tells of the other one's death.
 pub(super) struct Offer<F> {
     pub(super) page: F,
-    pub(super) pidfd: Option<F>,
+    /// Its pidfd and lifeline; none of the creator's.
+    pub(super) process: Option<[F; 3]>,
 }
 
 /// Whose semaphore it is.
@@ -84,22 +86,22 @@ impl Warden {
 
     /// Makes a page for `asker`, whose streams are to wait for those of `member`. None if that is not here.
     pub(super) fn offer(&self, desk: &Desk, asker: u32, member: u32) -> Result<Option<Offer<PrivateFd>>> {
-        let pidfd = match member {
+        let process = match member {
             CREATOR => None,
             _ => {
                 let present = self.present();
-                let pidfd = if present.contains(&member) { desk.pidfd_of(member.into())? } else { None };
-                if pidfd.is_none() {
+                let process = if present.contains(&member) { desk.process_of(member.into()) } else { None };
+                let Some(process) = process else {
                     self.sweep(&present);
                     return Ok(None);
-                }
-                pidfd
+                };
+                Some(process.relay().map_err(|e| Error::os("fcntl(F_DUPFD)", "a member's lifeline", e))?)
             }
         };
         let page = seal::memfd(c"warpipe-words", super::signals::bytes_for(self.room.permits()) as u64)?;
         let copy = PrivateFd::duplicate(&page).map_err(|e| Error::os("fcntl(F_DUPFD)", "a page of two members", e))?;
         self.offers().insert(asker, (member, copy));
-        Ok(Some(Offer { page, pidfd }))
+        Ok(Some(Offer { page, process }))
     }
 
     /// The asker has mapped its page: the other one can have it, too.
@@ -143,13 +145,22 @@ impl Keep for Warden {
             Ask::Page { member } => {
                 let offer = self.offer(desk, asker, member)?;
                 let is_here = Here(offer.is_some());
-                let fds = offer.into_iter().flat_map(|Offer { page, pidfd }| [page].into_iter().chain(pidfd));
+                let fds = offer.into_iter();
+                let fds =
+                    fds.flat_map(|Offer { page, process }| [page].into_iter().chain(process.into_iter().flatten()));
                 Answer::new(&is_here, fds.collect())
             }
             Ask::Mapped { member } => {
                 self.forward(desk, asker, member)?;
                 Ok(Answer::default())
             }
+        }
+    }
+
+    /// Its permits stay with it: what its device does under them may still go on.
+    fn orphaned(&self, _desk: &Desk, caller: &Caller) {
+        if let Ok(member) = u32::try_from(caller.id) {
+            self.survivor.bury(member);
         }
     }
 

@@ -49,7 +49,9 @@ impl Recipients {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Member {
     pub(crate) id: u64,
+    /// For people.
     pub(crate) pid: i32,
+    pub(crate) process: ProcessId,
     /// What it said that it is.
     pub(crate) generation: [u8; 16],
 }
@@ -129,13 +131,13 @@ impl Core {
     pub(in crate::channel) fn members(&self) -> Vec<Member> {
         let state = self.lock();
         let live = state.outlets.iter().filter(|outlet| outlet.is_live());
-        live.map(|o| Member { id: o.id, pid: o.peer.pid, generation: o.generation }).collect()
+        live.map(|o| Member { id: o.id, pid: o.peer.pid, process: o.peer.id, generation: o.generation }).collect()
     }
 
-    /// The number of the live subscriber in the process `pid`.
-    pub(in crate::channel) fn member_of(&self, pid: i32) -> Option<u64> {
+    /// The number of the live subscriber in that process.
+    pub(in crate::channel) fn member_of(&self, process: ProcessId) -> Option<u64> {
         let state = self.lock();
-        state.outlets.iter().find(|outlet| outlet.is_live() && outlet.peer.pid == pid).map(|outlet| outlet.id)
+        state.outlets.iter().find(|outlet| outlet.is_live() && outlet.peer.id == process).map(|outlet| outlet.id)
     }
 
     /// Whether the subscriber still gets samples.

@@ -78,9 +78,14 @@ impl Core {
         let Some(greeting) = greetings.remove(&id) else { return Next::Stop };
         drop(greetings);
         match received {
-            Ok(Received::Message(Message::Hello { device, generation, kind }, _)) if kind == self.options.kind => {
+            Ok(Received::Message(Message::Hello { device, generation, kind }, mut fds))
+                if kind == self.options.kind =>
+            {
                 crate::os::let_descriptors_in(greeting.socket.as_fd(), false);
-                self.attach_soon(id, greeting, device, generation);
+                match message::take_lifeline(&mut fds).and_then(|lifeline| greeting.peer.adopt(lifeline)) {
+                    Ok(()) => self.attach_soon(id, greeting, device, generation),
+                    Err(fault) => refuse(&greeting.socket, false, fault),
+                }
             }
             Ok(Received::Message(Message::Hello { .. } | Message::Visit { .. }, _)) => {
                 let message = Message::OtherKind { found: self.options.kind };
@@ -137,8 +142,11 @@ impl Core {
             Err(remains) => return self.watcher.bury(remains),
         };
         let watch = |fd, kind| self.watcher.watch(fd, &self.me, tag(id, kind));
-        if let (Ok(socket), Ok(pidfd)) = (watch(outlet.socket(), SOCKET), watch(outlet.peer.pidfd(), PIDFD)) {
-            outlet.watches.extend([socket, pidfd]);
+        let sign = |sign, kind| outlet.peer.watch(sign, &self.me, tag(id, kind));
+        if let (Ok(socket), Ok(suspect), Ok(proven)) =
+            (watch(outlet.socket(), SOCKET), sign(Sign::Suspect, SUSPECT), sign(Sign::Proven, PROVEN))
+        {
+            outlet.watches.extend([socket, suspect, proven]);
             outlet.generation = generation;
             state.outlets.push(outlet);
         } else {
@@ -207,6 +215,13 @@ impl Core {
         }
         self.ring();
         state
+    }
+
+    /// It does no more, whenever its socket comes to its end: what it said before is in there.
+    fn on_suspect(&self, id: u64) -> Next {
+        let _ = (0..LAST_WORDS).all(|_| self.on_socket(self.lock(), id) == Next::Keep);
+        self.on_end(&mut self.lock(), id);
+        Next::Stop
     }
 
     /// The socket has closed: a leaver is done with it, anybody else is suspect from now on.
@@ -356,13 +371,16 @@ impl Watched for Core {
         if !self.home.is_here() {
             return Next::Stop;
         }
-        let (id, kind) = (tag >> 1, tag & 1);
+        let (id, kind) = (tag >> 2, tag & 3);
         if tag == LISTENER {
             return self.accept();
         }
+        if kind == SUSPECT {
+            return self.on_suspect(id);
+        }
         let mut state = self.lock();
         match kind {
-            PIDFD => self.on_death(&mut state, id),
+            PROVEN => self.on_death(&mut state, id),
             _ if state.find(id).is_some() => self.on_socket(state, id),
             _ => {
                 drop(state);

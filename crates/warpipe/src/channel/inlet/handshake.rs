@@ -9,6 +9,7 @@ use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::link::closer::{PeerFd, PeerSocket};
 use crate::link::message::{self, Message, Received};
+use crate::link::peer::Peer;
 use crate::link::segment::{OpenError, Segment};
 use crate::link::wake::Wake;
 use crate::memory::arena::REGIONS_MAX;
@@ -89,8 +90,8 @@ impl Greeter<'_> {
         Ok(regions)
     }
 
-    pub(super) fn welcome(&self, device: &Device) -> Result<Welcome> {
-        let (message, fds) = self.hear()?;
+    pub(super) fn welcome(&self, device: &Device, peer: &Peer) -> Result<Welcome> {
+        let (message, mut fds) = self.hear()?;
         let Message::Welcome { generation, device: owner, depth, access, lossless, regions } = message else {
             return Err(self.fault(message.unexpected("Welcome")));
         };
@@ -99,6 +100,8 @@ impl Greeter<'_> {
             let fault = HandshakeFault::Device { publisher: owner.to_string(), subscriber: reader.to_string() };
             return Err(self.fault(fault));
         }
+        let lifeline = message::take_lifeline(&mut fds).map_err(|fault| self.fault(fault))?;
+        peer.adopt(lifeline).map_err(|fault| self.fault(fault))?;
         let Ok([memory, wake]) = <[PeerFd; 2]>::try_from(fds) else {
             return Err(self.fault(HandshakeFault::Descriptors { found: 0, wanted: 2 }));
         };

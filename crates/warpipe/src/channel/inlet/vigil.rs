@@ -14,7 +14,7 @@ use crate::link::wake::Bell;
 use crate::link::watcher::{Next, Watched};
 
 /// How often a dead publisher's socket is read once more.
-const LAST_WORDS: usize = 64;
+pub(super) const LAST_WORDS: usize = 64;
 
 /// How a link stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +52,7 @@ pub(super) struct Vigil {
     /// Reads what the publisher said last.
     inlet: OnceLock<Weak<Inlet>>,
     standing: AtomicU8,
-    /// The publisher is proven dead and stuck streams have been rescued.
+    /// The publisher's death is [over](crate::link::peer::Sign::Over) and stuck streams have been rescued.
     dead: AtomicBool,
     /// For each entry, the position handed out here that a stream may be waiting for.
     held: Vec<AtomicU64>,
@@ -133,7 +133,7 @@ impl Vigil {
 }
 
 impl Watched for Vigil {
-    /// The publisher's pidfd.
+    /// The publisher is proven dead, or an orphan's parent for so long that nobody waits on.
     fn on_ready(&self, _: u64) -> Next {
         if self.home.is_here() {
             // What the publisher said is heard before its end, in whatever order the two are told of: its goodbye lies in

@@ -20,6 +20,7 @@ pub struct SubscriberBuilder {
     pub(super) spin: Duration,
     pub(super) handshake_timeout: Duration,
     pub(super) kind: Kind,
+    pub(super) orphan_timeout: Duration,
     pub(super) generation: Option<[u8; 16]>,
 }
 
@@ -59,6 +60,14 @@ impl SubscriberBuilder {
     /// How long a publisher may take to answer: 5 s by default.
     pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
         self.handshake_timeout = timeout;
+        self
+    }
+
+    /// How long a publisher that has exited may leave streams waiting while a child that it forked keeps its device work
+    /// running: 30 s by default. After that they are rescued and their samples are lost. The memory of such a publisher
+    /// is not used again before that work is proven to be over.
+    pub fn orphan_timeout(mut self, timeout: Duration) -> Self {
+        self.orphan_timeout = timeout;
         self
     }
 

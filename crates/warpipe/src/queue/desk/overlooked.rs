@@ -9,6 +9,7 @@ use super::super::{Queue, Worker};
 use super::*;
 use crate::channel::{Member, Subscriber};
 use crate::link::message::wait_readable;
+use crate::link::peer::ProcessId;
 
 /// Longer than any of these tests waits.
 const LONG: Duration = Duration::from_secs(600);
@@ -107,8 +108,8 @@ fn a_worker_that_left_before_it_got_its_seat_gets_none() {
     let name = answers_of("jobs", [7; 16]).unwrap();
     let answers = Publisher::builder(name.as_str()).domain(&place.domain).device(&place.device).build().unwrap();
     let subscriber = Subscriber::builder(name.as_str()).domain(&place.domain).device(&place.device).build().unwrap();
-    let pid = std::process::id() as i32;
-    queue.desk.recruits.add(Member { id: 99, pid, generation: [7; 16] }, subscriber);
+    let (pid, process) = (std::process::id() as i32, ProcessId::own());
+    queue.desk.recruits.add(Member { id: 99, pid, process, generation: [7; 16] }, subscriber);
     queue.desk.observer.tell();
     let start = Instant::now();
     while !queue.desk.recruits.is_empty() {

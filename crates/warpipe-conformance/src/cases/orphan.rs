@@ -1,0 +1,208 @@
+//! Processes whose device work, or whose files, outlive them: with a forked child that holds everything, and by `exec`.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use rustix::process::{Pid, Signal};
+use warpipe::{Error, Pool};
+
+use super::Case;
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::payload::Payload;
+use crate::peer::{Batch, HolderOrder, Order, Peer, PublisherPlan};
+use crate::place::{fill, wrong_words};
+use crate::process::{eventually, pid, pidfd, signal, wait_readable};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("a publisher that calls exec is dead: its reader's stream goes on, and the sample is lost", exec)
+        .ends_clients(),
+    Case::new("a subscriber that calls exec returns its slots", exec_of_a_holder).ends_clients(),
+    Case::new("a stream that waits for a killed process whose orphan lives is rescued in time", rescued).ends_clients(),
+    Case::new("slots of a killed subscriber stay out of use while its orphan holds its files", quarantined)
+        .ends_clients(),
+    Case::new("a killed writer's block is used again after its last store", after_the_last_store).ends_clients(),
+    Case::new("a killed writer's block is used again after its last store, with an orphan", after_the_orphan)
+        .ends_clients(),
+    Case::new("a killed writer's block is used again after its last store, with a child that let go", after_the_child)
+        .ends_clients(),
+    Case::new("a writer's block is used again after its last store when it calls exec", after_exec).ends_clients(),
+];
+
+const WORDS: u64 = 1024;
+
+/// Longer than anything here takes: work that ends by itself would prove nothing.
+const LONG: Duration = Duration::from_secs(10);
+
+/// In which a block or slot that is out of use would be seen to come back, if it did.
+const LOOK: Duration = Duration::from_millis(1500);
+
+/// A child of a peer that was forked behind the library's back: it holds all that its parent held. Killed at the end.
+struct Orphan(Pid);
+
+impl Orphan {
+    fn of(peer: &mut Peer) -> Result<Orphan> {
+        Ok(Orphan(pid(peer.number(&Order::ForkUnseen)? as u32)?))
+    }
+
+    fn end(self) {}
+}
+
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        let fd = pidfd(self.0);
+        let _ = signal(self.0, Signal::KILL);
+        let _ = fd.map(|fd| wait_readable(fd, PATIENCE));
+    }
+}
+
+/// A peer that publishes `name`, has sent one whole sample, and whose device is at work on the next one.
+fn publisher_at_work(context: &Context, name: &str) -> Result<Peer> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of(name))?;
+    Ok(peer)
+}
+
+fn exec(context: &Context) -> Result<()> {
+    let mut peer = publisher_at_work(context, "mortal")?;
+    let mut subscriber = context.subscriber("mortal").build()?;
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
+    peer.ask(&Order::Send(Batch::of(1, WORDS, 2).slow(LONG)))?;
+    ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "the first sample is whole");
+    let unfinished = subscriber.receive(&stream)?;
+    peer.tell(&Order::Exec)?;
+    match unfinished.finish(LONG / 2) {
+        Err(Error::SampleLost { sequence: 2, .. }) => {}
+        other => bail!("a sample whose publisher called exec gave {other:?}"),
+    }
+    stream.synchronize(PATIENCE).context("the reader's stream goes on")?;
+    match subscriber.receive(&stream) {
+        Err(Error::PublisherGone { graceful: false, .. }) => {}
+        other => bail!("after the exec came {other:?}"),
+    }
+    drop(context.publisher("mortal").build().context("the name is free")?);
+    ensure!(rustix::process::test_kill_process(peer.pid()?).is_ok(), "the new program runs");
+    Ok(())
+}
+
+fn exec_of_a_holder(context: &Context) -> Result<()> {
+    let publisher = context.publisher("held").build()?;
+    let (stream, mut peer) = (context.stream()?, context.peer()?);
+    peer.subscribe("held")?;
+    let loan = Payload::of(WORDS, 1).loan(&publisher, &stream)?;
+    let returned = loan.returned();
+    loan.send(&stream)?;
+    peer.hold(1)?;
+    ensure!(!returned.is_back()?, "it is held");
+    peer.tell(&Order::Exec)?;
+    ensure!(eventually(PATIENCE, || returned.is_back().unwrap_or(false)), "the slot comes back");
+    ensure!(rustix::process::test_kill_process(peer.pid()?).is_ok(), "the new program runs");
+    Ok(())
+}
+
+fn rescued(context: &Context) -> Result<()> {
+    let mut peer = publisher_at_work(context, "mortal")?;
+    let mut subscriber = context.subscriber("mortal").orphan_timeout(Duration::from_millis(300)).build()?;
+    let stream = context.stream()?;
+    peer.ask(&Order::Send(Batch::of(1, WORDS, 1).slow(LONG)))?;
+    let unfinished = subscriber.receive(&stream)?;
+    let orphan = Orphan::of(&mut peer)?;
+    peer.kill()?;
+    match unfinished.finish(LONG / 2) {
+        Err(Error::SampleLost { sequence: 1, .. }) => {}
+        other => bail!("a sample whose publisher's orphan lives gave {other:?}"),
+    }
+    stream.synchronize(PATIENCE).context("the reader's stream goes on")?;
+    orphan.end();
+    Ok(())
+}
+
+fn quarantined(context: &Context) -> Result<()> {
+    let publisher = context.publisher("held").build()?;
+    let (stream, mut peer) = (context.stream()?, context.peer()?);
+    peer.subscribe("held")?;
+    let loan = Payload::of(WORDS, 1).loan(&publisher, &stream)?;
+    let returned = loan.returned();
+    loan.send(&stream)?;
+    peer.hold(1)?;
+    let orphan = Orphan::of(&mut peer)?;
+    peer.kill()?;
+    ensure!(!eventually(LOOK, || returned.is_back().unwrap_or(true)), "the slot is out of use while the orphan lives");
+    ensure!(warpipe::process_stats().orphaned == 1, "it is counted");
+    orphan.end();
+    ensure!(eventually(PATIENCE, || returned.is_back().unwrap_or(false)), "and comes back with the orphan's end");
+    Ok(())
+}
+
+/// How a writer ends.
+enum End {
+    Killed,
+    /// A forked child holds its files for so long.
+    Orphaned(Duration),
+    /// A forked child lives that the library knows of.
+    WithChild,
+    Exec,
+}
+
+/// A borrower ends while its device writes a block of a pool. The block is used again, and nothing is stored in it any
+/// more.
+fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
+    const BYTES: u64 = 2 << 20;
+    let builder = Pool::builder("pool").domain(&context.domain).device(&context.device);
+    let pool = builder.memory_limit(BYTES).build()?;
+    let (stream, mut tally) = (context.stream()?, context.tally()?);
+    let mut peer = context.peer()?;
+    let block = pool.allocate(BYTES)?;
+    let ticket = block.lend(warpipe::backend::Access::ReadWrite)?;
+    let number = peer.number(&Order::Hold(HolderOrder::Borrow(ticket)))? as usize;
+    drop(block);
+    let start = Instant::now();
+    let slow_us = LONG.as_micros() as u64;
+    peer.ask(&Order::Hold(HolderOrder::FillAndFree { number, seed: 1, slow_us, is_behind: true }))?;
+    let mut child = None;
+    match *end {
+        End::Killed => peer.kill()?,
+        End::WithChild => {
+            child = Some(Orphan(pid(peer.number(&Order::Fork)? as u32)?));
+            peer.kill()?;
+        }
+        End::Exec => peer.tell(&Order::Exec)?,
+        End::Orphaned(lives) => {
+            let orphan = Orphan::of(&mut peer)?;
+            peer.kill()?;
+            match pool.allocate_timeout(BYTES, lives) {
+                Err(Error::MemoryLimit { .. }) => orphan.end(),
+                other => bail!("the block of a dead writer whose orphan lives gave {other:?}"),
+            }
+        }
+    }
+    let next = pool.allocate_timeout(BYTES, PATIENCE).context("the block comes back")?;
+    ensure!(start.elapsed() < LONG, "the writer's own end brought it back: this machine is too slow to tell");
+    fill(&next, &stream, 2, Duration::ZERO, true)?;
+    stream.synchronize(PATIENCE)?;
+    // Until well after the time at which the writer would have stored.
+    while start.elapsed() < LONG + Duration::from_secs(1) {
+        ensure!(wrong_words(&next, &stream, &mut tally, 2)? == 0, "a dead writer has stored in a block that is used");
+        std::thread::park_timeout(Duration::from_millis(50));
+    }
+    drop(child);
+    Ok(())
+}
+
+fn after_the_last_store(context: &Context) -> Result<()> {
+    killed_while_it_writes(context, &End::Killed)
+}
+
+fn after_the_orphan(context: &Context) -> Result<()> {
+    killed_while_it_writes(context, &End::Orphaned(LOOK))
+}
+
+fn after_the_child(context: &Context) -> Result<()> {
+    killed_while_it_writes(context, &End::WithChild)
+}
+
+fn after_exec(context: &Context) -> Result<()> {
+    killed_while_it_writes(context, &End::Exec)
+}
