@@ -40,7 +40,7 @@ impl Device {
 
     /// The host backend: memfd memory, threads as streams. Always there.
     pub fn host() -> Device {
-        Device::from_backend(host::HostBackend::shared())
+        Device { backend: host::HostBackend::shared() }
     }
 
     /// The GPU with this ordinal among those that `CUDA_VISIBLE_DEVICES` leaves (`cuDeviceGet`).
@@ -49,7 +49,7 @@ impl Device {
     /// [`Error::NoDriver`], [`Error::DriverSymbol`], [`Error::DevicePermission`], [`Error::NoDevice`],
     /// [`Error::NoSuchDevice`], [`Error::Driver`]; never a panic.
     pub fn cuda(ordinal: u32) -> Result<Device> {
-        Ok(Device::from_backend(cuda::CudaBackend::open(ordinal)?))
+        Ok(Device { backend: cuda::CudaBackend::open(ordinal)? })
     }
 
     /// The GPU with this UUID, whatever its ordinal here (`cuDeviceGetUuid`).
@@ -70,7 +70,8 @@ impl Device {
         })
     }
 
-    /// Any backend, for example one wrapped by [`crate::backend::testing`].
+    /// A backend that is wrapped by [`crate::backend::testing`].
+    #[cfg(any(test, feature = "testing"))]
     pub fn from_backend(backend: Arc<dyn Backend>) -> Device {
         Device { backend }
     }
@@ -80,7 +81,7 @@ impl Device {
         self.backend.info()
     }
 
-    /// The seam, for those who bring their own.
+    /// The seam.
     pub fn backend(&self) -> &Arc<dyn Backend> {
         &self.backend
     }

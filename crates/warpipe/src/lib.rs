@@ -83,6 +83,8 @@
 //! # Features
 //!
 //! * `cudarc`: streams and slices of the `cudarc` crate as ours, in `interop_cudarc` (off by default).
+//! * `testing`: wrappers that delay, fail or count a backend's calls (off by default). For tests and measurements alone:
+//!   with it safe code can break memory safety.
 #![deny(missing_docs)]
 
 pub mod backend;

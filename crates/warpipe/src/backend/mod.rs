@@ -15,7 +15,8 @@
 //!   creation of a device take as long as the driver does, and that `free_plain` and `close_legacy` may wait for the
 //!   device's work besides: they are the reaper's, or the user's own.
 //!
-//! [`testing`] wraps any backend to delay, fail or count its calls.
+//! The trait is sealed: what a backend answers is believed, so one that lies would break memory safety from safe code. The
+//! feature `testing` has wrappers that delay, fail or count the calls of one.
 
 pub(crate) mod kept;
 pub(crate) mod pointer;
@@ -23,6 +24,7 @@ mod word;
 
 pub mod cuda;
 pub mod host;
+#[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
 pub use pointer::{IPC_EVENTS_MAX, IpcBytes, PointerInfo, PointerKind};
@@ -145,8 +147,19 @@ pub enum StreamOp {
     },
 }
 
-/// The seam. See the [module](self) for the contract.
-pub trait Backend: Send + Sync + fmt::Debug {
+mod sealed {
+    /// What only this crate's backends are.
+    pub trait Sealed {}
+}
+
+/// The seam. See the [module](self) for the contract. Sealed: nobody else can implement it.
+///
+/// ```compile_fail
+/// #[derive(Debug)]
+/// struct Mine;
+/// impl warpipe::backend::sealed::Sealed for Mine {} // error: module `sealed` is private
+/// ```
+pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// The device that this backend drives.
     fn info(&self) -> &DeviceInfo;
 

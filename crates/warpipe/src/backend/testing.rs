@@ -1,6 +1,8 @@
 //! Wrappers over any backend for tests: they delay, fail or count its calls.
 //!
-//! All are one [`Wrapped`] backend with another [`Hook`].
+//! All are one [`Wrapped`] backend with another [`Hook`]. A hook's word is believed, so safe code can break memory safety with
+//! one, by operations on words that are nowhere or by a device that is not what it says: this is for tests and measurements
+//! alone, behind the feature `testing`.
 
 use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -137,6 +139,8 @@ impl Hook for Delaying {
         Ok(kept.copied().collect())
     }
 }
+
+impl<H: Hook> super::sealed::Sealed for Wrapped<H> {}
 
 // SAFETY comments below: each method passes its caller's promise to the same method of the backend inside.
 impl<H: Hook> Backend for Wrapped<H> {

@@ -270,6 +270,8 @@ fn check_abilities(driver: &Driver, device: CUdevice) -> Result<()> {
     Ok(())
 }
 
+impl crate::backend::sealed::Sealed for CudaBackend {}
+
 impl Backend for CudaBackend {
     fn info(&self) -> &DeviceInfo {
         &self.info

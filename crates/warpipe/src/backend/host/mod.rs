@@ -99,6 +99,8 @@ unsafe fn event(raw: RawEvent) -> Arc<HostEvent> {
     }
 }
 
+impl super::sealed::Sealed for HostBackend {}
+
 impl Backend for HostBackend {
     fn info(&self) -> &DeviceInfo {
         &self.info
