@@ -1,11 +1,12 @@
 //! What Python may close before it lets go of it, and the wait for what somebody else has yet to open.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use warpipe::Error;
 
+use crate::ending::{self, Closable};
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
 use crate::wait::{in_slices, late};
@@ -16,24 +17,29 @@ pub struct Door<T> {
     home: Home,
     what: &'static str,
     name: String,
-    /// `None` once it is closed.
-    inner: Mutex<Option<Arc<T>>>,
+    inner: Arc<Closable<T>>,
 }
 
 impl<T> Door<T> {
     /// An open one. `what` and `name` are for the error of who comes too late.
-    pub fn new(what: &'static str, name: impl Into<String>, inner: T) -> Door<T> {
-        Door { home: Home::here(), what, name: name.into(), inner: Mutex::new(Some(Arc::new(inner))) }
+    pub fn unlisted(what: &'static str, name: impl Into<String>, inner: T) -> Door<T> {
+        Door { home: Home::here(), what, name: name.into(), inner: Arc::new(Closable::new(inner)) }
     }
 
-    fn lock(&self) -> Outcome<MutexGuard<'_, Option<Arc<T>>>> {
-        self.home.check()?;
-        Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+    /// The same, closed when the program ends.
+    pub fn new(what: &'static str, name: impl Into<String>, inner: T) -> Door<T>
+    where
+        T: Send + Sync + 'static,
+    {
+        let door = Door::unlisted(what, name, inner);
+        ending::close_at_end(&door.inner);
+        door
     }
 
     /// What is behind it.
     pub fn get(&self) -> Outcome<Arc<T>> {
-        self.lock()?.clone().ok_or_else(|| Fault::closed(self.what, &self.name))
+        self.home.check()?;
+        self.inner.get().ok_or_else(|| Fault::closed(self.what, &self.name))
     }
 
     /// What it is called.
@@ -43,12 +49,14 @@ impl<T> Door<T> {
 
     /// Whether it has been closed.
     pub fn is_closed(&self) -> Outcome<bool> {
-        Ok(self.lock()?.is_none())
+        self.home.check()?;
+        Ok(self.inner.get().is_none())
     }
 
     /// Lets go of it without its end, which would wait for what does not come.
     pub fn abandon(&self) -> Outcome<()> {
-        std::mem::forget(self.lock()?.take());
+        self.home.check()?;
+        std::mem::forget(self.inner.take());
         Ok(())
     }
 
@@ -57,7 +65,8 @@ impl<T> Door<T> {
     where
         T: Send + Sync,
     {
-        let inner = self.lock()?.take();
+        self.home.check()?;
+        let inner = self.inner.take();
         py.detach(|| drop(inner));
         Ok(())
     }

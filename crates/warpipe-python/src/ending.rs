@@ -10,14 +10,17 @@
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyImportError;
 use pyo3::ffi;
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyDict, PyTuple};
 
-use crate::wait::in_slices;
+use crate::stream::imported;
+use crate::wait::{SLICE, in_slices};
 
 /// How long the end of the program waits for those who are inside.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -97,18 +100,59 @@ pub fn is_anybody_stuck() -> bool {
     has_begun() && is_anybody_inside()
 }
 
-/// Calls Python from a thread of the library's, unless the program ends. What it raises goes to ``sys.unraisablehook``.
-pub fn call<T: for<'py> IntoPyObject<'py> + Send>(callback: &Py<PyAny>, argument: T) {
-    let _inside = Inside::begin();
-    if is_over() {
-        return;
+/// A Python function that a thread of the library's calls. Its owner shows it to the interpreter's garbage collector, which
+/// may take it away: the library's thread keeps this, and not the function.
+#[derive(Debug)]
+pub struct Callback(Mutex<Option<Py<PyAny>>>);
+
+impl Callback {
+    /// Of a function.
+    pub fn new(function: Py<PyAny>) -> Arc<Callback> {
+        Arc::new(Callback(Mutex::new(Some(function))))
     }
-    let _ = Python::try_attach(|py| {
-        let arguments = (argument,).into_pyobject(py);
-        if let Err(error) = arguments.and_then(|arguments| call_or_park(callback.bind(py), &arguments)) {
-            error.write_unraisable(py, Some(callback.bind(py)));
+
+    fn function(&self) -> MutexGuard<'_, Option<Py<PyAny>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// For the owner's `__traverse__`, which must not wait.
+    pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.0.try_lock().map_or(Ok(()), |function| visit.call(&*function))
+    }
+
+    /// Takes the function away; it is not called any more.
+    pub fn clear(&self) {
+        let function = self.function().take();
+        drop(function);
+    }
+
+    /// Whether it may still be called.
+    pub fn is_live(&self) -> bool {
+        self.function().is_some()
+    }
+
+    /// Calls it, unless the program ends. What it raises goes to ``sys.unraisablehook``.
+    pub fn call<T: for<'py> IntoPyObject<'py> + Send>(&self, argument: T) {
+        let _inside = Inside::begin();
+        if is_over() {
+            return;
         }
-    });
+        let _ = Python::try_attach(|py| {
+            // Held for the call: the owner may go meanwhile.
+            let Some(callback) = self.function().as_ref().map(|callback| callback.clone_ref(py)) else { return };
+            let callback = callback.bind(py);
+            let arguments = (argument,).into_pyobject(py);
+            if let Err(error) = arguments.and_then(|arguments| call_or_park(callback, &arguments)) {
+                error.write_unraisable(py, Some(callback));
+            }
+        });
+    }
+
+    /// Calls it for the only time.
+    pub fn call_once<T: for<'py> IntoPyObject<'py> + Send>(&self, argument: T) {
+        self.call(argument);
+        let _ = Python::try_attach(|_| self.clear());
+    }
 }
 
 type Call = unsafe extern "C" fn(*mut ffi::PyObject, *mut ffi::PyObject, *mut ffi::PyObject) -> *mut ffi::PyObject;
@@ -136,11 +180,117 @@ impl Drop for Park {
     }
 }
 
-/// What ``atexit`` calls: waits for those who are inside.
+/// Something that others are told of when this process ends well.
+pub trait Endpoint: Send + Sync {
+    /// Closes it as its own `close` does, without a wait for others.
+    fn end(&self, py: Python<'_>);
+
+    /// Whether no thread uses it any more.
+    fn is_over(&self) -> bool;
+}
+
+/// Something of the library's until it is closed. Who is using it meanwhile keeps it so long.
+#[derive(Debug)]
+pub struct Closable<T>(Mutex<State<T>>);
+
+#[derive(Debug)]
+struct State<T> {
+    /// `None` once it is closed.
+    open: Option<Arc<T>>,
+    used: Weak<T>,
+}
+
+impl<T> Closable<T> {
+    /// An open one.
+    pub fn new(inner: T) -> Closable<T> {
+        let open = Arc::new(inner);
+        Closable(Mutex::new(State { used: Arc::downgrade(&open), open: Some(open) }))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<T>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It, while it is open.
+    pub fn get(&self) -> Option<Arc<T>> {
+        self.state().open.clone()
+    }
+
+    /// Closes it; to be dropped without the interpreter, as that may take a moment.
+    pub fn take(&self) -> Option<Arc<T>> {
+        self.state().open.take()
+    }
+}
+
+impl<T: Send + Sync> Endpoint for Closable<T> {
+    fn end(&self, py: Python<'_>) {
+        let inner = self.take();
+        py.detach(|| drop(inner));
+    }
+
+    fn is_over(&self) -> bool {
+        self.state().used.strong_count() == 0
+    }
+}
+
+/// What is open in this process.
+static OPEN: Mutex<Vec<Weak<dyn Endpoint>>> = Mutex::new(Vec::new());
+/// The process that `OPEN` is of, and that calls ``_end`` when it ends.
+static PREPARED: AtomicU32 = AtomicU32::new(0);
+
+/// Has an endpoint closed when the program ends, whoever still holds it then.
+pub fn close_at_end<E: Endpoint + 'static>(endpoint: &Arc<E>) {
+    let own = std::process::id();
+    if PREPARED.swap(own, Ordering::SeqCst) != own {
+        // Without it the endpoint ends as its holder does.
+        let _ = Python::attach(register_end);
+    }
+    let endpoint: Weak<dyn Endpoint> = Arc::downgrade(endpoint) as Weak<dyn Endpoint>;
+    // Nobody waits for the list, which a forked child may find held for ever; what is not in it ends as its holder does.
+    if let Ok(mut open) = OPEN.try_lock() {
+        if open.len() == open.capacity() {
+            open.retain(|known| known.strong_count() > 0);
+        }
+        open.push(endpoint);
+    }
+}
+
+/// ``atexit`` runs what is registered in the process that ends. A child of ``multiprocessing`` runs finalizers of its own
+/// instead, or forgets what its parent registered.
+fn register_end(py: Python<'_>) -> PyResult<()> {
+    let end = py.import("warpipe._warpipe")?.getattr("_end")?;
+    let atexit = py.import("atexit")?;
+    atexit.call_method1("unregister", (&end,))?;
+    atexit.call_method1("register", (&end,))?;
+    let Some(process) = imported(py, "multiprocessing.process")? else { return Ok(()) };
+    if process.call_method0("parent_process")?.is_none() {
+        return Ok(());
+    }
+    let options = PyDict::new(py);
+    // After whatever else ends there.
+    options.set_item("exitpriority", -1000)?;
+    py.import("multiprocessing.util")?.call_method("Finalize", (py.None(), end), Some(&options)).map(drop)
+}
+
+/// Closes what is open, and waits a moment for threads that are using it: they come out of their waits once a slice.
+fn close_all(py: Python<'_>) {
+    let open = OPEN.try_lock().map(|mut open| std::mem::take(&mut *open)).unwrap_or_default();
+    open.iter().filter_map(Weak::upgrade).for_each(|endpoint| endpoint.end(py));
+    let is_over = |known: &Weak<dyn Endpoint>| known.upgrade().is_none_or(|endpoint| endpoint.is_over());
+    py.detach(|| {
+        let start = Instant::now();
+        while start.elapsed() < 4 * SLICE && !open.iter().all(is_over) {
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+    });
+}
+
+/// What ``atexit`` calls: closes what is open, and waits for those who are inside.
 #[pyfunction]
 fn _end(py: Python<'_>) -> PyResult<()> {
     ENDS_IT.set(true);
     ENDING.store(std::process::id(), Ordering::SeqCst);
+    close_all(py);
     let look = |slice: Duration| {
         let inside = is_anybody_inside();
         if inside {
@@ -159,6 +309,7 @@ pub fn prepare(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let said = "warpipe works in the main interpreter only; import it there, or use processes";
         return Err(PyImportError::new_err(said));
     }
-    let end = wrap_pyfunction!(_end, module)?;
-    module.py().import("atexit")?.call_method1("register", (end,)).map(drop)
+    module.add_function(wrap_pyfunction!(_end, module)?)?;
+    PREPARED.store(std::process::id(), Ordering::SeqCst);
+    module.py().import("atexit")?.call_method1("register", (module.getattr("_end")?,)).map(drop)
 }

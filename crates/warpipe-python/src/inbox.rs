@@ -1,12 +1,13 @@
 //! What subscribers, workers and servers have in common: they give things out, to one thread at a time.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use warpipe::Error;
 
+use crate::ending::{self, Endpoint};
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
 use crate::turn::{Closed, Turn};
@@ -20,11 +21,50 @@ pub struct Inbox<T, R> {
     pub name: String,
     /// How long a wait lasts, where nobody says.
     pub timeout: Option<Duration>,
+    calls: Calls<T, R>,
+    source: Arc<Source<T, R>>,
+}
+
+/// What is done in another way for each endpoint.
+#[derive(Debug, Clone, Copy)]
+pub struct Calls<T, R> {
+    /// Makes its descriptor readable.
+    pub ring: fn(&T),
+    /// Takes back what was never given to anybody.
+    pub take_back: fn(Python<'_>, VecDeque<Py<R>>),
+}
+
+/// The endpoint, and what is given out before it is asked.
+#[derive(Debug)]
+struct Source<T, R> {
     turn: Turn<T>,
     /// Taken by waits that were interrupted: the next to be given out.
     unused: Mutex<VecDeque<Py<R>>>,
-    /// Makes the endpoint's descriptor readable.
-    ring: fn(&T),
+    take_back: fn(Python<'_>, VecDeque<Py<R>>),
+}
+
+impl<T, R> Source<T, R> {
+    fn unused(&self) -> MutexGuard<'_, VecDeque<Py<R>>> {
+        self.unused.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take_back_unused(&self, py: Python<'_>) {
+        let unused = std::mem::take(&mut *self.unused());
+        if !unused.is_empty() {
+            (self.take_back)(py, unused);
+        }
+    }
+}
+
+impl<T: Send, R: Send> Endpoint for Source<T, R> {
+    fn end(&self, py: Python<'_>) {
+        self.take_back_unused(py);
+        py.detach(|| self.turn.close());
+    }
+
+    fn is_over(&self) -> bool {
+        self.turn.is_over()
+    }
 }
 
 /// What a look finds.
@@ -33,21 +73,19 @@ enum Found<V, R> {
     Unused(Py<R>),
 }
 
-impl<T: Send, R: Send> Inbox<T, R> {
+impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
     /// An open one. `what` and `name` are for the error of who comes too late.
-    pub fn new(what: &'static str, name: &str, timeout: Option<Duration>, inner: T, ring: fn(&T)) -> Inbox<T, R> {
-        let (home, name, unused) = (Home::here(), name.to_owned(), Mutex::default());
-        Inbox { home, what, name, timeout, turn: Turn::new(inner), unused, ring }
-    }
-
-    fn unused(&self) -> MutexGuard<'_, VecDeque<Py<R>>> {
-        self.unused.lock().unwrap_or_else(PoisonError::into_inner)
+    pub fn new(what: &'static str, name: &str, timeout: Option<Duration>, inner: T, calls: Calls<T, R>) -> Inbox<T, R> {
+        let take_back = calls.take_back;
+        let source = Arc::new(Source { turn: Turn::new(inner), unused: Mutex::default(), take_back });
+        ending::close_at_end(&source);
+        Inbox { home: Home::here(), what, name: name.to_owned(), timeout, calls, source }
     }
 
     /// Runs `work` when it is our turn; nothing if that does not come within `limit`.
     fn within<A>(&self, limit: Duration, work: impl FnOnce(&mut T) -> A) -> Outcome<Option<A>> {
         self.home.check()?;
-        self.turn.with(limit, work).map_err(|Closed| Fault::closed(self.what, &self.name))
+        self.source.turn.with(limit, work).map_err(|Closed| Fault::closed(self.what, &self.name))
     }
 
     /// Asks for something that is there at once, as soon as it is our turn.
@@ -91,7 +129,7 @@ impl<T: Send, R: Send> Inbox<T, R> {
         inner: &mut T,
         look: impl FnOnce(&mut T) -> Outcome<Option<V>>,
     ) -> Outcome<Option<Found<V, R>>> {
-        let unused = self.unused().pop_front();
+        let unused = self.source.unused().pop_front();
         unused.map_or_else(|| Ok(look(inner)?.map(Found::New)), |unused| Ok(Some(Found::Unused(unused))))
     }
 
@@ -101,16 +139,11 @@ impl<T: Send, R: Send> Inbox<T, R> {
             Found::Unused(made) => made,
         };
         hand_over(py, made, |made| {
-            self.unused().push_front(made);
+            self.source.unused().push_front(made);
             // Whoever sleeps on the descriptor; not that of an endpoint that another thread waits in, which looks within a
             // slice.
-            let _ = py.detach(|| self.within(Duration::ZERO, |inner| (self.ring)(inner)));
+            let _ = py.detach(|| self.within(Duration::ZERO, |inner| (self.calls.ring)(inner)));
         })
-    }
-
-    /// What interrupted waits took and nobody has asked for since.
-    pub fn take_unused(&self) -> VecDeque<Py<R>> {
-        if self.home.is_here() { std::mem::take(&mut *self.unused()) } else { VecDeque::new() }
     }
 
     /// How many seconds a wait lasts that is asked for with this timeout.
@@ -121,13 +154,21 @@ impl<T: Send, R: Send> Inbox<T, R> {
     /// Whether it has been closed.
     pub fn is_closed(&self) -> Outcome<bool> {
         self.home.check()?;
-        Ok(self.turn.is_closed())
+        Ok(self.source.turn.is_closed())
     }
 
     /// Closes it, without the interpreter: what is dropped may have to wait a moment.
     pub fn close(&self, py: Python<'_>) -> Outcome<()> {
         self.home.check()?;
-        py.detach(|| self.turn.close());
+        self.source.end(py);
         Ok(())
+    }
+}
+
+impl<T, R> Drop for Inbox<T, R> {
+    fn drop(&mut self) {
+        if self.home.is_here() {
+            let _ = Python::try_attach(|py| self.source.take_back_unused(py));
+        }
     }
 }

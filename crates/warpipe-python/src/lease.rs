@@ -1,5 +1,6 @@
 //! A job as its worker holds it: the input, what is owed for it, and memory for the result.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -98,10 +99,7 @@ impl Lease {
     }
 
     /// Gives back what was leased and never given to anybody.
-    pub fn return_all<L>(py: Python<'_>, unused: impl IntoIterator<Item = Py<L>>)
-    where
-        L: pyo3::PyClass,
-    {
+    pub fn return_all<L: pyo3::PyClass>(py: Python<'_>, unused: VecDeque<Py<L>>) {
         for lease in unused {
             // What cannot be given back counts as failed when it is dropped: nobody is here to be told.
             if let Ok(lease) = lease.bind(py).as_any().cast::<Lease>() {

@@ -1,14 +1,16 @@
 //! Who is in a domain, as Python holds it.
 
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::exceptions::PyStopIteration;
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
 use crate::domain::Domain;
 use crate::door::Door;
-use crate::ending;
+use crate::ending::{self, Callback};
 use crate::errors::Fault;
 use crate::publisher::word_of;
 use crate::wait::{hand_over, in_slices, optional};
@@ -168,9 +170,15 @@ impl Change {
 #[derive(Debug)]
 pub struct Members {
     door: Door<warpipe::Members>,
+    /// What is called with changes and for deaths, to be seen by the garbage collector.
+    callbacks: Mutex<Vec<Arc<Callback>>>,
 }
 
 impl Members {
+    fn callbacks(&self) -> MutexGuard<'_, Vec<Arc<Callback>>> {
+        self.callbacks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn end(&self, py: Python<'_>) -> PyResult<()> {
         if ending::is_anybody_stuck() {
             // Its thread would be waited for in vain.
@@ -204,11 +212,13 @@ impl Members {
     ) -> PyResult<Members> {
         let domain = Domain::from_argument(domain)?;
         let mut builder = warpipe::Members::builder(&domain).clean(clean);
-        if let Some(callback) = on {
-            builder = builder.on(move |change| ending::call(&callback, Change::of(change)));
+        let callbacks: Vec<Arc<Callback>> = on.into_iter().map(Callback::new).collect();
+        for callback in callbacks.iter().cloned() {
+            builder = builder.on(move |change| callback.call(Change::of(change)));
         }
         let started = py.detach(|| builder.start()).map_err(Fault::from)?;
-        Ok(Members { door: Door::new("watch", domain.path().display().to_string(), started) })
+        let door = Door::unlisted("watch", domain.path().display().to_string(), started);
+        Ok(Members { door, callbacks: Mutex::new(callbacks) })
     }
 
     /// Everybody who is there now, sorted by name, with the endpoints that each one's process holds.
@@ -251,8 +261,15 @@ impl Members {
     ///
     /// Raises ``InvalidNameError``, ``ArgumentError`` beyond 4096 at a time, ``ClosedError``.
     fn on_death_of(&self, name: &str, cleanup: Py<PyAny>) -> PyResult<()> {
-        let called = move |member: &warpipe::MemberInfo| ending::call(&cleanup, MemberInfo::of(member));
-        Ok(self.door.get()?.on_death_of(name, called).map_err(Fault::from)?)
+        let members = self.door.get()?;
+        let cleanup = Callback::new(cleanup);
+        let called = cleanup.clone();
+        let called = move |member: &warpipe::MemberInfo| called.call_once(MemberInfo::of(member));
+        members.on_death_of(name, called).map_err(Fault::from)?;
+        let mut callbacks = self.callbacks();
+        callbacks.retain(|known| known.is_live());
+        callbacks.push(cleanup);
+        Ok(())
     }
 
     /// How many changes were left out because more than 4096 had not been heard.
@@ -287,6 +304,17 @@ impl Members {
     /// Ends the watch. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.end(py)
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        // Whoever holds the lock has the interpreter, too, and the collector comes again.
+        let Ok(callbacks) = self.callbacks.try_lock() else { return Ok(()) };
+        callbacks.iter().try_for_each(|callback| callback.traverse(&visit))
+    }
+
+    fn __clear__(&self) {
+        let callbacks = std::mem::take(&mut *self.callbacks());
+        callbacks.iter().for_each(|callback| callback.clear());
     }
 
     fn __iter__(slf: Py<Members>) -> Py<Members> {

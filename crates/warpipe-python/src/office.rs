@@ -1,8 +1,8 @@
 //! What a queue or a client shares with its handles: the library's end, the stream for what comes in, and how tensors of
 //! others become jobs.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -10,6 +10,7 @@ use warpipe::{Error, JobResult, Layout, QueueWatch, SubmitError};
 
 use crate::copies::Copies;
 use crate::device::Device;
+use crate::ending::{self, Closable};
 use crate::errors::{Fault, Outcome};
 use crate::loan::Loan;
 use crate::metadata;
@@ -98,8 +99,7 @@ pub struct Office {
     /// How long room and memory are waited for.
     patience: Option<Duration>,
     copies: Arc<Copies>,
-    /// `None` once it is closed.
-    end: Mutex<Option<Arc<End>>>,
+    end: Arc<Closable<End>>,
 }
 
 impl Office {
@@ -111,6 +111,8 @@ impl Office {
         patience: Option<Duration>,
         end: End,
     ) -> PyResult<Arc<Office>> {
+        let end = Arc::new(Closable::new(end));
+        ending::close_at_end(&end);
         Ok(Arc::new(Office {
             home: Home::here(),
             kind,
@@ -121,15 +123,14 @@ impl Office {
             is_shut: AtomicBool::new(false),
             patience,
             copies: Arc::default(),
-            end: Mutex::new(Some(Arc::new(end))),
+            end,
         }))
     }
 
     /// The end while it is open. Ask anew for each slice of a wait: then closing ends the wait.
     pub fn end(&self) -> Outcome<Arc<End>> {
         self.home.check()?;
-        let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        end.ok_or_else(|| Error::QueueClosed { name: self.name.clone() }.into())
+        self.end.get().ok_or_else(|| Error::QueueClosed { name: self.name.clone() }.into())
     }
 
     /// An error in a forked child.
@@ -140,7 +141,7 @@ impl Office {
     /// Whether it has been closed.
     pub fn is_closed(&self) -> Outcome<bool> {
         self.home.check()?;
-        Ok(self.end.lock().unwrap_or_else(PoisonError::into_inner).is_none())
+        Ok(self.end.get().is_none())
     }
 
     /// From now on results may come to an end.
@@ -177,7 +178,7 @@ impl Office {
     /// Ends it. Returns at once for one that has ended.
     pub fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.home.check()?;
-        let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let end = self.end.take();
         py.detach(|| drop(end));
         self.copies.settle(py, self.patience)
     }
@@ -185,7 +186,7 @@ impl Office {
     /// Lets go of it where nobody is to be told how that went.
     pub fn abandon(&self) {
         if self.home.is_here() {
-            let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let end = self.end.take();
             Python::attach(|py| py.detach(|| drop(end)));
         }
     }

@@ -1,7 +1,7 @@
 //! The publisher as Python holds it.
 
 use std::ffi::CString;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -12,6 +12,7 @@ use crate::copies::Copies;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
+use crate::ending::{self, Closable};
 use crate::errors::{Fault, Outcome};
 use crate::in_place::{self, InPlace, ZeroCopy};
 use crate::loan::Loan;
@@ -45,8 +46,7 @@ pub struct Publisher {
     device: warpipe::Device,
     /// Tensors that were sent where they lie. Dropped before the publisher, who alone can tell which are back.
     in_place: InPlace,
-    /// `None` once it is closed.
-    inner: Mutex<Option<Arc<warpipe::Publisher>>>,
+    inner: Arc<Closable<warpipe::Publisher>>,
     /// For what comes without a stream of its own.
     stream: warpipe::Stream,
     opened: Opened,
@@ -121,8 +121,7 @@ impl Publisher {
     /// The library's, until it is closed.
     pub fn inner(&self) -> Outcome<Arc<warpipe::Publisher>> {
         self.home.check()?;
-        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        inner.ok_or_else(|| Fault::closed("publisher", &self.name))
+        self.inner.get().ok_or_else(|| Fault::closed("publisher", &self.name))
     }
 
     /// A slot for `layout`, waiting for one as long as the loan's timeout says.
@@ -209,12 +208,13 @@ impl Publisher {
             .allow_uids(&allow_uids)
             .allow_gids(&allow_gids);
         let stream = device.stream().map_err(Fault::from)?;
-        let inner = py.detach(|| builder.build()).map_err(Fault::from)?;
+        let inner = Arc::new(Closable::new(py.detach(|| builder.build()).map_err(Fault::from)?));
+        ending::close_at_end(&inner);
         Ok(Publisher {
             home: Home::here(),
             name: name.to_owned(),
             device,
-            inner: Mutex::new(Some(Arc::new(inner))),
+            inner,
             stream,
             opened: Opened { policy, depth, history },
             block,
@@ -264,7 +264,7 @@ impl Publisher {
     #[getter]
     fn closed(&self) -> PyResult<bool> {
         self.home.check()?;
-        Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner).is_none())
+        Ok(self.inner.get().is_none())
     }
 
     /// Copies a tensor into a slot and hands it to every subscriber. Returns its sequence number, from 1.
@@ -389,7 +389,7 @@ impl Publisher {
         self.home.check()?;
         // Before it goes: nobody else can tell.
         self.in_place.settle(py, self.block)?;
-        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let inner = self.inner.take();
         py.detach(|| drop(inner));
         self.copies.settle(py, self.block)
     }

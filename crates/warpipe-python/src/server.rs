@@ -11,7 +11,7 @@ use crate::copies::Copies;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::Fault;
-use crate::inbox::Inbox;
+use crate::inbox::{Calls, Inbox};
 use crate::lease::{Bench, Lease};
 use crate::stream::stream_of;
 use crate::wait::{SLICE, Timeout, optional, seconds};
@@ -49,13 +49,6 @@ impl Server {
     }
 }
 
-impl Drop for Server {
-    fn drop(&mut self) {
-        let unused = self.inbox.take_unused();
-        Python::attach(|py| Lease::return_all(py, unused));
-    }
-}
-
 #[pymethods]
 impl Server {
     #[new]
@@ -90,7 +83,8 @@ impl Server {
         let stream = stream_of(py, &device, stream)?;
         let server = py.detach(|| builder.build()).map_err(Fault::from)?;
         let bench = Bench { device, stream, copies: Arc::new(Copies::default()), patience };
-        Ok(Server { inbox: Inbox::new("server", service, timeout, server, warpipe::Server::ring), bench })
+        let calls = Calls { ring: warpipe::Server::ring, take_back: Lease::return_all };
+        Ok(Server { inbox: Inbox::new("server", service, timeout, server, calls), bench })
     }
 
     /// The service's name.
@@ -152,7 +146,6 @@ impl Server {
 
     /// Takes no more requests. Those that were accepted can still be answered. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        Lease::return_all(py, self.inbox.take_unused());
         self.inbox.close(py)?;
         self.bench.copies.settle(py, self.bench.patience)
     }

@@ -12,7 +12,7 @@ use crate::domain::Domain;
 use crate::door::attach;
 use crate::frame::Frame;
 use crate::in_place::Openings;
-use crate::inbox::Inbox;
+use crate::inbox::{Calls, Inbox};
 use crate::publisher::word_of;
 use crate::stream::stream_of;
 use crate::wait::{SLICE, Timeout, optional, seconds};
@@ -80,7 +80,9 @@ impl Subscriber {
         let stream = stream_of(py, &device, stream)?;
         let subscriber =
             attach(py, wait, |slice| builder.clone().wait_for_publisher((!slice.is_zero()).then_some(slice)).build())?;
-        let inbox = Inbox::new("subscriber", name, timeout, subscriber, warpipe::Subscriber::ring);
+        // A frame that was never given to anybody goes back as any other.
+        let calls = Calls { ring: warpipe::Subscriber::ring, take_back: |_, frames| drop(frames) };
+        let inbox = Inbox::new("subscriber", name, timeout, subscriber, calls);
         Ok(Subscriber { inbox, device, stream, openings: Openings::default() })
     }
 

@@ -17,6 +17,8 @@ pub struct Turn<T> {
 struct State<T> {
     /// `None` while somebody has it.
     value: Option<T>,
+    /// Somebody has it.
+    is_out: bool,
     closed: bool,
     waiting: u32,
 }
@@ -28,7 +30,10 @@ pub struct Closed;
 impl<T> Turn<T> {
     /// Everybody's.
     pub fn new(value: T) -> Turn<T> {
-        Turn { state: Mutex::new(State { value: Some(value), closed: false, waiting: 0 }), back: Condvar::new() }
+        Turn {
+            state: Mutex::new(State { value: Some(value), is_out: false, closed: false, waiting: 0 }),
+            back: Condvar::new(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State<T>> {
@@ -46,6 +51,7 @@ impl<T> Turn<T> {
             return Err(Closed);
         }
         let Some(mut value) = state.value.take() else { return Ok(None) };
+        state.is_out = true;
         drop(state);
         let result = work(&mut value);
         self.put(value);
@@ -56,9 +62,11 @@ impl<T> Turn<T> {
         let mut state = self.lock();
         if state.closed {
             drop(state);
-            return drop(value);
+            drop(value);
+            self.lock().is_out = false;
+            return;
         }
-        state.value = Some(value);
+        (state.value, state.is_out) = (Some(value), false);
         let others = state.waiting > 0;
         drop(state);
         self.back.notify_one();
@@ -76,6 +84,12 @@ impl<T> Turn<T> {
         drop(state);
         self.back.notify_all();
         drop(value);
+    }
+
+    /// Whether it has ended, and nobody has it any more.
+    pub fn is_over(&self) -> bool {
+        let state = self.lock();
+        state.closed && !state.is_out
     }
 
     /// Whether it has ended.

@@ -11,7 +11,7 @@ use crate::copies::Copies;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::door::attach;
-use crate::inbox::Inbox;
+use crate::inbox::{Calls, Inbox};
 use crate::lease::{Bench, Lease};
 use crate::stream::stream_of;
 use crate::subscriber::end_if_graceful;
@@ -41,13 +41,6 @@ impl Worker {
     fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Lease>> {
         let take = |inner: &mut warpipe::Worker, limit| inner.lease_timeout(&self.bench.stream, limit);
         self.inbox.next(py, timeout, "a job of", take, |lease| Py::new(py, Lease::parts(lease, &self.bench)))
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        let unused = self.inbox.take_unused();
-        Python::attach(|py| Lease::return_all(py, unused));
     }
 }
 
@@ -88,7 +81,8 @@ impl Worker {
             attach(py, wait, |slice| builder.clone().wait_for_queue((!slice.is_zero()).then_some(slice)).build())?;
         let bench = Bench { device, stream, copies: Arc::new(Copies::default()), patience };
         let queue_pid = worker.queue_pid();
-        let inbox = Inbox::new("worker", queue, timeout, worker, warpipe::Worker::ring);
+        let calls = Calls { ring: warpipe::Worker::ring, take_back: Lease::return_all };
+        let inbox = Inbox::new("worker", queue, timeout, worker, calls);
         Ok(Worker { inbox, queue_pid, bench })
     }
 
@@ -148,7 +142,6 @@ impl Worker {
 
     /// Takes no more jobs. Leases stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        Lease::return_all(py, self.inbox.take_unused());
         self.inbox.close(py)?;
         self.bench.copies.settle(py, self.bench.patience)
     }

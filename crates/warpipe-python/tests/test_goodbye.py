@@ -1,0 +1,159 @@
+"""A program that ends well says goodbye, whoever still holds what it opened; and a cycle holds nothing for ever."""
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+from conftest import LIMIT_SECONDS, until
+from test_processes import place  # noqa: F401
+
+import warpipe
+
+BEGIN = """
+import ctypes, multiprocessing, os, sys, threading, time
+import warpipe
+
+domain, where = sys.argv[1:]
+both = dict(domain=domain, device=where)
+ready = lambda: print("ready", flush=True)
+
+
+def endpoints():
+    return warpipe.Publisher("a", **both), warpipe.Member.join("m", domain=domain), warpipe.Queue("q", **both)
+"""
+
+# Each leaves a publisher, a member and a queue open, and ends well once it is told to.
+ENDS = {
+    "held by a daemon thread": """
+def work():
+    publisher, member, queue = endpoints()
+    ready()
+    while True:
+        publisher.send(b"")
+        time.sleep(0.001)
+threading.Thread(target=work, daemon=True).start()
+sys.stdin.readline()
+""",
+    "held by a thread that waits": """
+def work():
+    held = endpoints()
+    other = warpipe.Publisher("other", **both)
+    subscriber = warpipe.Subscriber("other", **both)
+    ready()
+    subscriber.receive(None)
+threading.Thread(target=work, daemon=True).start()
+sys.stdin.readline()
+""",
+    "beside a watch with a callback": """
+held = endpoints()
+watch = warpipe.Members.watch(domain, on=lambda change: (held, None)[1])
+ready()
+sys.stdin.readline()
+""",
+    "never let go": """
+held = endpoints()
+[ctypes.pythonapi.Py_IncRef(ctypes.py_object(one)) for one in held]
+ready()
+sys.stdin.readline()
+""",
+    "global in a forked child": """
+def work():
+    global held
+    held = endpoints()
+    ready()
+    sys.stdin = open(0)
+    sys.stdin.readline()
+child = multiprocessing.get_context("fork").Process(target=work)
+child.start()
+child.join()
+""",
+}
+
+SPAWNED = """
+import sys
+import warpipe
+
+def work(domain, where):
+    global held
+    both = dict(domain=domain, device=where)
+    held = warpipe.Publisher("a", **both), warpipe.Member.join("m", domain=domain), warpipe.Queue("q", **both)
+    print("ready", flush=True)
+    open(0).readline()
+
+if __name__ == "__main__":
+    import multiprocessing
+    child = multiprocessing.get_context("spawn").Process(target=work, args=sys.argv[1:])
+    child.start()
+    child.join()
+"""
+
+
+def says_goodbye(command, domain, device):
+    on = {"domain": domain, "device": device}
+    with (
+        warpipe.Members.watch(domain) as members,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        try:
+            assert process.stdout.readline() == "ready\n"
+            subscriber, worker = warpipe.Subscriber("a", **on), warpipe.Worker("q", **on)
+            process.communicate("end\n", timeout=LIMIT_SECONDS)
+        finally:
+            process.kill()
+        assert process.returncode == 0
+        with pytest.raises(warpipe.PublisherGoneError) as gone:
+            while True:
+                subscriber.receive(LIMIT_SECONDS).release()
+        assert gone.value.graceful
+        with pytest.raises(warpipe.QueueGoneError) as gone:
+            worker.lease(LIMIT_SECONDS)
+        assert gone.value.graceful
+        assert [members.changes(LIMIT_SECONDS).what for _ in range(2)] == ["joined", "left"]
+        subscriber.close()
+        worker.close()
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_program_that_ends_well_says_goodbye(place, domain, device, how):  # noqa: F811
+    if device.kind == "cuda" and "fork" in how:
+        pytest.skip("CUDA does not outlive a fork")
+    says_goodbye([sys.executable, "-c", BEGIN + ENDS[how], *place], domain, device)
+
+
+def test_a_spawned_child_that_ends_well_says_goodbye(place, domain, device, tmp_path):  # noqa: F811
+    script = tmp_path / "spawns.py"
+    script.write_text(SPAWNED)
+    says_goodbye([sys.executable, str(script), *place], domain, device)
+
+
+class Node:
+    """Holds the watch that calls it back, and a name."""
+
+    def __init__(self, domain, device):
+        self.publisher = warpipe.Publisher("node", domain=domain, device=device)
+        self.members = warpipe.Members.watch(domain, on=self.on_change)
+        self.members.on_death_of("other", self.on_death)
+
+    def on_change(self, change):
+        pass
+
+    def on_death(self, member):
+        pass
+
+
+def test_an_object_that_is_called_back_by_its_own_watch_is_collected(domain, device):
+    node = weakref.ref(Node(domain, device))
+    until(lambda: gc.collect() >= 0 and node() is None, "the collection")
+    warpipe.Publisher("node", domain=domain, device=device).close()
+
+
+def test_a_watch_that_is_held_goes_on_calling_back_across_collections(domain):
+    seen = []
+    members = warpipe.Members.watch(domain, on=lambda change: seen.append(change.what))
+    gc.collect()
+    with warpipe.Member.join("m", domain=domain):
+        until(lambda: seen == ["joined"], "the change")
+    until(lambda: seen == ["joined", "left"], "the change")
+    members.close()
