@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use warpipe::clock::now_ns;
@@ -11,7 +12,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
-use crate::job::{self, Watch};
+use crate::job::{self, Waits, Watch};
 use crate::loan::Loan;
 use crate::office::{End, Office};
 use crate::queue::QueueState;
@@ -134,7 +135,7 @@ impl Client {
             end.client().request_before(loan, stream, deadline_ns, Duration::ZERO)
         })?;
         let (office, job) = (self.office.clone(), pending.id());
-        Ok(Pending { office, job, inner: Mutex::new(Some(Arc::new(pending))) })
+        Ok(Pending { office, job, inner: Mutex::new(Some(Arc::new(pending))), waits: Waits::default() })
     }
 
     /// Lends memory for a request, to be filled in place and given to ``call`` or ``request``: no copy.
@@ -202,6 +203,7 @@ pub struct Pending {
     job: u64,
     /// `None` once it is called off.
     inner: Mutex<Option<Arc<warpipe::Pending>>>,
+    waits: Waits,
 }
 
 impl Pending {
@@ -276,6 +278,31 @@ impl Pending {
 
     fn __await__<'py>(slf: &Bound<'py, Pending>) -> PyResult<Bound<'py, PyAny>> {
         job::outcome_of(slf.as_any())
+    }
+
+    /// A step of the task that this was made: see ``asyncio.create_task``.
+    #[pyo3(signature = (value, /))]
+    fn send<'py>(slf: &Bound<'py, Self>, value: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        slf.get().waits.step(slf.as_any(), "send", &PyTuple::new(slf.py(), [value])?)
+    }
+
+    /// Ends a step of that task with an error, as its cancellation does.
+    #[pyo3(signature = (*error), text_signature = "($self, *error)")]
+    fn throw<'py>(slf: &Bound<'py, Self>, error: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
+        slf.get().waits.step(slf.as_any(), "throw", error)
+    }
+
+    /// Ends the wait of the task that this was made; what is waited for stays as it is.
+    fn close<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.get().waits.step(slf.as_any(), "close", &PyTuple::empty(slf.py()))
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> std::result::Result<(), PyTraverseError> {
+        self.waits.traverse(&visit)
+    }
+
+    fn __clear__(&self) {
+        self.waits.clear();
     }
 
     fn __repr__(&self) -> String {

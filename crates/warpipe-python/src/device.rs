@@ -4,7 +4,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyString;
 use warpipe::backend::DeviceKind;
 
-use crate::errors::Fault;
+use crate::errors::{Fault, in_python};
+use crate::stream::imported;
 
 /// A device and the backend that drives it: a GPU (``cuDeviceGet``), or the host.
 ///
@@ -45,14 +46,19 @@ impl Device {
         if let Ok(device) = found.cast::<Device>() {
             return Ok(device.get().clone());
         }
+        if let Some(name) = of_torch(found)? {
+            return Device::named(&name);
+        }
         let Ok(name) = found.cast::<PyString>() else {
-            return Err(Fault::argument("device", found, "a Device, \"host\", \"cuda\" or \"cuda:1\"").into());
+            return Err(
+                Fault::argument("device", found, "a Device, a torch.device, \"host\", \"cuda\" or \"cuda:1\"").into()
+            );
         };
         Device::named(name.to_str()?)
     }
 
     fn preferred(preferred: warpipe::device::Preferred) -> Device {
-        Device { inner: preferred.device, why: preferred.why }
+        Device { inner: preferred.device, why: in_python(&preferred.why) }
     }
 
     fn named(name: &str) -> PyResult<Device> {
@@ -66,6 +72,19 @@ impl Device {
         let opened = Python::attach(|py| py.detach(|| warpipe::Device::cuda(ordinal)));
         Ok(Device::of(&opened.map_err(Fault::from)?))
     }
+}
+
+/// The name of a `torch.device`; one of a GPU without a number is the current one.
+fn of_torch(found: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
+    let Some(torch) = imported(found.py(), "torch")? else { return Ok(None) };
+    let Ok(class) = torch.getattr("device") else { return Ok(None) };
+    if !found.is_instance(&class).unwrap_or(false) {
+        return Ok(None);
+    }
+    let (kind, index) = (found.getattr("type")?.extract::<String>()?, found.getattr("index")?);
+    let index =
+        if index.is_none() && kind == "cuda" { torch.getattr("cuda")?.call_method0("current_device")? } else { index };
+    Ok(Some(if kind == "cuda" { format!("cuda:{index}") } else { kind }))
 }
 
 /// Whether a device is a GPU.

@@ -17,7 +17,7 @@ const KNOWN_MAX: usize = 32;
 /// Classes and element types by the object, which is held: its address is not another's. Few, so they are looked through.
 static KNOWN: Mutex<Vec<(Py<PyAny>, DType)>> = Mutex::new(Vec::new());
 
-/// What an argument names: `"float32"`, `np.float32`, `np.dtype("f4")`, `torch.float32`, `ml_dtypes.bfloat16`, `float`.
+/// What an argument names: `"float32"`, `"f4"`, `np.float32`, `np.dtype("f4")`, `torch.float32`, `ml_dtypes.bfloat16`, `float`.
 pub fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<DType> {
     if found.is_instance_of::<PyString>() {
         return named(found);
@@ -65,10 +65,64 @@ fn is_constant(found: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(false)
 }
 
+/// What NumPy's one letter, or its name for a Python or a C type, means on Linux.
+const ALIASES: [(&str, &str); 30] = [
+    ("?", "bool"),
+    ("b", "int8"),
+    ("B", "uint8"),
+    ("h", "int16"),
+    ("H", "uint16"),
+    ("i", "int32"),
+    ("I", "uint32"),
+    ("l", "int64"),
+    ("L", "uint64"),
+    ("q", "int64"),
+    ("Q", "uint64"),
+    ("e", "float16"),
+    ("f", "float32"),
+    ("d", "float64"),
+    ("F", "complex64"),
+    ("D", "complex128"),
+    ("int", "int64"),
+    ("uint", "uint64"),
+    ("float", "float64"),
+    ("complex", "complex128"),
+    ("byte", "int8"),
+    ("ubyte", "uint8"),
+    ("short", "int16"),
+    ("ushort", "uint16"),
+    ("intc", "int32"),
+    ("uintc", "uint32"),
+    ("half", "float16"),
+    ("single", "float32"),
+    ("double", "float64"),
+    ("cdouble", "complex128"),
+];
+
+/// A name of NumPy's that is not the element type's own: `"f4"`, `"<i8"`, `"float"`, `"d"`.
+fn alias(name: &str) -> PyResult<Option<DType>> {
+    let known =
+        |name: &str| ALIASES.iter().find(|(alias, _)| *alias == name).and_then(|(_, dtype)| DType::from_name(dtype));
+    let (order, bare) = match name.strip_prefix(['<', '>', '=', '|']) {
+        Some(bare) => (&name[..1], bare),
+        None => ("=", name),
+    };
+    if let Some(dtype) = known(bare).filter(|dtype| order != ">" || dtype.bytes() == 1) {
+        return Ok(Some(dtype));
+    }
+    let is_typestr = matches!(bare.split_at_checked(1), Some((kind, bytes))
+        if "iufcb".contains(kind) && !bytes.is_empty() && bytes.bytes().all(|digit| digit.is_ascii_digit()));
+    if is_typestr { from_typestr(&format!("{order}{bare}"), || None).map(Some) } else { Ok(None) }
+}
+
 fn named(found: &Bound<'_, PyAny>) -> PyResult<DType> {
     let name = name_of(found)?;
     let bare = name.strip_prefix("torch.").unwrap_or(&name);
-    DType::from_name(bare).ok_or_else(|| {
+    if let Some(dtype) = DType::from_name(bare) {
+        return Ok(dtype);
+    }
+    let alias = if found.is_instance_of::<PyString>() { alias(bare)? } else { None };
+    alias.ok_or_else(|| {
         let known = DType::ALL.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(", ");
         Fault::dtype(format!("{name:?}"), &format!("is not one that can be sent; there are {known}")).into()
     })

@@ -62,19 +62,24 @@ impl From<Fault> for PyErr {
     fn from(fault: Fault) -> PyErr {
         Python::attach(|py| match fault {
             Fault::Own(class, message) => raise(py, class, &message, |_| Ok(())),
-            Fault::Library(error) => raise(py, class_of(&error), &in_python(&error), |dict| fill(dict, &error)),
+            Fault::Library(error) => {
+                raise(py, class_of(&error), &in_python(&error.to_string()), |dict| fill(dict, &error))
+            }
         })
     }
 }
 
-/// The error's message, its next step in Python's words.
-fn in_python(error: &Error) -> String {
+/// A message of the library's, its next step in Python's words.
+pub fn in_python(said: &str) -> String {
     let words = [
         ("`wait_for_publisher`", "`wait=`"),
+        ("turn `reconnect` on", "pass `reconnect=True`"),
         ("Device::host()", "device=\"host\""),
         ("`Lease::output`", "`lease.output`"),
+        // A command of Rust's that pip does not install.
+        ("see `warpipe doctor` and the peer's state", "look at the peer's state"),
     ];
-    words.iter().fold(error.to_string(), |said, (rust, python)| said.replace(rust, python))
+    words.iter().fold(said.to_owned(), |said, (rust, python)| said.replace(rust, python))
 }
 
 /// The exception's class, by the variant. Variants that this package does not know yet are plain `Error`s.

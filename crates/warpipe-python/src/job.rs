@@ -1,11 +1,13 @@
 //! What a submitter holds of a job: its handle, its result, and the results of all.
 
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::exceptions::PyStopIteration;
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
 use warpipe::Error;
 
 use crate::errors::{Fault, Outcome};
@@ -21,12 +23,46 @@ use crate::wait::{in_slices, late, none_if_late, seconds};
 pub struct JobHandle {
     office: Arc<Office>,
     inner: warpipe::JobHandle,
+    waits: Waits,
+}
+
+/// The coroutines with which tasks wait for one outcome, so that what is awaited can be a task, too: a handle is a coroutine
+/// to ``asyncio.create_task``.
+#[derive(Debug, Default)]
+pub struct Waits(Mutex<Option<Py<PyDict>>>);
+
+impl Waits {
+    fn table<'py>(&self, py: Python<'py>) -> Bound<'py, PyDict> {
+        let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        table.get_or_insert_with(|| PyDict::new(py).unbind()).bind(py).clone()
+    }
+
+    /// Passes a step of the running task's on: `how` is ``"send"``, ``"throw"`` or ``"close"``.
+    pub fn step<'py>(
+        &self,
+        awaited: &Bound<'py, PyAny>,
+        how: &str,
+        arguments: &Bound<'py, PyTuple>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = awaited.py();
+        py.import("warpipe._queue")?.call_method1("step", (self.table(py), awaited, how, arguments))
+    }
+
+    /// For the garbage collector: a coroutine holds what it waits for.
+    pub fn traverse(&self, visit: &PyVisit<'_>) -> std::result::Result<(), PyTraverseError> {
+        self.0.try_lock().map_or(Ok(()), |table| visit.call(&*table))
+    }
+
+    pub fn clear(&self) {
+        let table = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(table);
+    }
 }
 
 impl JobHandle {
     /// Of a job of this queue.
     pub fn new(office: &Arc<Office>, inner: warpipe::JobHandle) -> JobHandle {
-        JobHandle { office: office.clone(), inner }
+        JobHandle { office: office.clone(), inner, waits: Waits::default() }
     }
 
     fn look(&self, slice: Duration) -> Outcome<Option<warpipe::JobResult>> {
@@ -90,6 +126,31 @@ impl JobHandle {
 
     fn __await__<'py>(slf: &Bound<'py, JobHandle>) -> PyResult<Bound<'py, PyAny>> {
         outcome_of(slf.as_any())
+    }
+
+    /// A step of the task that this was made: see ``asyncio.create_task``.
+    #[pyo3(signature = (value, /))]
+    fn send<'py>(slf: &Bound<'py, Self>, value: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        slf.get().waits.step(slf.as_any(), "send", &PyTuple::new(slf.py(), [value])?)
+    }
+
+    /// Ends a step of that task with an error, as its cancellation does.
+    #[pyo3(signature = (*error), text_signature = "($self, *error)")]
+    fn throw<'py>(slf: &Bound<'py, Self>, error: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
+        slf.get().waits.step(slf.as_any(), "throw", error)
+    }
+
+    /// Ends the wait of the task that this was made; what is waited for stays as it is.
+    fn close<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.get().waits.step(slf.as_any(), "close", &PyTuple::empty(slf.py()))
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> std::result::Result<(), PyTraverseError> {
+        self.waits.traverse(&visit)
+    }
+
+    fn __clear__(&self) {
+        self.waits.clear();
     }
 
     fn __repr__(&self) -> String {

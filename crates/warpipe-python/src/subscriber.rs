@@ -17,11 +17,15 @@ use crate::publisher::word_of;
 use crate::stream::stream_of;
 use crate::wait::{SLICE, Timeout, optional, seconds};
 
+/// How long a receive waits where nobody says.
+const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Receives the tensors of one publisher: ``for frame in Subscriber("camera/front"):``, ``receive()``, or ``async for``.
 ///
 /// ``device``: what it reads with (default: the first GPU, else the host). ``wait``: seconds to wait for somebody to publish
 /// the name, None for as long as it takes (default: not at all). ``reconnect``: follow the next publisher of the name when
-/// this one goes. ``timeout``: seconds that a receive waits (None: as long as it takes). ``spin``: seconds that it polls
+/// this one goes. ``timeout``: seconds that a receive, or each step of an iteration, waits (None: as long as it takes; by
+/// default 10 for a receive, and an iteration as long as it takes). ``spin``: seconds that it polls
 /// before it sleeps. ``stream``: the stream to receive on; by default one of its own, and every array made of a frame
 /// orders its own stream behind the data.
 ///
@@ -32,6 +36,8 @@ use crate::wait::{SLICE, Timeout, optional, seconds};
 #[derive(Debug)]
 pub struct Subscriber {
     inbox: Inbox<warpipe::Subscriber, Frame>,
+    /// How long an iteration waits for each.
+    iteration: Option<Duration>,
     device: warpipe::Device,
     stream: warpipe::Stream,
     openings: Openings,
@@ -52,9 +58,9 @@ impl Subscriber {
 #[pymethods]
 impl Subscriber {
     #[new]
-    #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0), reconnect = false, timeout = Some(10.0),
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0), reconnect = false, timeout = Timeout::Usual,
         spin = 20e-6, handshake_timeout = 5.0, stream = None),
-        text_signature = "(name, *, domain=None, device=None, wait=0.0, reconnect=False, timeout=10.0, spin=2e-05, \
+        text_signature = "(name, *, domain=None, device=None, wait=0.0, reconnect=False, timeout=..., spin=2e-05, \
         handshake_timeout=5.0, stream=None)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
     fn new(
@@ -64,13 +70,14 @@ impl Subscriber {
         device: Option<&Bound<'_, PyAny>>,
         wait: Option<f64>,
         reconnect: bool,
-        timeout: Option<f64>,
+        timeout: Timeout,
         spin: f64,
         handshake_timeout: f64,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Subscriber> {
         let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
-        let (wait, timeout) = (optional(wait, "wait")?, optional(timeout, "timeout")?);
+        let (wait, iteration) = (optional(wait, "wait")?, timeout.or(None));
+        let timeout = timeout.or(Some(RECEIVE_TIMEOUT));
         let builder = warpipe::Subscriber::builder(name)
             .domain(&domain)
             .device(&device)
@@ -83,7 +90,7 @@ impl Subscriber {
         // A frame that was never given to anybody goes back as any other.
         let calls = Calls { ring: warpipe::Subscriber::ring, take_back: |_, frames| drop(frames) };
         let inbox = Inbox::new("subscriber", name, timeout, subscriber, calls);
-        Ok(Subscriber { inbox, device, stream, openings: Openings::default() })
+        Ok(Subscriber { inbox, iteration, device, stream, openings: Openings::default() })
     }
 
     /// The name it listens to.
@@ -108,6 +115,12 @@ impl Subscriber {
     #[pyo3(text_signature = "($self, timeout)")]
     fn _limit(&self, timeout: Timeout) -> Option<f64> {
         self.inbox.limit(timeout)
+    }
+
+    /// How many seconds each step of an iteration lasts at most; None for as long as it takes.
+    #[getter]
+    fn _iteration(&self) -> Option<f64> {
+        self.iteration.map(|timeout| timeout.as_secs_f64())
     }
 
     /// How its publisher fares: ``"alive"``, ``"stalled"``, ``"leaving"``, ``"suspect"``, ``"dead"``; None while there is
@@ -173,7 +186,7 @@ impl Subscriber {
 
     /// The next frame; the iteration ends when the publisher says goodbye.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Frame>> {
-        self.next_within(py, self.inbox.timeout).map_err(end_if_graceful)
+        self.next_within(py, self.iteration).map_err(end_if_graceful)
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

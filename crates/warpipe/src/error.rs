@@ -364,7 +364,7 @@ pub enum Error {
     },
     /// A subscriber whose policy is to fail has no room.
     #[error(
-        "subscriber {subscriber} of {name:?} has no room ({depth} samples in flight); receive faster, raise the depth, or choose another policy"
+        "subscriber {subscriber} of {name:?} has no room: it has not released the {depth} samples of its depth; receive and release faster, raise the depth, or choose another policy"
     )]
     Full {
         /// The endpoint name.

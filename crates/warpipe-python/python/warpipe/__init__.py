@@ -33,7 +33,7 @@ from ._errors import (
     BuriedError,
     CapturingError,
     ClosedError,
-    ConnectionError,
+    ConnectionError as ConnectionError,
     CopyWarning,
     DTypeError,
     DeadlinePassedError,
@@ -93,7 +93,7 @@ from ._errors import (
     SystemCallError,
     TicketError,
     TicketExpiredError,
-    TimeoutError,
+    TimeoutError as TimeoutError,
     WrongDeviceError,
 )
 from ._queue import Server, Worker
@@ -145,6 +145,7 @@ from ._warpipe import (
     __version__,
 )
 
+# Without ``TimeoutError`` and ``ConnectionError``: a star must not replace Python's own.
 __all__ = [
     "AccessDeniedError",
     "ArgumentError",
@@ -155,7 +156,6 @@ __all__ = [
     "Change",
     "Client",
     "ClosedError",
-    "ConnectionError",
     "CopyWarning",
     "DTYPES",
     "DTypeError",
@@ -256,7 +256,6 @@ __all__ = [
     "TicketError",
     "TicketExpiredError",
     "Timeline",
-    "TimeoutError",
     "View",
     "Worker",
     "WrongDeviceError",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from types import EllipsisType
+from typing import Any
 
 from . import _warpipe
 from ._errors import QueueGoneError
@@ -22,6 +24,30 @@ async def outcome_of(handle: _warpipe.JobHandle | _warpipe.Pending) -> _warpipe.
             return outcome
         # At its deadline the next look raises; until then it is a rounding's time away.
         await asyncio.sleep(0)
+
+
+def step(
+    waits: dict[asyncio.Task[Any] | None, Coroutine[Any, Any, _warpipe.JobResult]],
+    awaited: _warpipe.JobHandle | _warpipe.Pending,
+    how: str,
+    arguments: tuple[Any, ...],
+) -> Any:
+    """A step of a task that was made of what is awaited. Each task has a wait of its own."""
+    if how == "close":
+        for wait in waits.values():
+            wait.close()
+        waits.clear()
+        return None
+    task = asyncio.current_task()
+    if task not in waits:
+        waits[task] = outcome_of(awaited)
+    wait = waits[task]
+    try:
+        return getattr(wait, how)(*arguments)
+    except BaseException:
+        # Over, with its result or without.
+        del waits[task]
+        raise
 
 
 async def next_result(results: _warpipe.Results) -> _warpipe.JobResult:

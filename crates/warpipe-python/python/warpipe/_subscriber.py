@@ -28,7 +28,7 @@ class Subscriber(_warpipe._Subscriber):
     async def __anext__(self) -> _warpipe.Sample:
         """The next frame; the iteration ends when the publisher says goodbye."""
         try:
-            return await self.receive_async()
+            return await self.receive_async(self._iteration)
         except PublisherGoneError as gone:
             if gone.graceful:
                 raise StopAsyncIteration from None

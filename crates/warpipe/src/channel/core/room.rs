@@ -43,7 +43,11 @@ impl Core {
             let timeout = limit.unwrap_or(timeout);
             let left = timeout.saturating_sub(clock.elapsed());
             if left.is_zero() {
-                let what = format!("room at subscriber {subscriber} of {:?}", self.name);
+                let depth = self.options.depth;
+                let what = format!(
+                    "room at subscriber {subscriber} of {:?} (it has not released the {depth} samples of its depth)",
+                    self.name
+                );
                 return Err(Error::Timeout { what, waited: timeout });
             }
             state = self.wait_for_release(state, left, &mut backoff, |outlet| to.await_it(outlet));
