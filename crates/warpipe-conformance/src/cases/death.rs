@@ -20,6 +20,11 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a sample whose writer is killed is lost, and the reader's stream goes on", unfinished_samples_are_lost)
         .ends_clients(),
     Case::new(
+        "a complete sample of the history counts for a late joiner that its publisher could not tell so any more",
+        history_survives,
+    )
+    .ends_clients(),
+    Case::new(
         "a stream that waits for a sample whose writer is killed goes on, though sample and subscriber are gone",
         left_before_the_death,
     )
@@ -114,6 +119,28 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
         }
     }
     stream.synchronize(PATIENCE).context("the reader's stream goes on")
+}
+
+fn history_survives(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan { history: Some(2), holds_history: true, ..PublisherPlan::of("mortal") })?;
+    peer.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
+    let (mut early, mut late) = (context.subscriber("mortal").build()?, context.subscriber("mortal").build()?);
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    let held = early.receive(&stream)?;
+    peer.ask(&Order::OpenGate)?;
+    peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 2)))?;
+    ensure!(!held.is_complete()?, "the history's own stream was to be held up");
+    peer.kill()?;
+    // One that a stream waited for when its publisher was killed, and one that nobody had taken by then.
+    ensure!(tally.finish(held)? == 0, "what was complete is whole");
+    for sequence in 1..=2 {
+        let sample = late.receive(&stream)?;
+        ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
+        ensure!(tally.finish(sample)? == 0, "sample {sequence} is whole");
+    }
+    expect_death(late.receive(&stream), peer.id())
 }
 
 fn left_before_the_death(context: &Context) -> Result<()> {

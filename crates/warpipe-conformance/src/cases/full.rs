@@ -4,18 +4,21 @@
 //! the driver, and so does every other call for that stream. The library's own threads must not follow it there: they
 //! are the ones that let the stream go when that peer dies.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::host::HostBackend;
+use warpipe::backend::testing::{Hook, Wrapped};
+use warpipe::backend::{RawStream, StreamOp};
 use warpipe::{DType, Device, Error, Layout, PeerState, Policy, Publisher, Sample, Stream, Subscriber};
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::{Backend, Context};
+use crate::payload::Payload;
 use crate::peer::{Batch, Order, Peer, PublisherPlan};
 use crate::process::eventually;
 
@@ -26,6 +29,7 @@ pub(super) const CASES: &[Case] = &[
     )
     .ends_clients(),
     Case::new("subscribers come, leave and die while a full launch queue holds up a send", visitors).ends_clients(),
+    Case::new("a late joiner gets a sample that is being sent, and the history waits for no signal to come", joiner),
 ];
 
 const WORDS: u64 = 64;
@@ -140,4 +144,71 @@ fn visitors(context: &Context) -> Result<()> {
     drop(other);
     held.release()?;
     late.dismiss()
+}
+
+/// Holds up the first signals, and writes down in what order signals and waits come to the driver.
+#[derive(Debug, Default)]
+struct HeldSignals {
+    state: Mutex<(bool, Vec<&'static str>)>,
+    changed: Condvar,
+}
+
+impl HeldSignals {
+    fn lock(&self) -> MutexGuard<'_, (bool, Vec<&'static str>)> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Hook for HeldSignals {
+    fn before(&self, _method: &'static str) -> warpipe::Result<()> {
+        Ok(())
+    }
+
+    fn batch(
+        &self,
+        _: &dyn warpipe::backend::Backend,
+        _: RawStream,
+        ops: &[StreamOp],
+    ) -> warpipe::Result<Vec<StreamOp>> {
+        let waits = ops.iter().any(|op| matches!(op, StreamOp::Wait { .. }));
+        let mut state = self.lock();
+        state.1.push(if waits { "wait begins" } else { "signals begin" });
+        self.changed.notify_all();
+        if !waits {
+            let held = self.changed.wait_timeout_while(state, PATIENCE, |(is_open, _)| !*is_open);
+            held.unwrap_or_else(PoisonError::into_inner).0.1.push("signals end");
+        }
+        Ok(ops.to_vec())
+    }
+}
+
+fn joiner(context: &Context) -> Result<()> {
+    let backend = Wrapped::new(context.device.backend().clone(), HeldSignals::default());
+    let (hook, device) = (backend.hook(), Device::from_backend(backend.clone()));
+    let publisher = context.publisher("joined").device(&device).history(2).build()?;
+    let (sending, receiving) = (device.stream()?, context.stream()?);
+    let (gate, opened) = std::sync::mpsc::channel::<()>();
+    // The sample is not complete when the joiner gets it: a stream has to wait for it.
+    sending.call(move || _ = opened.recv_timeout(PATIENCE))?;
+    let mut late = std::thread::scope(|scope| {
+        let sender = scope.spawn(|| Payload::of(WORDS, 1).send(&publisher, &sending));
+        let late = (|| {
+            let is_held_up = || !hook.lock().1.is_empty();
+            ensure!(eventually(PATIENCE, is_held_up), "the send comes to the driver");
+            let mut late = context.subscriber("joined").build()?;
+            ensure!(late.try_receive(&receiving)?.is_none(), "it is not let in while a sample is on its way");
+            Ok(late)
+        })();
+        hook.lock().0 = true;
+        hook.changed.notify_all();
+        sender.join().map_err(|_| anyhow::anyhow!("a panic"))??;
+        late
+    })?;
+    let sample = late.receive(&receiving)?;
+    ensure!(hook.lock().1 == ["signals begin", "signals end", "wait begins"], "{:?}", hook.lock().1);
+    drop(gate);
+    ensure!(context.tally()?.finish(sample)? == 0, "whole");
+    Payload::of(WORDS, 2).send(&publisher, &sending)?;
+    ensure!(context.tally()?.finish(late.receive(&receiving)?)? == 0, "what is sent afterwards comes, too");
+    Ok(())
 }

@@ -26,7 +26,7 @@ use crate::clock::{Stopwatch, now_ns};
 use crate::device::Device;
 use crate::domain::Claim;
 use crate::error::{Error, HandshakeFault, Result};
-use crate::fork::Home;
+use crate::fork::{Home, PrivateFd};
 use crate::link::closer::PeerSocket;
 use crate::link::entry::{Description, Metadata};
 use crate::link::message::{self, Farewell, Message, Received};
@@ -92,6 +92,8 @@ pub(super) struct Core {
     next_id: AtomicU64,
     bell: Bell,
     board: Board,
+    /// The board's memory, for subscribers of a history.
+    completions: Option<PrivateFd>,
     /// Repeats `ready` for late joiners, behind the sample's own.
     history_stream: Option<Stream>,
     listener_watch: Mutex<Option<Watch>>,
@@ -160,7 +162,12 @@ impl std::fmt::Debug for Core {
 impl Core {
     pub(super) fn new(options: PublisherBuilder, name: String, device: Device, claim: Claim) -> Result<Arc<Core>> {
         let watcher = Watcher::of_process()?;
-        let board = Board::new(&device, SLOTS_MAX)?;
+        let (board, completions) = if options.history > 0 {
+            let (board, fd) = Board::published(&device, SLOTS_MAX)?;
+            (board, Some(fd))
+        } else {
+            (Board::new(&device, SLOTS_MAX)?, None)
+        };
         let bell = Bell::new()?;
         let forwards = options.history > 0 || options.observer.is_some();
         let history_stream = if forwards { Some(device.stream()?) } else { None };
@@ -193,6 +200,7 @@ impl Core {
             next_id: AtomicU64::new(1),
             bell,
             board,
+            completions,
             history_stream,
             listener_watch: Mutex::new(None),
             is_deaf: AtomicBool::new(false),

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::fork::Home;
 use crate::link::PeerState;
 use crate::link::closer::{PeerFd, PeerSocket};
-use crate::link::entry::Violation;
+use crate::link::entry::{Completion, Violation};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::{Peer, Sign};
 use crate::link::proof::{Proof, Streams};
@@ -127,8 +127,8 @@ impl Inlet {
         }
         let greeter = Greeter { socket: &socket, name: name.as_str(), kind, start: Instant::now(), timeout };
         greeter.say(&Message::Hello { generation, device: device.info().id, kind })?;
-        let welcome = greeter.welcome(device, &peer)?;
-        match greeter.settle(device, &welcome) {
+        let mut welcome = greeter.welcome(device, &peer)?;
+        match greeter.settle(device, &mut welcome) {
             Ok(regions) => Inlet::assemble(welcome, regions, name, device, bell, socket, peer, watcher, orphan_timeout),
             Err(error) => {
                 // Not here: to unregister memory, a driver may wait for a stream that waits for a peer.
@@ -155,7 +155,7 @@ impl Inlet {
         let memory = Memory {
             death: OnceLock::new(),
             peer: peer.clone(),
-            vigil: Arc::new(Vigil::new(&segment, bell)),
+            vigil: Arc::new(Vigil::new(&segment, bell, welcome.completions)),
             segment,
             regions: Mutex::new(regions),
             streams: Streams::default(),
@@ -250,8 +250,9 @@ impl Inlet {
         let index = self.segment().index(position) as usize;
         let entry = self.segment().entry(position);
         if self.vigil().hold(index, position) {
-            // A death between announcing and sending leaves `ready` unreached, so this asks for both.
-            return Ok(entry.ready.reached(position) && !self.vigil().has_lost(index, position));
+            // No rescue comes by any more: what a death between publishing and signalling left is judged here.
+            self.vigil().let_go(index, position);
+            return Ok(!self.vigil().has_lost(index, position));
         }
         // Work that is launched after the CPU has seen the word is behind the data without a wait on the device.
         if entry.ready.reached(position) {
@@ -263,6 +264,16 @@ impl Inlet {
         // to be past it (see `Drop`).
         unsafe { stream.batch_checked(&[wait])? };
         Ok(true)
+    }
+
+    /// Takes note of the publisher's own word for a sample of the history, before that is kept or admitted.
+    pub(super) fn note_completion(&self, position: u64, completion: Completion) -> Result<(), Violation> {
+        let index = self.segment().index(position) as usize;
+        if self.vigil().note_completion(index, position, completion) {
+            return Ok(());
+        }
+        let (found, allowed) = (format!("word {}", completion.word), "one that the publisher has sent".into());
+        Err(Violation { field: "completion", found, allowed })
     }
 
     /// Takes note that the sample at `position` is out of the ring and not admitted to any stream: should its sender

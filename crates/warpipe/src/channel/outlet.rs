@@ -107,6 +107,7 @@ impl Parts {
         id: u64,
         policy: Policy,
         welcome: &Message,
+        completions: Option<(u64, BorrowedFd<'_>)>,
         chunks: &[Chunk],
     ) -> Result<Outlet, Remains> {
         let fds = [self.segment_fd.as_fd(), self.their_wake.as_fd()];
@@ -134,8 +135,13 @@ impl Parts {
             segment_fd: Some(self.segment_fd),
         };
         outlet.beat(crate::clock::now_ns());
-        let all = chunks.iter().enumerate().all(|(id, chunk)| outlet.announce(id as u32, chunk));
-        if all { Ok(outlet) } else { Err(Box::new(outlet)) }
+        let told = completions
+            .is_none_or(|(bytes, fd)| message::send(outlet.socket(), &Message::Completions { bytes }, &[fd]).is_ok());
+        if told && chunks.iter().enumerate().all(|(id, chunk)| outlet.announce(id as u32, chunk)) {
+            Ok(outlet)
+        } else {
+            Err(Box::new(outlet))
+        }
     }
 }
 

@@ -479,6 +479,9 @@ impl Attached {
     fn next(&mut self) -> Result<Option<Taken>, Violation> {
         let Some(position) = self.take()? else { return Ok(None) };
         let (address, description) = self.check()?;
+        if let Some(completion) = description.completion {
+            self.inlet.note_completion(position, completion)?;
+        }
         Ok(Some((position, address, description)))
     }
 

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::stage::{Random, packet};
 use crate::backend::{Access, DeviceId, DeviceKind};
-use crate::link::entry::{Allegation, Description, Metadata};
+use crate::link::entry::{Allegation, Completion, Description, Metadata};
 use crate::link::message::{Farewell, Message, decode};
 use crate::link::segment::{META_BYTES_MAX, Segment};
 use crate::rendezvous::Kind;
@@ -14,7 +14,7 @@ use crate::{DType, Device, Layout};
 /// Rounds of the cheap ones.
 const ROUNDS: u32 = 100_000;
 
-fn messages(random: &mut Random) -> [Message; 7] {
+fn messages(random: &mut Random) -> [Message; 8] {
     let (generation, device) = ([random.next() as u8; 16], DeviceId { kind: DeviceKind::Host, uuid: [3; 16] });
     let (depth, regions) = (random.edge() as u32, random.edge() as u32);
     [
@@ -25,6 +25,7 @@ fn messages(random: &mut Random) -> [Message; 7] {
         Message::Bye(Farewell::Closed),
         Message::Bye(Farewell::Evicted("too slow".into())),
         Message::Refused { denied: false, text: "full".into() },
+        Message::Completions { bytes: random.edge() },
     ]
 }
 
@@ -32,7 +33,7 @@ fn messages(random: &mut Random) -> [Message; 7] {
 fn a_packet_decodes_to_what_was_sent_or_to_an_error() {
     let mut random = Random(3);
     for round in 0..ROUNDS {
-        let original = messages(&mut random)[(round % 7) as usize].clone();
+        let original = messages(&mut random)[(round % 8) as usize].clone();
         let mut bytes = packet(&original);
         assert_eq!(decode(&bytes).unwrap(), original);
         match random.below(3) {
@@ -117,7 +118,9 @@ fn a_description_arrives_as_it_was_written() {
         let length = random.below(META_BYTES_MAX as u64 + 1) as usize;
         let metadata = Metadata::new(&random.bytes(length)).unwrap();
         let (slot, region, sent_ns) = (512 * random.below(1 << 20), random.next() as u32, random.next());
-        let written = Description { sequence, sent_ns, region, slot, layout, metadata: metadata.clone() };
+        let completion = Completion { word: random.next() as u32, value: random.next() };
+        let completion = Some(completion).filter(|_| sequence % 2 == 0);
+        let written = Description { sequence, sent_ns, region, slot, layout, metadata: metadata.clone(), completion };
         written.write(segment.entry(1));
         let mut copy = Allegation::default();
         copy.copy(segment.entry(1));
@@ -127,6 +130,7 @@ fn a_description_arrives_as_it_was_written() {
         assert_eq!((read.layout.shape(), read.layout.dtype()), (layout.shape(), layout.dtype()));
         assert_eq!((read.layout.bytes(), read.layout.offset()), (layout.bytes(), layout.offset()));
         assert_eq!(read.metadata.as_bytes(), metadata.as_bytes());
+        assert_eq!(read.completion, completion);
         if fits > 0 {
             assert!(copy.check(fits - 1).is_err(), "a region that is a byte too short");
         }
@@ -146,7 +150,8 @@ fn an_entry_of_nonsense_is_refused_or_keeps_every_bound() {
         } else if let Ok(layout) = any_layout(&mut random) {
             // A right one with some words spoilt gets further.
             let metadata = Metadata::new(&random.bytes(16)).unwrap();
-            Description { sequence: 1, sent_ns: 0, region: 0, slot: 0, layout, metadata }.write(entry);
+            Description { sequence: 1, sent_ns: 0, region: 0, slot: 0, layout, metadata, completion: None }
+                .write(entry);
             for _ in 0..random.below(3) {
                 let at = random.below(21) as usize;
                 let value = if random.below(2) == 0 { random.edge() } else { 1 << random.below(64) };

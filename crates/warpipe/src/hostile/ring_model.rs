@@ -154,7 +154,7 @@ impl Play {
 
 fn description(sequence: u64) -> Description {
     let layout = Layout::bytes_only(8).unwrap();
-    Description { sequence, sent_ns: 0, region: 0, slot: 0, layout, metadata: Metadata::EMPTY }
+    Description { sequence, sent_ns: 0, region: 0, slot: 0, layout, metadata: Metadata::EMPTY, completion: None }
 }
 
 fn play_all(depth: u32, length: u32) {

@@ -68,7 +68,15 @@ impl Fake {
         let Room::At(position) = self.ring.room() else { return };
         self.sequence += 1;
         let (metadata, layout) = (Metadata::new(b"meta").unwrap(), Layout::bytes_only(1000).unwrap());
-        let description = Description { sequence: self.sequence, sent_ns: 1, region: 0, slot: 512, layout, metadata };
+        let description = Description {
+            sequence: self.sequence,
+            sent_ns: 1,
+            region: 0,
+            slot: 512,
+            layout,
+            metadata,
+            completion: None,
+        };
         self.ring.publish(position, &description);
         spoil(self.segment.entry(position));
         self.segment.entry(position).ready.store(position);
@@ -82,6 +90,7 @@ const SLOT_BYTES: usize = 2;
 const OFFSET: usize = 4;
 const SHAPE: usize = 5;
 const STRIDES: usize = 13;
+const COMPLETION: usize = 53;
 
 type Lie = (&'static str, fn(&Entry));
 
@@ -90,13 +99,19 @@ fn word(entry: &Entry, index: usize, change: impl Fn(u64) -> u64) {
     word.store(change(word.load(Relaxed)), Relaxed);
 }
 
-const LIES: [Lie; 22] = [
+const LIES: [Lie; 24] = [
     ("dtype", |it| word(it, PACKED, |packed| packed | 0x3f << 41)),
     ("dtype", |it| word(it, PACKED, |packed| packed & !(0x1f << 47))),
     ("rank", |it| word(it, PACKED, |packed| packed & !(0xf << 52) | 9 << 52)),
     ("rank", |it| word(it, PACKED, |packed| packed | 0xf << 52)),
     ("metadata length", |it| word(it, PACKED, |packed| packed & !(0x1ff << 32) | 257 << 32)),
     ("flags", |it| word(it, PACKED, |packed| packed | 1 << 63)),
+    // Words of a history that this publisher has not.
+    ("completion", |it| word(it, PACKED, |packed| packed | 1 << 57)),
+    ("completion", |it| {
+        word(it, PACKED, |packed| packed | 1 << 57);
+        word(it, COMPLETION, |_| u64::MAX);
+    }),
     ("slot", |it| word(it, SLOT, |_| REGION_BYTES)),
     ("slot", |it| word(it, SLOT, |_| REGION_BYTES - 999)),
     ("slot", |it| word(it, SLOT, |_| u64::MAX)),

@@ -43,6 +43,18 @@ pub(crate) struct Description {
     pub(crate) slot: u64,
     pub(crate) layout: Layout,
     pub(crate) metadata: Metadata,
+    /// Of a sample of the history, which was sent before this link was there.
+    pub(crate) completion: Option<Completion>,
+}
+
+/// A word of the publisher that was signalled with the sample when it was sent: what it says counts if the publisher is
+/// killed before it has told this link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Completion {
+    /// Which of the publisher's published words.
+    pub(crate) word: u32,
+    /// What it reaches.
+    pub(crate) value: u64,
 }
 
 // The words, counted from byte 32 of the entry. Words 0 to 3 share a cache line with the turn.
@@ -55,10 +67,13 @@ const SHAPE: usize = 5;
 const STRIDES: usize = SHAPE + RANK_MAX;
 const META: usize = STRIDES + RANK_MAX;
 const META_WORDS: usize = META_BYTES_MAX / 8;
-const _: () = assert!(META + META_WORDS <= 59);
+const COMPLETION: usize = META + META_WORDS;
+const _: () = assert!(COMPLETION == 53 && COMPLETION + 2 <= 59);
 
 /// The strides follow from the shape and are not written.
 const CONTIGUOUS: u64 = 1;
+/// The words from [`COMPLETION`] on are written.
+const COMPLETED: u64 = 2;
 
 /// Word 0: region (32 bits), metadata length (9), type code (6), type bits / 8 (5), rank (4), flags (8).
 fn pack(region: u32, meta: u16, dtype: DType, rank: usize, flags: u64) -> u64 {
@@ -78,7 +93,7 @@ impl Description {
         let put = |index: usize, value: u64| entry.words[index].store(value, Relaxed);
         let plain = layout.is_contiguous() && layout.elements() != 0;
         let rank = layout.shape().len();
-        let flags = if plain { CONTIGUOUS } else { 0 };
+        let flags = if plain { CONTIGUOUS } else { 0 } | if self.completion.is_some() { COMPLETED } else { 0 };
         entry.sequence.store(self.sequence, Relaxed);
         put(PACKED, pack(self.region, self.metadata.as_bytes().len() as u16, layout.dtype(), rank, flags));
         put(SLOT, self.slot);
@@ -98,6 +113,10 @@ impl Description {
             word[..chunk.len()].copy_from_slice(chunk);
             put(META + index, u64::from_le_bytes(word));
         }
+        if let Some(Completion { word, value }) = self.completion {
+            put(COMPLETION, word.into());
+            put(COMPLETION + 1, value);
+        }
     }
 }
 
@@ -115,6 +134,7 @@ pub(crate) struct Allegation {
     shape: [u64; RANK_MAX],
     strides: [i64; RANK_MAX],
     metadata: Metadata,
+    completion: [u64; 2],
 }
 
 /// What a field was, and what it may be.
@@ -156,6 +176,9 @@ impl Allegation {
             }
             self.metadata = Metadata(Some(bytes[..length].into()));
         }
+        if self.has_completion() {
+            self.completion = [get(COMPLETION), get(COMPLETION + 1)];
+        }
     }
 
     pub(crate) fn region(&self) -> u32 {
@@ -174,6 +197,10 @@ impl Allegation {
         self.packed >> 56 & CONTIGUOUS != 0
     }
 
+    fn has_completion(&self) -> bool {
+        self.packed >> 56 & COMPLETED != 0
+    }
+
     /// Judges the copy against a region of `region_bytes` bytes.
     pub(crate) fn check(&self, region_bytes: u64) -> Result<Box<Description>, Violation> {
         let (code, bits) = ((self.packed >> 41 & 0x3f) as u8, (self.packed >> 47 & 0x1f) as u8 * 8);
@@ -186,9 +213,12 @@ impl Allegation {
         if self.meta_length() > META_BYTES_MAX {
             return Err(violation("metadata length", self.meta_length(), "0 to 256"));
         }
-        if self.packed >> 57 != 0 {
-            return Err(violation("flags", format!("{:#x}", self.packed >> 56), "0 or 1"));
+        if self.packed >> 58 != 0 {
+            return Err(violation("flags", format!("{:#x}", self.packed >> 56), "0 to 3"));
         }
+        let [word, value] = self.completion;
+        let completion = self.has_completion().then(|| u32::try_from(word).map(|word| Completion { word, value }));
+        let completion = completion.transpose().map_err(|_| violation("completion", word, "32 bits"))?;
         let layout = self.layout(dtype, rank)?;
         if layout.bytes() != self.slot_bytes {
             return Err(violation(
@@ -210,6 +240,7 @@ impl Allegation {
             slot: self.slot,
             layout,
             metadata: self.metadata.clone(),
+            completion,
         }))
     }
 

@@ -70,6 +70,9 @@ pub(crate) enum Message {
     Answer { serial: u64, body: Vec<u8>, fds: u8 },
     /// Keeper: no answer.
     Declined { serial: u64, text: String },
+    /// Publisher with a history, once, before the subscriber's `Attached`: the words that say which slots are filled.
+    /// Descriptor: their memory, to be read.
+    Completions { bytes: u64 },
 }
 
 /// Why an end closes.
@@ -98,6 +101,7 @@ impl Message {
             Message::Ask { .. } => "Ask",
             Message::Answer { .. } => "Answer",
             Message::Declined { .. } => "Declined",
+            Message::Completions { .. } => "Completions",
         }
     }
 
@@ -105,7 +109,7 @@ impl Message {
     pub(crate) fn descriptors(&self) -> usize {
         let own = match self {
             Message::Welcome { .. } => 2,
-            Message::Region { .. } => 1,
+            Message::Region { .. } | Message::Completions { .. } => 1,
             Message::Granted { fds, .. } | Message::Answer { fds, .. } => usize::from(*fds),
             _ => 0,
         };

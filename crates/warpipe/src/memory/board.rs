@@ -1,65 +1,53 @@
-//! Timeline words of one process alone: one per slot, reached when the work that filled the slot is done.
-//! **This module is marked for unsafe**: it maps and registers memory.
+//! Timeline words of one process: one per slot, reached when the work that filled the slot is done.
 
-use rustix::mm::{MapFlags, ProtFlags};
-
-use crate::backend::{DevicePtr, TimelineWord, kept};
+use super::page::Page;
+use crate::backend::{DevicePtr, TimelineWord};
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::fork::PrivateFd;
+use crate::link::closer::PeerFd;
 
 /// A row of registered words.
 #[derive(Debug)]
 pub(crate) struct Board {
-    device: Device,
-    base: *mut TimelineWord,
-    device_ptr: DevicePtr,
-    words: usize,
+    page: Page,
 }
-
-// SAFETY: the words are atomics at a fixed address until drop.
-unsafe impl Send for Board {}
-// SAFETY: as above.
-unsafe impl Sync for Board {}
 
 impl Board {
     /// `words` words at zero, registered with the device.
     pub(crate) fn new(device: &Device, words: usize) -> Result<Board> {
-        let bytes = (words * size_of::<TimelineWord>()).next_multiple_of(4096);
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a fresh anonymous mapping at an address of the kernel's choice overlaps nothing.
-        let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED) };
-        let base = base.map_err(|e| Error::os("mmap", format!("{words} timeline words"), e))?;
-        // SAFETY: page-aligned mapped memory, unmapped only after `unregister` (see `Drop`).
-        match unsafe { device.backend().register(base.cast(), bytes) } {
-            Ok(device_ptr) => Ok(Board { device: device.clone(), base: base.cast(), device_ptr, words }),
-            Err(error) => {
-                // SAFETY: exactly what was mapped above, and nobody has seen it.
-                let _ = unsafe { rustix::mm::munmap(base, bytes) };
-                Err(error)
-            }
-        }
+        Ok(Board { page: Page::private(device, offset_of(words))? })
+    }
+
+    /// The same, which others may read and nobody else may write; and what they are given.
+    pub(crate) fn published(device: &Device, words: usize) -> Result<(Board, PrivateFd)> {
+        let (page, fd) = Page::publish(Some(device), offset_of(words))?;
+        Ok((Board { page }, fd))
+    }
+
+    /// Another process's board, to be read.
+    pub(crate) fn read(fd: PeerFd, bytes: u64, name: &str) -> Result<Board> {
+        Ok(Board { page: Page::read(fd, usize::try_from(bytes).unwrap_or(usize::MAX), name)? })
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.page.bytes() as u64
+    }
+
+    /// How many words there are.
+    pub(crate) fn words(&self) -> usize {
+        self.page.bytes() / size_of::<TimelineWord>()
     }
 
     pub(crate) fn word(&self, index: usize) -> &TimelineWord {
-        assert!(index < self.words, "a slot's number is below the board's length");
-        // SAFETY: index < words, and the mapping of that many zeroed words lives as long as self.
-        unsafe { &*self.base.add(index) }
+        self.page.at(offset_of(index))
     }
 
     pub(crate) fn device_word(&self, index: usize) -> DevicePtr {
-        self.device_ptr + (index * size_of::<TimelineWord>()) as u64
+        self.page.device_ptr(offset_of(index)).unwrap_or_default()
     }
 }
 
-impl Drop for Board {
-    fn drop(&mut self) {
-        let bytes = (self.words * size_of::<TimelineWord>()).next_multiple_of(4096);
-        // SAFETY: registered and mapped in `new`, once each; the owner drops the board only when every signal
-        // that it enqueued has been executed.
-        unsafe {
-            if kept::unregister(&**self.device.backend(), self.base.cast(), bytes) {
-                let _ = rustix::mm::munmap(self.base.cast(), bytes);
-            }
-        }
-    }
+fn offset_of(index: usize) -> usize {
+    index * size_of::<TimelineWord>()
 }

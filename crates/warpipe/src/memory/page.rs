@@ -71,7 +71,8 @@ impl Page {
         Page { base: base.cast(), bytes, registered: None, home: Home::here() }.register(Some(device))
     }
 
-    /// Words that this process writes and others read: nobody else can map them for writing, or remove a page.
+    /// Words that this process writes, and its device's streams if there is one, and others read: nobody else can map
+    /// them for writing, or remove a page.
     pub(crate) fn publish(device: Option<&Device>, bytes: usize) -> Result<(Page, PrivateFd)> {
         let Draft { page, fd } = Draft::create(bytes)?;
         seal::close(fd.as_fd()).map_err(|found| Error::argument("words", found, "a memfd that can be sealed"))?;

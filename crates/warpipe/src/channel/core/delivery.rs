@@ -89,6 +89,7 @@ impl Core {
             slot: offset,
             layout: *layout,
             metadata: metadata.clone(),
+            completion: None,
         };
         let State { arena, outlets, places, .. } = state;
         for place in places.iter() {

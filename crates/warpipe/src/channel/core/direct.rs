@@ -202,7 +202,15 @@ impl Core {
         arena.hold(slot);
         let (region, offset) = (arena.slot(slot).region, arena.slot(slot).offset);
         let metadata = metadata.clone();
-        let description = Description { sequence, sent_ns: now_ns(), region, slot: offset, layout: *layout, metadata };
+        let description = Description {
+            sequence,
+            sent_ns: now_ns(),
+            region,
+            slot: offset,
+            layout: *layout,
+            metadata,
+            completion: None,
+        };
         outlet.publish(position, slot, &description);
         outlet.wake_sleeper();
         Ok(Some(position))

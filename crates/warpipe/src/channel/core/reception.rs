@@ -4,6 +4,7 @@
 use super::*;
 use crate::backend::DeviceId;
 use crate::fork::PrivateFd;
+use crate::link::entry::Completion;
 use crate::link::ring;
 use crate::link::segment::OpenError;
 use crate::link::segment::Segment;
@@ -136,7 +137,8 @@ impl Core {
             lossless: policy.is_lossless(),
             regions: state.arena.chunks().len() as u32,
         };
-        let mut outlet = match parts.welcome(id, policy, &welcome, state.arena.chunks()) {
+        let completions = self.completions.as_ref().map(|fd| (self.board.bytes(), fd.as_fd()));
+        let mut outlet = match parts.welcome(id, policy, &welcome, completions, state.arena.chunks()) {
             Ok(outlet) if !state.closed => outlet,
             Ok(outlet) => return self.watcher.bury(Box::new(outlet)),
             Err(remains) => return self.watcher.bury(remains),
@@ -323,7 +325,9 @@ impl Core {
             let State { arena, outlets, history, .. } = &mut **turn;
             let Some(outlet) = outlets.iter_mut().find(|outlet| outlet.id == id && outlet.is_live()) else { return };
             arena.hold(slot);
-            outlet.publish(position, slot, &history[index].description);
+            // A late joiner's own word follows the slot's: should this process be killed in between, the slot's counts.
+            let completion = Some(Completion { word: slot, value: fence }).filter(|_| !is_lost);
+            outlet.publish(position, slot, &Description { completion, ..history[index].description.clone() });
             outlet.wake_sleeper();
         }
     }

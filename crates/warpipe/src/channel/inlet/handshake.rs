@@ -13,6 +13,7 @@ use crate::link::peer::Peer;
 use crate::link::segment::{OpenError, Segment};
 use crate::link::wake::Wake;
 use crate::memory::arena::REGIONS_MAX;
+use crate::memory::board::Board;
 use crate::memory::region::Region;
 use crate::rendezvous::Kind;
 
@@ -24,6 +25,8 @@ pub(super) struct Welcome {
     pub(super) access: Access,
     pub(super) lossless: bool,
     pub(super) regions: u32,
+    /// Of a publisher with a history.
+    pub(super) completions: Option<Board>,
 }
 
 /// What a subscriber says of itself.
@@ -83,7 +86,7 @@ impl Greeter<'_> {
     }
 
     /// Maps what was announced and waits to be sent samples.
-    pub(super) fn settle(&self, device: &Device, welcome: &Welcome) -> Result<Vec<Arc<Region>>> {
+    pub(super) fn settle(&self, device: &Device, welcome: &mut Welcome) -> Result<Vec<Arc<Region>>> {
         let mut regions = self.regions(device, welcome)?;
         self.say(&Message::Attached)?;
         self.admission(device, welcome, &mut regions)?;
@@ -111,35 +114,58 @@ impl Greeter<'_> {
         })?;
         memory.approve();
         let wake = Wake::adopt(wake).map_err(|fault| self.fault(fault))?;
-        Ok(Welcome { segment, wake, owner, access, lossless, regions })
+        Ok(Welcome { segment, wake, owner, access, lossless, regions, completions: None })
     }
 
-    pub(super) fn regions(&self, device: &Device, welcome: &Welcome) -> Result<Vec<Arc<Region>>> {
+    pub(super) fn regions(&self, device: &Device, welcome: &mut Welcome) -> Result<Vec<Arc<Region>>> {
         let mut regions = Vec::new();
         while regions.len() < welcome.regions as usize {
             let (message, fds) = self.hear()?;
-            let Message::Region { id, bytes } = message else {
-                return Err(self.fault(message.unexpected("Region")));
-            };
-            let (access, owner) = (welcome.access, welcome.owner);
-            regions.push(import(device, (id, bytes), regions.len(), &fds, access, owner, self.name)?);
+            self.map(device, welcome, &mut regions, message, fds, "Region")?;
         }
         Ok(regions)
     }
 
     /// Waits for the publisher's word that samples go to this link from now on, and maps what it adds meanwhile:
     /// whoever subscribes before somebody sends shall get what is sent.
-    pub(super) fn admission(&self, device: &Device, welcome: &Welcome, regions: &mut Vec<Arc<Region>>) -> Result<()> {
+    pub(super) fn admission(
+        &self,
+        device: &Device,
+        welcome: &mut Welcome,
+        regions: &mut Vec<Arc<Region>>,
+    ) -> Result<()> {
         loop {
             match self.hear()? {
                 (Message::Attached, _) => return Ok(()),
-                (Message::Region { id, bytes }, fds) => {
-                    let (access, owner) = (welcome.access, welcome.owner);
-                    regions.push(import(device, (id, bytes), regions.len(), &fds, access, owner, self.name)?);
-                }
-                (other, _) => return Err(self.fault(other.unexpected("Attached"))),
+                (message, fds) => self.map(device, welcome, regions, message, fds, "Attached")?,
             }
         }
+    }
+
+    /// Maps what a message brings: a region, or the words of the history.
+    fn map(
+        &self,
+        device: &Device,
+        welcome: &mut Welcome,
+        regions: &mut Vec<Arc<Region>>,
+        message: Message,
+        mut fds: Vec<PeerFd>,
+        wanted: &'static str,
+    ) -> Result<()> {
+        match message {
+            Message::Region { id, bytes } => {
+                let (access, owner) = (welcome.access, welcome.owner);
+                regions.push(import(device, (id, bytes), regions.len(), &fds, access, owner, self.name)?);
+            }
+            Message::Completions { bytes } if welcome.completions.is_none() => {
+                let Some(fd) = fds.pop() else {
+                    return Err(self.fault(HandshakeFault::Descriptors { found: 0, wanted: 1 }));
+                };
+                welcome.completions = Some(Board::read(fd, bytes, self.name)?);
+            }
+            other => return Err(self.fault(other.unexpected(wanted))),
+        }
+        Ok(())
     }
 }
 

@@ -9,9 +9,11 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use super::Inlet;
 use crate::fork::Home;
+use crate::link::entry::Completion;
 use crate::link::segment::Segment;
 use crate::link::wake::Bell;
 use crate::link::watcher::{Next, Watched};
+use crate::memory::board::Board;
 
 /// How often a dead publisher's socket is read once more.
 pub(super) const LAST_WORDS: usize = 64;
@@ -58,11 +60,29 @@ pub(super) struct Vigil {
     held: Vec<AtomicU64>,
     /// For each entry, the position that the publisher's death left incomplete.
     lost: Vec<AtomicU64>,
+    /// The publisher's own words, if it has a history.
+    completions: Option<Completions>,
+}
+
+/// What a publisher with a history says of the samples that it sent before this link was there.
+#[derive(Debug)]
+struct Completions {
+    board: Board,
+    /// For each entry: the position, and the word and the value that it reaches when that position's data is complete.
+    of: Vec<[AtomicU64; 3]>,
+}
+
+impl Completions {
+    /// Whether the data at a position is complete, as far as is known here.
+    fn say(&self, index: usize, position: u64) -> bool {
+        let [of, word, value] = &self.of[index];
+        of.load(SeqCst) == position && self.board.word(word.load(SeqCst) as usize).reached(value.load(SeqCst))
+    }
 }
 
 impl Vigil {
-    pub(super) fn new(segment: &Arc<Segment>, bell: &Arc<Bell>) -> Vigil {
-        let words = || (0..segment.depth()).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
+    pub(super) fn new(segment: &Arc<Segment>, bell: &Arc<Bell>, completions: Option<Board>) -> Vigil {
+        let words = || (0..segment.depth()).map(|_| AtomicU64::new(0));
         Vigil {
             home: Home::here(),
             segment: segment.clone(),
@@ -70,13 +90,29 @@ impl Vigil {
             inlet: OnceLock::new(),
             standing: AtomicU8::new(Standing::Open as u8),
             dead: AtomicBool::new(false),
-            held: words(),
-            lost: words(),
+            held: words().collect(),
+            lost: words().collect(),
+            completions: completions
+                .map(|board| Completions { board, of: words().map(|_| Default::default()).collect() }),
         }
     }
 
     pub(super) fn read_by(&self, inlet: Weak<Inlet>) {
         let _ = self.inlet.set(inlet);
+    }
+
+    /// Takes note of the publisher's own word for a sample of the history, before that is [held](Self::hold). Whether
+    /// there is such a word.
+    pub(super) fn note_completion(&self, index: usize, position: u64, completion: Completion) -> bool {
+        let Some(Completions { board, of }) = &self.completions else { return false };
+        let is_there = (completion.word as usize) < board.words();
+        if is_there {
+            let [at, word, value] = &of[index];
+            word.store(completion.word.into(), SeqCst);
+            value.store(completion.value, SeqCst);
+            at.store(position, SeqCst);
+        }
+        is_there
     }
 
     #[inline]
@@ -109,11 +145,13 @@ impl Vigil {
         self.lost[index].load(SeqCst) == position
     }
 
-    /// Lets a position of a dead publisher go, and notes that it is lost, unless it was ready.
+    /// Lets a position of a dead publisher go, and notes that it is lost, unless its data was complete.
     pub(super) fn let_go(&self, index: usize, position: u64) {
         let entry = self.segment.entry(position);
         if !entry.ready.reached(position) {
-            self.lost[index].store(position, SeqCst);
+            if !self.completions.as_ref().is_some_and(|completions| completions.say(index, position)) {
+                self.lost[index].store(position, SeqCst);
+            }
             entry.ready.store(position);
         }
     }
