@@ -2,34 +2,41 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
 
-use super::Inner;
-use super::layout::{EVENTS, FROM_MAX, LANES, PAGES_MAX, Spot, Words};
+use super::layout::{BYTES, EVENTS, FROM_MAX, LANES, PAGES_MAX, Spot, Words};
+use super::{Inner, Later as _, Recording};
 use crate::backend::IPC_EVENTS_MAX;
+use crate::clock::now_ns;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
-use crate::fork::{self, Home, PrivateFd};
+use crate::fork::{self, Home};
 use crate::link::peer::{ORPHAN_TIMEOUT, Process, Sign};
 use crate::link::proof::{Proof, Streams};
 use crate::link::watcher::{Next, Usage, Watch, Watched, Watcher, new_generation};
 use crate::memory::lane::{Lane, Raiser};
+use crate::memory::page::Draft;
 use crate::rendezvous::{Address, Admission, Answer, Caller, Desk, Ending, Keep, Keeper, Kind, Refusal, decode};
 
 /// What a guest asks.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Ask {
-    /// The page of this number; answered with [`PageOf`] and its descriptor.
+    /// A page of this number, to share; answered with [`PageOf`] and its descriptor.
     Page(u32),
+    /// It is mapped and sealed; answered with nothing once it is in use.
+    Sealed(u32),
     /// To be counted among those who use an event; answered with whether it is there.
     Open { index: u32, serial: u64 },
     /// A lane to record on; answered with a [`LaneOf`].
     Lane { index: u32, serial: u64 },
     /// One opening less; its lane, if it had one, is nobody's.
     Close { index: u32, serial: u64, lane: Option<u8> },
+    /// A recording that others are to know of; answered with nothing when they do.
+    Recorded { index: u32, serial: u64, lane: u8, count: u64, now_ns: u64 },
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -57,19 +64,34 @@ pub(super) struct House {
     pub(super) generation: [u8; 16],
 }
 
-/// What the keeper's thread looks at, too.
+/// What the keeper's thread looks at, too, and the watcher: no call of the driver is made under its lock.
 struct Rooms {
     state: Mutex<State>,
     streams: Arc<Streams>,
+    device: Device,
+    watcher: Arc<Watcher>,
+    me: Weak<Rooms>,
 }
 
 #[derive(Default)]
 struct State {
-    pages: Vec<(Words, PrivateFd)>,
+    /// Our own.
+    pages: Vec<Words>,
+    /// Pages that visitors have not sealed, and those that are shared with them; by visitor and number.
+    drafts: HashMap<(u64, u32), Draft>,
+    shared: HashMap<(u64, u32), Words>,
     slots: Vec<Slot>,
     free: Vec<u32>,
     /// Those visitors that have a lane.
     recorders: HashMap<u64, Recorder>,
+    /// Who signals to guests that came late.
+    late: Vec<Arc<Raiser>>,
+}
+
+/// Who signals an event, and a guest's lane that it is to signal, too.
+struct Follow {
+    raiser: Arc<Raiser>,
+    lane: Lane,
 }
 
 /// A visitor that records, and whose death is seen by the watcher, too: the attendant may be held up by the driver, behind
@@ -77,40 +99,48 @@ struct State {
 struct Recorder {
     _watch: Watch,
     _process: Arc<Process>,
-    lanes: Arc<Mourner>,
+    _mourner: Arc<Mourner>,
 }
 
-/// The lanes of one visitor: the event's number, the lane's, and the lane.
-#[derive(Default)]
-struct Mourner(Mutex<Vec<(u32, usize, Lane)>>);
+/// Ends the lanes of one visitor.
+struct Mourner {
+    rooms: Weak<Rooms>,
+    caller: u64,
+    is_over: AtomicBool,
+}
 
 impl Mourner {
-    fn lock(&self) -> MutexGuard<'_, Vec<(u32, usize, Lane)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn end_lanes(&self) {
+        if let Some(rooms) = self.rooms.upgrade() {
+            rooms.lock().end_lanes_of(self.caller);
+        }
     }
 }
 
 impl Watched for Mourner {
     /// On the watcher's thread: CPU stores alone.
     fn on_ready(&self, _: u64) -> Next {
-        self.lock().iter().for_each(|(.., lane)| lane.end());
+        self.is_over.store(true, Ordering::SeqCst);
+        self.end_lanes();
         Next::Stop
     }
 
     /// Device work that a forked child keeps running may signal an ended lane once more, and set its word back.
     fn on_tick(&self, _: u64) {
-        self.lock().iter().filter(|(.., lane)| lane.has_ended()).for_each(|(.., lane)| lane.end());
+        if self.is_over.load(Ordering::SeqCst) {
+            self.end_lanes();
+        }
     }
 }
 
 impl Recorder {
-    fn of(desk: &Desk, caller: u64) -> Result<Recorder, Refusal> {
+    fn of(desk: &Desk, rooms: &Weak<Rooms>, caller: u64) -> Result<Recorder, Refusal> {
         let process = desk.process_of(caller).ok_or_else(|| Refusal("it is there no more".into()))?;
-        let lanes = Arc::new(Mourner::default());
-        let mourner: Weak<dyn Watched> = Arc::downgrade(&lanes) as Weak<dyn Watched>;
-        let watch = process.watch(Sign::Over(ORPHAN_TIMEOUT), &mourner, 0)?;
-        desk.watcher().tick(mourner);
-        Ok(Recorder { _watch: watch, _process: process, lanes })
+        let mourner = Arc::new(Mourner { rooms: rooms.clone(), caller, is_over: AtomicBool::new(false) });
+        let watched: Weak<dyn Watched> = Arc::downgrade(&mourner) as Weak<dyn Watched>;
+        let watch = process.watch(Sign::Over(ORPHAN_TIMEOUT), &watched, 0)?;
+        desk.watcher().tick(watched);
+        Ok(Recorder { _watch: watch, _process: process, _mourner: mourner })
     }
 }
 
@@ -126,6 +156,8 @@ struct Slot {
     lanes: [Option<u64>; LANES],
     /// Whether anybody has ever opened it.
     is_shared: bool,
+    /// What guests record is being passed on.
+    is_forwarding: bool,
 }
 
 enum Phase {
@@ -167,7 +199,14 @@ impl House {
     fn open(domain: &Domain, device: &Device) -> Result<House> {
         let tag: String = new_generation()[..8].iter().map(|byte| format!("{byte:02x}")).collect();
         let name = EndpointName::new(&format!("events/{tag}"))?;
-        let rooms = Arc::new(Rooms { state: Mutex::default(), streams: Arc::default() });
+        let watcher = Watcher::of_process()?;
+        let rooms = Arc::new_cyclic(|me: &Weak<Rooms>| Rooms {
+            state: Mutex::default(),
+            streams: Arc::default(),
+            device: device.clone(),
+            watcher: watcher.clone(),
+            me: me.clone(),
+        });
         let at = Address { domain, name: &name, kind: Kind::Events };
         let keeper = Keeper::open(&at, Admission::default(), rooms.clone())?;
         Ok(House {
@@ -175,7 +214,7 @@ impl House {
             generation: keeper.desk().generation(),
             keeper: Some(keeper),
             rooms,
-            watcher: Watcher::of_process()?,
+            watcher,
             domain: domain.clone(),
             device: device.clone(),
             name,
@@ -189,14 +228,50 @@ impl House {
     /// A place for an event, its number and how many have lain there.
     pub(super) fn take(&self) -> Result<Place> {
         let mut state = self.rooms.lock();
+        while state.free.is_empty() && state.is_full() {
+            if state.pages.len() == PAGES_MAX {
+                return Err(Error::EventLimit { limit: IPC_EVENTS_MAX });
+            }
+            drop(state);
+            let page = Words::create(&self.device)?;
+            state = self.rooms.lock();
+            if state.is_full() {
+                state.pages.push(page);
+            } else {
+                // Somebody else was quicker. Not dropped here: that calls the driver.
+                self.watcher.bury(Box::new(page));
+            }
+        }
         let index = match state.free.pop() {
             Some(index) => index,
-            None => state.grow(&self.device)?,
+            None => state.grow(),
         };
         let slot = &mut state.slots[index as usize];
         slot.phase = Phase::Live(Weak::new());
         slot.spot.forget_latest(slot.serial);
         Ok(Place { index, serial: slot.serial, spot: slot.spot.clone(), raiser: slot.raiser.clone() })
+    }
+
+    /// Says what the maker has recorded.
+    pub(super) fn recorded(&self, index: u32, recording: Recording, now_ns: u64) {
+        self.rooms.lock().publish(index, recording, now_ns, None);
+    }
+
+    /// The last recording of an event by anybody.
+    pub(super) fn latest(&self, index: u32) -> Option<(u64, Recording)> {
+        let state = self.rooms.lock();
+        let slot = &state.slots[index as usize];
+        let guests = slot.guests.keys().filter_map(|&guest| state.recorded_by(slot, index, guest));
+        guests.fold(slot.spot.latest(), |latest, guest| latest.max_by_time(Some(guest)))
+    }
+
+    /// The lane of a guest that records, or what is left of it.
+    pub(super) fn lane(&self, index: u32, lane: usize) -> Lane {
+        let state = self.rooms.lock();
+        let slot = &state.slots[index as usize];
+        slot.lanes[lane]
+            .and_then(|guest| state.spot_of(index, guest))
+            .map_or_else(|| slot.spot.lane(lane), |spot| spot.lane(lane))
     }
 
     /// Whom a handle of this event leads to within this process.
@@ -252,8 +327,10 @@ impl Drop for House {
             if !passed(&mut proof, &streams) {
                 return Usage::Busy;
             }
-            state.slots.drain(..).filter(|slot| slot.is_shared).for_each(|slot| slot.end());
-            if state.pages.iter().all(|(words, _)| words.is_last()) { Usage::Over } else { Usage::Held }
+            (0..state.slots.len()).filter(|&index| state.slots[index].is_shared).for_each(|index| state.end_all(index));
+            state.slots.clear();
+            let mut all = state.pages.iter().chain(state.shared.values());
+            if all.all(Words::is_last) { Usage::Over } else { Usage::Held }
         });
     }
 }
@@ -263,26 +340,20 @@ pub(super) fn passed(proof: &mut Option<Proof>, streams: &Streams) -> bool {
 }
 
 impl Slot {
-    fn end(&self) {
-        self.spot.lanes().for_each(|lane| lane.end());
-    }
-
     fn is_there(&self, serial: u64) -> bool {
         self.serial == serial && matches!(self.phase, Phase::Live(_))
     }
 }
 
 impl State {
-    /// One more slot, and a page for it where the others are full.
-    fn grow(&mut self, device: &Device) -> Result<u32> {
+    fn is_full(&self) -> bool {
+        self.slots.len() == EVENTS * self.pages.len()
+    }
+
+    /// One more slot, in a page that has room.
+    fn grow(&mut self) -> u32 {
         let index = self.slots.len();
-        if index / EVENTS == self.pages.len() {
-            if self.pages.len() == PAGES_MAX {
-                return Err(Error::EventLimit { limit: IPC_EVENTS_MAX });
-            }
-            self.pages.push(Words::create(device)?);
-        }
-        let (words, index) = (&self.pages[index / EVENTS].0, index as u32);
+        let (words, index) = (&self.pages[index / EVENTS], index as u32);
         self.slots.push(Slot {
             spot: words.spot(index),
             serial: 1,
@@ -291,15 +362,89 @@ impl State {
             guests: HashMap::new(),
             lanes: [None; LANES],
             is_shared: false,
+            is_forwarding: false,
         });
-        Ok(index)
+        index
+    }
+
+    /// An event's place in the page that a guest shares with us.
+    fn spot_of(&self, index: u32, guest: u64) -> Option<Spot> {
+        self.shared.get(&(guest, index / EVENTS as u32)).map(|words| words.spot(index))
+    }
+
+    /// The places of all who have an event open.
+    fn spots(&self, index: u32) -> impl Iterator<Item = (u64, Spot)> + '_ {
+        let guests = self.slots[index as usize].guests.keys();
+        guests.filter_map(move |&guest| Some((guest, self.spot_of(index, guest)?)))
+    }
+
+    /// What a guest says that it has recorded, if it may.
+    fn recorded_by(&self, slot: &Slot, index: u32, guest: u64) -> Option<(u64, Recording)> {
+        // No time of a peer's is ahead of ours.
+        let recorded = self.spot_of(index, guest)?.guests().map(|(at_ns, last)| (at_ns.min(now_ns()), last));
+        recorded.filter(|(_, recording)| slot.lanes[recording.lane] == Some(guest))
+    }
+
+    /// Writes down a recording for ourselves and all guests but the one that made it.
+    fn publish(&self, index: u32, recording: Recording, now_ns: u64, but: Option<u64>) {
+        self.slots[index as usize].spot.set_latest(now_ns, recording);
+        let others = self.spots(index).filter(|(guest, _)| Some(*guest) != but);
+        others.for_each(|(_, spot)| spot.set_latest(now_ns, recording));
+    }
+
+    /// Passes on how far guests' recordings have come; true once nothing is due.
+    fn forward(&self, index: u32) -> bool {
+        let slot = &self.slots[index as usize];
+        let mut is_done = true;
+        for (number, holder) in slot.lanes.iter().enumerate() {
+            let Some((holder, spot)) = holder.and_then(|guest| Some((guest, self.spot_of(index, guest)?))) else {
+                continue;
+            };
+            let (lane, mirror) = (spot.lane(number), slot.spot.lane(number));
+            let value = lane.value();
+            if lane.has_ended() || value > FROM_MAX {
+                continue;
+            }
+            let others = self.spots(index).filter(|(guest, _)| *guest != holder).map(|(_, spot)| spot.lane(number));
+            for copy in others.chain([mirror]) {
+                copy.sign_as(&lane);
+                copy.bring_up(value);
+            }
+            let recorded = self.recorded_by(slot, index, holder);
+            is_done &= recorded.is_none_or(|(_, last)| last.lane != number || last.count <= value);
+        }
+        is_done
+    }
+
+    /// Ends a lane at what we have of it, for all.
+    fn end_lane(&self, index: u32, number: usize) {
+        let slot = &self.slots[index as usize];
+        let holder = slot.lanes[number].and_then(|guest| self.spot_of(index, guest));
+        let (mirror, holders) = (slot.spot.lane(number), holder.map(|spot| spot.lane(number)));
+        let value = holders.as_ref().map_or(0, Lane::value).max(mirror.value());
+        for lane in self.spots(index).map(|(_, spot)| spot.lane(number)).chain([mirror]) {
+            holders.iter().for_each(|holder| lane.sign_as(holder));
+            lane.end_at(value);
+        }
+    }
+
+    /// A visitor is proven dead: what it had yet to record never comes.
+    fn end_lanes_of(&self, caller: u64) {
+        for index in 0..self.slots.len() {
+            let lanes = self.slots[index].lanes;
+            (0..LANES).filter(|&lane| lanes[lane] == Some(caller)).for_each(|lane| self.end_lane(index as u32, lane));
+        }
+    }
+
+    fn end_all(&self, index: usize) {
+        self.slots[index].raiser.end();
+        (1..LANES).for_each(|lane| self.end_lane(index as u32, lane));
     }
 
     /// A dropped event whose own work is done: whoever still waits for it is let go.
     fn end(&mut self, index: u32) {
-        let slot = &mut self.slots[index as usize];
-        slot.end();
-        slot.phase = Phase::Ended;
+        self.end_all(index as usize);
+        self.slots[index as usize].phase = Phase::Ended;
         self.clear(index);
     }
 
@@ -311,9 +456,8 @@ impl State {
         }
         slot.spot.lanes().for_each(|lane| lane.reset());
         slot.lanes = [None; LANES];
-        self.recorders.values().for_each(|recorder| recorder.lanes.lock().retain(|(event, ..)| *event != index));
         slot.is_shared = false;
-        slot.raiser = Arc::new(self.pages[index as usize / EVENTS].0.raiser(index, 0, 0));
+        slot.raiser = Arc::new(self.pages[index as usize / EVENTS].raiser(index, 0, 0));
         self.vacate(index);
     }
 
@@ -324,78 +468,204 @@ impl State {
         self.free.push(index);
     }
 
-    fn open(&mut self, caller: u64, index: u32, serial: u64) -> bool {
-        match self.slots.get_mut(index as usize).filter(|slot| slot.is_there(serial)) {
-            Some(slot) => {
-                slot.is_shared = true;
-                *slot.guests.entry(caller).or_default() += 1;
-                true
-            }
-            None => false,
+    /// Counts an opening. A guest's first one tells it all that is known of the event, and from then on what comes.
+    ///
+    /// The lane that is to be signalled for it is returned then.
+    fn open(&mut self, caller: u64, index: u32, serial: u64) -> Option<Option<Follow>> {
+        let spot = self.spot_of(index, caller)?;
+        let slot = self.slots.get_mut(index as usize).filter(|slot| slot.is_there(serial))?;
+        slot.is_shared = true;
+        let count = slot.guests.entry(caller).or_default();
+        *count += 1;
+        if *count > 1 {
+            return Some(None);
         }
+        // An earlier event may have lain here. Nobody waits there: who had it open has closed it behind its streams, and
+        // our own are past it.
+        if !spot.is_of(serial) {
+            spot.lanes().for_each(|lane| lane.reset());
+            spot.forget_latest(serial);
+        }
+        let (raiser, own) = (slot.raiser.clone(), slot.spot.clone());
+        let many = slot.guests.len() > 1;
+        self.spots(index).for_each(|(_, spot)| spot.set_others(many));
+        // After that: whoever has not seen it has recorded before, which is passed on here.
+        let known: Vec<_> = {
+            let slot = &self.slots[index as usize];
+            slot.guests.keys().filter_map(|&guest| self.recorded_by(slot, index, guest)).collect()
+        };
+        let latest = known.into_iter().fold(own.latest(), |latest, guest| latest.max_by_time(Some(guest)));
+        latest.into_iter().for_each(|(now_ns, recording)| spot.set_latest(now_ns, recording));
+        for number in 1..LANES {
+            let (mirror, lane) = (own.lane(number), spot.lane(number));
+            if mirror.has_ended() { lane.end_at(mirror.value()) } else { lane.bring_up(mirror.value()) }
+        }
+        Some(Some(Follow { raiser, lane: spot.lane(0) }))
     }
 
-    fn lane(&mut self, desk: &Desk, caller: u64, index: u32, serial: u64) -> Result<LaneOf, Refusal> {
-        let known = |slot: &&mut Slot| slot.is_there(serial) && slot.guests.contains_key(&caller);
-        let Some(slot) = self.slots.get_mut(index as usize).filter(known) else {
+    fn lane(
+        &mut self,
+        rooms: &Weak<Rooms>,
+        desk: &Desk,
+        caller: u64,
+        index: u32,
+        serial: u64,
+    ) -> Result<LaneOf, Refusal> {
+        let known = |slot: &&Slot| slot.is_there(serial) && slot.guests.contains_key(&caller);
+        let Some((slot, spot)) = self.slots.get(index as usize).filter(known).zip(self.spot_of(index, caller)) else {
             return Ok(LaneOf::Dropped);
         };
         let is_sound = |lane: Lane| !lane.has_ended() && lane.value() <= FROM_MAX;
         let is_free = |lane: &usize| slot.lanes[*lane].is_none() && is_sound(slot.spot.lane(*lane));
         let Some(number) = (1..LANES).find(is_free) else { return Ok(LaneOf::Full) };
-        let recorder = match self.recorders.entry(caller) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(place) => place.insert(Recorder::of(desk, caller)?),
-        };
-        let lane = slot.spot.lane(number);
-        slot.lanes[number] = Some(caller);
-        let from = lane.value();
-        recorder.lanes.lock().push((index, number, lane));
+        let from = slot.spot.lane(number).value();
+        spot.lane(number).bring_up(from);
+        if let Entry::Vacant(place) = self.recorders.entry(caller) {
+            place.insert(Recorder::of(desk, rooms, caller)?);
+        }
+        self.slots[index as usize].lanes[number] = Some(caller);
         Ok(LaneOf::Granted { lane: number as u8, from })
     }
 
-    fn close(&mut self, caller: u64, index: u32, serial: u64, lane: Option<u8>) {
-        let Some(slot) = self.slots.get_mut(index as usize).filter(|slot| slot.serial == serial) else { return };
-        let Some(count) = slot.guests.get_mut(&caller) else { return };
-        *count -= 1;
-        if *count == 0 {
-            slot.guests.remove(&caller);
+    /// What is left of a guest's lane is ours: all that it has reached, and its last recording.
+    fn keep_lane(&mut self, caller: u64, index: u32, number: usize) {
+        let slot = &self.slots[index as usize];
+        let recorded = self.recorded_by(slot, index, caller);
+        self.forward(index);
+        if let Some((now_ns, recording)) = recorded.filter(|(_, recording)| recording.lane == number) {
+            self.publish(index, recording, now_ns, None);
         }
-        let number = lane.map(usize::from);
-        if let Some(holder) = number.and_then(|lane| slot.lanes.get_mut(lane))
-            && *holder == Some(caller)
-        {
-            *holder = None;
-            let mourned = self.recorders.get(&caller).map(|recorder| recorder.lanes.lock());
-            mourned
-                .into_iter()
-                .for_each(|mut lanes| lanes.retain(|(event, of, _)| (*event, Some(*of)) != (index, number)));
+        // Who leaves has come to all that it recorded, or lied: nobody waits for that for ever.
+        let reached = self.slots[index as usize].spot.lane(number).value();
+        let is_short = recorded.is_some_and(|(_, last)| last.lane == number && last.count > reached);
+        if is_short || self.spot_of(index, caller).is_some_and(|spot| spot.lane(number).value() > FROM_MAX) {
+            self.end_lane(index, number);
         }
-        self.clear(index);
+        self.slots[index as usize].lanes[number] = None;
     }
 
-    /// A visitor is there no more. What a dead one's device had yet to record never comes.
-    fn gone(&mut self, caller: u64, ending: Ending) {
-        self.recorders.remove(&caller);
-        for index in 0..self.slots.len() {
-            let slot = &mut self.slots[index];
-            if slot.guests.remove(&caller).is_none() {
-                continue;
-            }
-            for (lane, holder) in slot.lanes.iter_mut().enumerate().filter(|(_, holder)| **holder == Some(caller)) {
-                if ending == Ending::Died {
-                    slot.spot.lane(lane).end();
-                }
-                *holder = None;
-            }
-            self.clear(index as u32);
+    /// One opening less. Returns who signals an event that the guest has open no more.
+    fn close(&mut self, caller: u64, index: u32, serial: u64, lane: Option<u8>) -> Option<Arc<Raiser>> {
+        let slot = self.slots.get_mut(index as usize).filter(|slot| slot.serial == serial)?;
+        let count = slot.guests.get_mut(&caller)?;
+        *count -= 1;
+        let is_last = *count == 0;
+        if let Some(number) = lane.map(usize::from).filter(|&lane| slot.lanes.get(lane) == Some(&Some(caller))) {
+            self.keep_lane(caller, index, number);
         }
+        let raiser = is_last.then(|| self.leave(caller, index));
+        self.clear(index);
+        raiser
+    }
+
+    /// A guest has an event open no more.
+    fn leave(&mut self, caller: u64, index: u32) -> Arc<Raiser> {
+        let lanes = self.slots[index as usize].lanes;
+        (0..LANES).filter(|&lane| lanes[lane] == Some(caller)).for_each(|lane| self.keep_lane(caller, index, lane));
+        let slot = &mut self.slots[index as usize];
+        slot.guests.remove(&caller);
+        let (raiser, many) = (slot.raiser.clone(), slot.guests.len() > 1);
+        self.spots(index).for_each(|(_, spot)| spot.set_others(many));
+        raiser
+    }
+
+    /// A visitor is there no more. What a dead one's device had yet to record never comes. Returns who signals to it, and
+    /// what was shared with it.
+    fn gone(&mut self, caller: u64, ending: Ending) -> (Vec<Arc<Raiser>>, Vec<Words>) {
+        if ending == Ending::Died {
+            self.end_lanes_of(caller);
+        }
+        self.recorders.remove(&caller);
+        let mut raisers = Vec::new();
+        for index in 0..self.slots.len() as u32 {
+            if self.slots[index as usize].guests.contains_key(&caller) {
+                raisers.push(self.leave(caller, index));
+                self.clear(index);
+            }
+        }
+        self.drafts.retain(|(guest, _), _| *guest != caller);
+        (raisers, self.shared.extract_if(|(guest, _), _| *guest == caller).map(|(_, words)| words).collect())
+    }
+
+    /// Brings guests up that came late; true once all have everything that was recorded before.
+    fn catch_up(&mut self) -> bool {
+        self.late.retain(|raiser| !raiser.catch_up());
+        self.late.is_empty()
     }
 }
 
 impl Rooms {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a page to share with a visitor.
+    fn offer(&self, caller: &Caller, number: u32) -> Result<Answer, Refusal> {
+        let mut state = self.lock();
+        if number as usize >= state.pages.len() || state.shared.contains_key(&(caller.id, number)) {
+            return Err(Refusal("there is no such page to share".into()));
+        }
+        let draft = Draft::create(BYTES)?;
+        let answer = Answer::new(&PageOf, vec![draft.descriptor()?])?;
+        state.drafts.insert((caller.id, number), draft);
+        Ok(answer)
+    }
+
+    fn confirm(&self, desk: &Desk, caller: &Caller, number: u32) -> Result<Answer, Refusal> {
+        let draft = self.lock().drafts.remove(&(caller.id, number));
+        let draft = draft.ok_or_else(|| Refusal("it was offered no such page".into()))?;
+        let words = Words::confirm(&self.device, draft, desk.name())?;
+        self.lock().shared.insert((caller.id, number), words);
+        Ok(Answer::default())
+    }
+
+    fn open(&self, caller: &Caller, index: u32, serial: u64) -> Result<Answer, Refusal> {
+        let mut state = self.lock();
+        let opened = state.open(caller.id, index, serial);
+        if let Some(Some(Follow { raiser, lane })) = &opened {
+            drop(state);
+            // Without the lock: it takes that of who records, which is held across a call of the driver.
+            let is_up = raiser.add(caller.id, lane);
+            state = self.lock();
+            if !is_up {
+                state.late.push(raiser.clone());
+                let rooms = self.me.clone();
+                self.watcher.retire(move || rooms.upgrade().is_none_or(|rooms| rooms.lock().catch_up()));
+            }
+        }
+        self.forward(&mut state, index);
+        Answer::new(&opened.is_some(), vec![])
+    }
+
+    fn recorded(&self, caller: &Caller, (index, serial): (u32, u64), recording: Recording, at_ns: u64) {
+        let mut state = self.lock();
+        let holds = |slot: &&Slot| slot.serial == serial && slot.lanes.get(recording.lane) == Some(&Some(caller.id));
+        if state.slots.get(index as usize).filter(holds).is_some() {
+            state.publish(index, recording, at_ns.min(now_ns()), Some(caller.id));
+            self.forward(&mut state, index);
+        }
+    }
+
+    /// Passes on what guests have recorded, and goes on with it until nothing is due.
+    fn forward(&self, state: &mut State, index: u32) {
+        if state.slots.get(index as usize).is_none_or(|slot| slot.is_forwarding) || state.forward(index) {
+            return;
+        }
+        state.slots[index as usize].is_forwarding = true;
+        let rooms = self.me.clone();
+        self.watcher.retire(move || {
+            let Some(rooms) = rooms.upgrade() else { return true };
+            let mut state = rooms.lock();
+            let is_over = state.slots.get(index as usize).is_none() || state.forward(index);
+            if let Some(slot) = state.slots.get_mut(index as usize).filter(|_| is_over) {
+                slot.is_forwarding = false;
+            }
+            is_over
+        });
+    }
+
+    fn unfollow(&self, caller: &Caller, raisers: impl IntoIterator<Item = Arc<Raiser>>) {
+        raisers.into_iter().for_each(|raiser| drop(raiser.remove(caller.id)));
     }
 }
 
@@ -405,22 +675,47 @@ impl Keep for Rooms {
     }
 
     fn answer(&self, desk: &Desk, caller: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
-        let mut state = self.lock();
         match decode::<Ask>(body, desk.name())? {
-            Ask::Page(number) => {
-                let page = state.pages.get(number as usize).ok_or_else(|| Refusal("there is no such page".into()))?;
-                Answer::new(&PageOf, vec![PrivateFd::duplicate(&page.1)?])
+            Ask::Page(number) => self.offer(caller, number),
+            Ask::Sealed(number) => self.confirm(desk, caller, number),
+            Ask::Open { index, serial } => self.open(caller, index, serial),
+            Ask::Lane { index, serial } => {
+                Answer::new(&self.lock().lane(&self.me, desk, caller.id, index, serial)?, vec![])
             }
-            Ask::Open { index, serial } => Answer::new(&state.open(caller.id, index, serial), vec![]),
-            Ask::Lane { index, serial } => Answer::new(&state.lane(desk, caller.id, index, serial)?, vec![]),
             Ask::Close { index, serial, lane } => {
-                state.close(caller.id, index, serial, lane);
+                let raiser = self.lock().close(caller.id, index, serial, lane);
+                self.unfollow(caller, raiser);
+                Ok(Answer::default())
+            }
+            Ask::Recorded { index, serial, lane, count, now_ns } => {
+                self.recorded(caller, (index, serial), Recording { lane: lane.into(), count }, now_ns);
                 Ok(Answer::default())
             }
         }
     }
 
     fn gone(&self, _: &Desk, caller: &Caller, ending: Ending) {
-        self.lock().gone(caller.id, ending);
+        let (raisers, shared) = self.lock().gone(caller.id, ending);
+        self.unfollow(caller, raisers);
+        for words in shared {
+            let (streams, mut proof) = (self.streams.clone(), None);
+            self.watcher.retire(move || {
+                // A device may write once more after its process's end, and our streams may wait there.
+                words.end_again();
+                if !words.is_last() {
+                    return Usage::Held;
+                }
+                passed(&mut proof, &streams).into()
+            });
+        }
+    }
+
+    /// On the watcher's thread, which no driver holds up: CPU stores alone.
+    fn tick(&self, _: &Desk, _: u64) {
+        let mut state = self.lock();
+        state.catch_up();
+        (0..state.slots.len()).filter(|&index| state.slots[index].is_forwarding).for_each(|index| {
+            state.forward(index as u32);
+        });
     }
 }

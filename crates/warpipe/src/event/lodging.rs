@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 
+use super::Recording;
 use super::handle::{Body, EventHandleFault, fault};
 use super::house::{Ask, LaneOf, PageOf, passed};
 use super::layout::{EVENTS, FROM_MAX, LANES, PAGES_MAX, Spot, Words};
@@ -55,6 +56,12 @@ impl Lodging {
         if let Some(lodging) = Lodging::known(body, device) {
             return Ok(lodging);
         }
+        let lodging = Lodging::visit(body, domain, device)?;
+        LODGINGS.lock().unwrap_or_else(PoisonError::into_inner).push((fork::generation(), Arc::downgrade(&lodging)));
+        Ok(lodging)
+    }
+
+    pub(super) fn visit(body: &Body, domain: &Domain, device: &Device) -> Result<Arc<Lodging>> {
         let name = EndpointName::new(&body.endpoint)?;
         let at = Address { domain, name: &name, kind: Kind::Events };
         let (visitor, _) = Visitor::attach(&at, Some(device.info().id), &[], Duration::ZERO)?;
@@ -65,7 +72,7 @@ impl Lodging {
         visitor.listen(guestbook.clone())?;
         let watcher = visitor.watcher().clone();
         watcher.tick(Arc::downgrade(&guestbook) as Weak<dyn Watched>);
-        let lodging = Arc::new(Lodging {
+        Ok(Arc::new(Lodging {
             home: Home::here(),
             visitor: Some(visitor),
             body: Body { ipc: None, domain: domain.path().to_path_buf(), ..body.clone() },
@@ -74,9 +81,7 @@ impl Lodging {
             streams: Arc::default(),
             device: device.clone(),
             watcher,
-        });
-        LODGINGS.lock().unwrap_or_else(PoisonError::into_inner).push((fork::generation(), Arc::downgrade(&lodging)));
-        Ok(lodging)
+        }))
     }
 
     fn known(body: &Body, device: &Device) -> Option<Arc<Lodging>> {
@@ -102,13 +107,18 @@ impl Lodging {
 
     /// Opens an event: from here on its place is not used for another.
     pub(super) fn open(&self, index: u32, serial: u64) -> Result<Opened> {
-        if index as usize >= EVENTS * PAGES_MAX || !self.ask::<bool>(&Ask::Open { index, serial })? {
+        if index as usize >= EVENTS * PAGES_MAX {
             return Err(fault(EventHandleFault::Dropped));
         }
-        let words = self.page(index as usize / EVENTS).inspect_err(|_| {
-            let close = encode(&Ask::Close { index, serial, lane: None });
-            let _ = close.and_then(|close| self.visitor().post(&close));
-        })?;
+        // The page first: its maker tells us there of the event from the moment that we have it open.
+        let words = match self.page(index as usize / EVENTS) {
+            // There is no such page, so no such event.
+            Err(Error::Refused { .. }) => return Err(fault(EventHandleFault::Dropped)),
+            words => words?,
+        };
+        if !self.ask::<bool>(&Ask::Open { index, serial })? {
+            return Err(fault(EventHandleFault::Dropped));
+        }
         let (spot, book) = (words.spot(index), &self.guestbook);
         let entry = book.next.fetch_add(1, SeqCst);
         book.lock().push((entry, spot.clone()));
@@ -144,6 +154,12 @@ impl Lodging {
         }
     }
 
+    /// Has the maker tell the event's other users of what we have recorded.
+    pub(super) fn tell(&self, index: u32, serial: u64, recording: Recording, now_ns: u64) -> Result<()> {
+        let Recording { lane, count } = recording;
+        self.ask::<()>(&Ask::Recorded { index, serial, lane: lane as u8, count, now_ns })
+    }
+
     fn page(&self, number: usize) -> Result<Words> {
         let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(Some(words)) = pages.get(number) {
@@ -151,7 +167,12 @@ impl Lodging {
         }
         let gift = self.visitor().ask(&encode(&Ask::Page(number as u32))?, ANSWER_TIMEOUT)?;
         let (PageOf, [fd]) = gift.open::<PageOf, 1>(self.name())?;
-        let words = Words::open(&self.device, fd, self.name())?;
+        let words = Words::share(&self.device, fd, self.name())?;
+        if let Err(error) = self.visitor().ask(&encode(&Ask::Sealed(number as u32))?, ANSWER_TIMEOUT) {
+            // Not dropped here: to unregister memory, a driver may wait for a stream that waits for a peer.
+            self.watcher.bury(Box::new(words));
+            return Err(error);
+        }
         if pages.len() <= number {
             pages.resize(number + 1, None);
         }
@@ -251,7 +272,7 @@ impl Watched for Guestbook {
         Next::Stop
     }
 
-    /// A third process that lives may signal an ended lane once more, and set its word back.
+    /// What a device still wrote after the end stands below it.
     fn on_tick(&self, _: u64) {
         let book = self.lock();
         let lanes = book.iter().flat_map(|(_, spot)| (0..LANES).map(|lane| spot.lane(lane)));
@@ -264,19 +285,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_third_process_that_signals_after_an_events_end_keeps_nobody_waiting() {
+    fn what_a_dead_makers_device_signals_after_its_events_end_keeps_nobody_waiting() {
         let device = Device::host();
-        let (words, _fd) = Words::create(&device).unwrap();
-        let (spot, streams) = (words.spot(7), Streams::default());
+        let (makers, guests) = (Words::create(&device).unwrap(), Words::create(&device).unwrap());
+        let (spot, streams) = (guests.spot(7), Streams::default());
         let (stream, late) = (device.stream().unwrap(), device.stream().unwrap());
         let book = Guestbook::default();
         book.lock().push((0, spot.clone()));
-        let third = words.raiser(7, 2, 0);
+        let maker = makers.raiser(7, 0, 0);
+        assert!(maker.add(1, &spot.lane(0)));
         book.proven_dead();
-        // What it had enqueued before it heard of the maker's death: the word is set back, below what others wait for.
-        third.raise(&late, &streams, |last| Ok(last + 1)).unwrap();
+        // The word is set back, below what others wait for.
+        maker.raise(&late, &streams, |last| Ok(last + 1)).unwrap();
         late.synchronize(ANSWER_TIMEOUT).unwrap();
-        spot.lane(2).wait(&stream, 2, &streams).unwrap();
+        spot.lane(0).wait(&stream, 2, &streams).unwrap();
         assert!(!stream.is_idle().unwrap());
         book.on_tick(0);
         stream.synchronize(ANSWER_TIMEOUT).unwrap();

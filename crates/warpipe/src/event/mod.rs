@@ -2,15 +2,16 @@
 //! **This module is marked for unsafe**: it hands events to the device.
 //!
 //! CUDA's own interprocess events count as complete when they were never recorded, and when the process that recorded
-//! them dies before its work is done. Here each event has, beside the one of CUDA, a place in a page that all its users
-//! share: the last recording, and a [lane](crate::memory::lane) for each who records. Streams wait for the lane.
+//! them dies before its work is done. Here each event has, beside the one of CUDA, a place in a page: the last recording,
+//! and a [lane](crate::memory::lane) for each who records. Streams wait for the lane.
 //!
 //! A process that makes events in a domain keeps one endpoint there for all of them ([`house`]), and a process that
-//! opens any of them visits it once ([`lodging`]); 256 events share one page.
+//! opens any of them visits it once ([`lodging`]); 256 events lie in one page. The maker has pages of its own, and shares
+//! one with each guest and with nobody else: its streams record in all of them, a guest's in the one that the two share.
+//! What one guest records reaches another by the maker's CPU.
 //!
-//! **Who can do what to whom.** All who have opened an event of a process can write its pages: as with a
-//! [`Timeline`](crate::Timeline), one that scribbles there can release the others' streams too early, or hold them up
-//! until the event's maker ends. It cannot make anybody read out of bounds.
+//! **Who can do what to whom.** A guest can write the pages that it shares with the maker. So it can lie about its own
+//! recordings, and deceive itself. It reaches nobody else's streams, and cannot remove a page under one.
 
 mod handle;
 mod house;
@@ -29,12 +30,13 @@ use self::house::{House, Place};
 use self::layout::Spot;
 use self::lodging::Lodging;
 use crate::backend::RawEvent;
+use crate::clock::now_ns;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::fork::Home;
 use crate::link::proof::Streams;
-use crate::memory::lane::{Raiser, Verdict};
+use crate::memory::lane::{Lane, Raiser, Verdict};
 use crate::stream::Stream;
 
 /// An event of this or another process (`cuEventCreate` with `CU_EVENT_INTERPROCESS`). Cheap to clone.
@@ -61,6 +63,21 @@ use crate::stream::Stream;
 #[derive(Clone)]
 pub struct Event {
     inner: Arc<Inner>,
+}
+
+/// Of two recordings the later one.
+trait Later: Sized {
+    fn max_by_time(self, other: Self) -> Self;
+}
+
+impl Later for Option<(u64, Recording)> {
+    fn max_by_time(self, other: Self) -> Self {
+        match (self, other) {
+            (Some((ours, _)), Some((theirs, _))) if theirs > ours => other,
+            (None, _) => other,
+            _ => self,
+        }
+    }
 }
 
 /// One recording of an event: what a stream waited for.
@@ -178,6 +195,11 @@ impl Event {
             return Ok(Event { inner });
         }
         let lodging = Lodging::at(body, &domain()?, device)?;
+        Event::of_guest(lodging, handle, device)
+    }
+
+    fn of_guest(lodging: Arc<Lodging>, handle: &EventHandle, device: &Device) -> Result<Event> {
+        let body = &handle.body;
         let raw = handle.ipc_bytes().map(|bytes| device.backend().open_event(&bytes)).transpose()?;
         match lodging.open(body.index, body.serial) {
             Ok(opened) => {
@@ -215,7 +237,8 @@ impl Event {
 
     /// Records the stream's work so far (`cuEventRecord`), and returns at once. Who made the event may, and who opened
     /// it; the last recording is what others wait for. Recordings by one handle on several streams are reached in
-    /// the order of the calls. The first one of an opened event asks its maker for a lane, which may take a moment.
+    /// the order of the calls. The first one of an opened event asks its maker for a lane, which may take a moment; while
+    /// a third process has the event open, each recording of one that was opened waits for its maker to tell that one.
     ///
     /// # Errors
     /// [`Error::OwnerGone`] when its maker has died or dropped it; [`Error::Refused`] when seven others record it;
@@ -242,8 +265,17 @@ impl Event {
             unsafe { stream.backend().record_event(raw, stream.raw())? };
         }
         let count = raiser.raise(stream, inner.streams(), |last| Ok(last + 1))?;
-        let recording = Recording { lane: *lane, count };
-        inner.spot.set_latest(recording);
+        let (recording, now_ns) = (Recording { lane: *lane, count }, now_ns());
+        match &inner.side {
+            Side::Maker(house) => house.recorded(inner.index, recording, now_ns),
+            Side::Guest(lodging, _) => {
+                inner.spot.set_guests(now_ns, recording);
+                // After that store: a third process that opens the event meanwhile is told of it by the maker.
+                if inner.spot.has_others() {
+                    lodging.tell(inner.index, inner.serial, recording, now_ns)?;
+                }
+            }
+        }
         Ok(recording)
     }
 
@@ -261,7 +293,7 @@ impl Event {
         if self.check(recording)? {
             return Ok(recording);
         }
-        let lane = self.inner.spot.lane(recording.lane);
+        let lane = self.inner.lane(recording.lane);
         lane.wait(stream, recording.count, self.inner.streams())?;
         if let Side::Guest(lodging, _) = &self.inner.side
             && lodging.is_dead()
@@ -289,7 +321,7 @@ impl Event {
         if self.check(recording)? {
             return Ok(());
         }
-        self.inner.spot.lane(recording.lane).wait_host(&self.inner.device, recording.count, timeout)?;
+        self.inner.lane(recording.lane).wait_host(&self.inner.device, recording.count, timeout)?;
         if self.check(recording)? {
             return Ok(());
         }
@@ -302,7 +334,11 @@ impl Event {
     /// [`Error::EventLost`]: it is not, and never will be. What a stream did behind its wait does not count.
     pub fn check(&self, recording: Recording) -> Result<bool> {
         self.inner.home.check()?;
-        let lane = self.inner.spot.lane(recording.lane);
+        // Of the maker, what it has seen before counts, whatever the recorder's page says now.
+        if self.inner.spot.lane(recording.lane).verdict(recording.count) == Verdict::Reached {
+            return Ok(true);
+        }
+        let lane = self.inner.lane(recording.lane);
         let mut verdict = lane.verdict(recording.count);
         if let (Verdict::Due, Side::Guest(lodging, _)) = (verdict, &self.inner.side)
             && lodging.is_dead()
@@ -319,7 +355,7 @@ impl Event {
 
     fn latest(&self) -> Result<Recording> {
         self.inner.home.check()?;
-        self.inner.spot.latest().ok_or_else(|| Error::EventNotRecorded { event: self.label() })
+        self.inner.latest().ok_or_else(|| Error::EventNotRecorded { event: self.label() })
     }
 
     fn label(&self) -> String {
@@ -331,6 +367,22 @@ impl Event {
 }
 
 impl Inner {
+    /// The lane that a recording is to be waited for on.
+    fn lane(&self, lane: usize) -> Lane {
+        match &self.side {
+            Side::Maker(house) if lane != 0 => house.lane(self.index, lane),
+            _ => self.spot.lane(lane),
+        }
+    }
+
+    fn latest(&self) -> Option<Recording> {
+        let latest = match &self.side {
+            Side::Maker(house) => house.latest(self.index),
+            Side::Guest(..) => self.spot.latest().max_by_time(self.spot.guests()),
+        };
+        latest.map(|(_, recording)| recording)
+    }
+
     fn streams(&self) -> &Arc<Streams> {
         match &self.side {
             Side::Maker(house) => house.streams(),
@@ -351,7 +403,7 @@ impl fmt::Debug for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Event")
             .field("event", &self.label())
-            .field("latest", &self.inner.spot.latest())
+            .field("latest", &self.inner.latest())
             .finish_non_exhaustive()
     }
 }

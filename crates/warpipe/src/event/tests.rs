@@ -20,6 +20,24 @@ impl Stage {
     fn create(&self) -> Event {
         Event::create(&self.domain, &self.device).unwrap()
     }
+
+    /// A guest of its own, as another process is one.
+    fn guest(&self, event: &Event) -> Event {
+        let handle = event.handle().unwrap();
+        let lodging = Lodging::visit(&handle.body, &self.domain, &self.device).unwrap();
+        Event::of_guest(lodging, &handle, &self.device).unwrap()
+    }
+
+    fn stream(&self) -> Stream {
+        self.device.stream().unwrap()
+    }
+
+    /// A stream that does nothing until the sender is dropped.
+    fn held(&self) -> (Stream, std::sync::mpsc::Sender<()>) {
+        let ((go, held), stream) = (channel::<()>(), self.stream());
+        stream.call(move || assert!(held.recv().is_err())).unwrap();
+        (stream, go)
+    }
 }
 
 impl Drop for Stage {
@@ -117,4 +135,116 @@ fn a_handle_of_a_domain_with_a_relative_path_leads_there_from_any_directory() {
     let event = Event::create(&Domain::at(relative).unwrap(), &stage.device).unwrap();
     assert!(event.handle().unwrap().body.domain.is_absolute());
     assert!(event.handle().unwrap().domain().is_ok());
+}
+
+#[test]
+fn whoever_records_an_event_all_others_wait_for_it() {
+    let stage = Stage::new("all");
+    let event = stage.create();
+    let users = [event.clone(), stage.guest(&event), stage.guest(&event)];
+    for recorder in 0..users.len() {
+        let (writing, go) = stage.held();
+        let recording = users[recorder].record(&writing).unwrap();
+        let streams: Vec<Stream> = users.iter().map(|_| stage.stream()).collect();
+        for (user, stream) in users.iter().zip(&streams) {
+            assert_eq!(user.wait(stream).unwrap(), recording, "it is the last one for all of them");
+            assert!(!stream.is_idle().unwrap() && !user.query().unwrap());
+        }
+        drop(go);
+        streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+        users.iter().for_each(|user| user.synchronize(WAIT).unwrap());
+    }
+}
+
+#[test]
+fn no_page_of_an_event_can_be_removed_and_no_guest_has_anothers() {
+    let stage = Stage::new("holes");
+    let event = stage.create();
+    let guests = [stage.guest(&event), stage.guest(&event)];
+    // This process holds both ends of each page: all mappings and descriptors that there are.
+    let pages = guests.each_ref().map(|guest| {
+        let word = guest.inner.spot.page().at::<std::sync::atomic::AtomicU64>(0);
+        crate::hostile::holes::removes_page_of(word)
+    });
+    assert!(pages[0].0 != pages[1].0 && !pages[0].1 && !pages[1].1, "{pages:?}");
+}
+
+#[test]
+fn a_guest_that_scribbles_deceives_itself_alone() {
+    use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+    let stage = Stage::new("scribble");
+    let event = stage.create();
+    let (wrong, honest) = (stage.guest(&event), stage.guest(&event));
+    for value in [u64::MAX, 0, i64::MAX as u64, 1 << 56 | 7, 7 << 56 | 7] {
+        let ((writing, go), reading) = (stage.held(), stage.stream());
+        let recording = event.record(&writing).unwrap();
+        let page = wrong.inner.spot.page();
+        (0..page.bytes() / 8).for_each(|word| page.at::<AtomicU64>(8 * word).store(value, SeqCst));
+        assert_eq!((honest.wait(&reading).unwrap(), event.inner.latest()), (recording, Some(recording)));
+        assert!(!reading.is_idle().unwrap());
+        drop(go);
+        reading.synchronize(WAIT).unwrap();
+        assert!(event.check(recording).unwrap() && honest.check(recording).unwrap());
+    }
+}
+
+#[test]
+fn a_guest_that_comes_late_waits_for_what_was_recorded_before() {
+    let stage = Stage::new("late");
+    let event = stage.create();
+    let first = stage.guest(&event);
+    let (makers, go) = stage.held();
+    event.record(&makers).unwrap();
+    let (late, reading) = (stage.guest(&event), stage.stream());
+    late.wait(&reading).unwrap();
+    let (guests, go_on) = stage.held();
+    // No third process has it open when this is recorded: the one that comes is told by the maker.
+    drop(late);
+    let recording = first.record(&guests).unwrap();
+    let (later, waiting) = (stage.guest(&event), stage.stream());
+    assert_eq!(later.wait(&waiting).unwrap(), recording);
+    assert!(!reading.is_idle().unwrap() && !waiting.is_idle().unwrap());
+    drop(go);
+    reading.synchronize(WAIT).unwrap();
+    drop(go_on);
+    waiting.synchronize(WAIT).unwrap();
+    assert!(later.check(recording).unwrap());
+}
+
+#[test]
+fn nobody_waits_for_ever_for_a_guest_that_lied_and_left() {
+    let stage = Stage::new("liar");
+    let event = stage.create();
+    let (liar, honest) = (stage.guest(&event), stage.guest(&event));
+    let last = liar.record(&stage.stream()).unwrap();
+    let lie = Recording { count: last.count + 5, ..last };
+    liar.inner.spot.set_guests(now_ns(), lie);
+    let Side::Guest(lodging, _) = &liar.inner.side else { panic!("a guest") };
+    lodging.tell(liar.inner.index, liar.inner.serial, lie, now_ns()).unwrap();
+    let streams = [stage.stream(), stage.stream()];
+    assert_eq!(event.wait(&streams[0]).unwrap(), lie);
+    assert_eq!(honest.wait(&streams[1]).unwrap(), lie);
+    assert!(streams.iter().all(|stream| !stream.is_idle().unwrap()), "while it is there it may still come");
+    drop(liar);
+    streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+    for user in [&event, &honest] {
+        assert!(matches!(user.check(lie), Err(Error::EventLost { .. })));
+        assert!(user.check(last).unwrap());
+    }
+}
+
+#[test]
+fn a_place_that_guests_have_used_holds_a_new_event_for_them() {
+    let stage = Stage::new("places");
+    let keep = stage.create();
+    for round in 0..3 {
+        let event = stage.create();
+        let (guest, other) = (stage.guest(&event), stage.guest(&event));
+        assert!(matches!(guest.query(), Err(Error::EventNotRecorded { .. })), "round {round}");
+        event.record(&stage.stream()).unwrap();
+        guest.record(&stage.stream()).unwrap();
+        [&event, &guest, &other].iter().for_each(|user| user.synchronize(WAIT).unwrap());
+        drop((event, guest, other));
+    }
+    drop(keep);
 }

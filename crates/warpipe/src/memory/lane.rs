@@ -95,6 +95,11 @@ impl Lane {
         self.words().pid.store(std::process::id(), SeqCst);
     }
 
+    /// Says that it is whose the other is.
+    pub(crate) fn sign_as(&self, other: &Lane) {
+        self.words().pid.store(other.words().pid.load(SeqCst), SeqCst);
+    }
+
     pub(crate) fn verdict(&self, value: u64) -> Verdict {
         let word = self.words().word.load();
         if word < ENDED && word >= value {
@@ -124,7 +129,7 @@ impl Lane {
     }
 
     /// Raises it to `value` with the CPU, unless a stream has come further.
-    fn bring_up(&self, value: u64) {
+    pub(crate) fn bring_up(&self, value: u64) {
         let word = &self.words().word;
         for _ in 0..ATTEMPTS {
             let found = word.load();
