@@ -1,10 +1,12 @@
 //! Memory that arrays are made of: a received sample's, a loan's, what else the library has, or a copy on the host, and
 //! who uses it. **This module is marked for unsafe**: it copies from memory by address.
 
+use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 use warpipe::backend::DevicePtr;
 use warpipe::{Layout, LegacyMemory, Receipt, Sample, SlotHold};
 
@@ -39,7 +41,57 @@ pub enum Hold {
     /// Memory of another kind than a channel's.
     Held(Arc<Held>),
     /// A copy of our own.
-    Copy(Arc<[u8]>),
+    Copy(Arc<CopiedBytes>),
+}
+
+/// Bytes that arrays write: reached by address alone, since what Rust holds a reference to must not change under it.
+#[derive(Debug)]
+pub struct CopiedBytes {
+    /// Of a boxed slice.
+    bytes: NonNull<[u8]>,
+}
+
+// SAFETY: the memory is this value's own; who writes it through an array orders that as for any array.
+unsafe impl Send for CopiedBytes {}
+// SAFETY: as above.
+unsafe impl Sync for CopiedBytes {}
+
+impl CopiedBytes {
+    fn new(bytes: Vec<u8>) -> Arc<CopiedBytes> {
+        Arc::new(CopiedBytes { bytes: NonNull::from(Box::leak(bytes.into_boxed_slice())) })
+    }
+
+    /// The first byte, for reading and writing.
+    fn address(&self) -> DevicePtr {
+        self.bytes.as_ptr().expose_provenance() as DevicePtr
+    }
+
+    /// As they are now.
+    fn to_vec(&self) -> Vec<u8> {
+        let mut copy = Vec::with_capacity(self.bytes.len());
+        // SAFETY: so many bytes are there until drop, and the copy has room for them.
+        unsafe {
+            ptr::copy_nonoverlapping(self.bytes.as_ptr().cast(), copy.as_mut_ptr(), self.bytes.len());
+            copy.set_len(self.bytes.len());
+        }
+        copy
+    }
+
+    /// As an object of Python's.
+    pub fn to_python<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        PyBytes::new_with(py, self.bytes.len(), |bytes| {
+            // SAFETY: as long as what is there, and apart from it.
+            unsafe { ptr::copy_nonoverlapping(self.bytes.as_ptr().cast(), bytes.as_mut_ptr(), bytes.len()) };
+            Ok(())
+        })
+    }
+}
+
+impl Drop for CopiedBytes {
+    fn drop(&mut self) {
+        // SAFETY: leaked in `new`, taken back here only; every array that was made of it has gone.
+        drop(unsafe { Box::from_raw(self.bytes.as_ptr()) });
+    }
 }
 
 /// A received sample: released behind all who used it, when the last array made of it has gone. That may be on any
@@ -253,28 +305,29 @@ impl Memory {
         let layout = Layout::contiguous(copied.layout.dtype(), copied.layout.shape()).map_err(Fault::from)?;
         let rows = Rows::of(&copied.layout, copied.lowest);
         // SAFETY: a copy's bytes stay as long as its hold, and its layout was checked against their length.
-        let bytes: Arc<[u8]> = py.detach(|| unsafe { rows.to_vec() })?.into();
-        let lowest = bytes.as_ptr() as DevicePtr;
+        let bytes = CopiedBytes::new(py.detach(|| unsafe { rows.to_vec() })?);
+        let lowest = bytes.address();
         Ok(Memory { layout, address: lowest, lowest, hold: Hold::Copy(bytes), ..copied })
     }
 
     /// A copy on the host, once the data is complete.
     pub fn copied(&self, py: Python<'_>) -> PyResult<Memory> {
         self.settle(py)?;
-        let bytes: Arc<[u8]> = match &self.hold {
-            Hold::Copy(bytes) => bytes.clone(),
-            Hold::Sample(lent) => py.detach(|| lent.to_bytes())?.into(),
+        let bytes = match &self.hold {
+            Hold::Copy(bytes) => bytes.to_vec(),
+            Hold::Sample(lent) => py.detach(|| lent.to_bytes())?,
             Hold::Held(_) => {
                 let (device, lowest, bytes) = (&self.device, self.lowest, self.layout.bytes());
                 // SAFETY: the hold keeps the memory mapped, and the layout was checked against its length.
-                py.detach(|| unsafe { download(device, lowest, bytes) })?.into()
+                py.detach(|| unsafe { download(device, lowest, bytes) })?
             }
             Hold::Loan(_) => {
                 let next = "a loan is there to be written; receive it to read it, or use a framework's array of it";
                 return Err(Fault::Own("ExportError", format!("no copy of a loan: {next}")).into());
             }
         };
-        let lowest = bytes.as_ptr() as DevicePtr;
+        let bytes = CopiedBytes::new(bytes);
+        let lowest = bytes.address();
         let address = lowest + self.layout.offset();
         let device = warpipe::Device::host();
         Ok(Memory { layout: self.layout, address, lowest, device, read_only: false, hold: Hold::Copy(bytes) })

@@ -105,7 +105,7 @@ impl Holding {
     /// The elements as bytes in row-major order, copied, once nobody writes them any more.
     pub fn bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         match &self.memory()?.packed(py)?.hold {
-            Hold::Copy(bytes) => Ok(PyBytes::new(py, bytes)),
+            Hold::Copy(bytes) => bytes.to_python(py),
             _ => unreachable!("a copy is a copy"),
         }
     }
