@@ -170,11 +170,15 @@ impl Board {
     }
 }
 
-/// A process that is proven dead is a zombie until it is waited for.
+/// A process that is proven dead is about to be a zombie, or is one until it is waited for.
 fn is_alive(pid: u64) -> bool {
+    /// `PF_EXITING` of Linux: it runs no program any more.
+    const EXITING: u64 = 4;
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let state = stat.rsplit_once(") ").map_or("", |(_, rest)| rest).chars().next();
-    !matches!(state, None | Some('Z' | 'X'))
+    // After the name: state, parent, group, session, terminal, its group, flags.
+    let mut fields = stat.rsplit_once(") ").map_or("", |(_, rest)| rest).split(' ');
+    let (state, flags) = (fields.next().unwrap_or_default(), fields.nth(5).and_then(|flags| flags.parse::<u64>().ok()));
+    !matches!(state, "" | "Z" | "X") && flags.is_none_or(|flags| flags & EXITING == 0)
 }
 
 impl Drop for Board {
