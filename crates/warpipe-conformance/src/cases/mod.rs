@@ -11,6 +11,7 @@ mod fork;
 mod full;
 mod goodbye;
 mod handles;
+mod holes;
 mod layout;
 mod legacy;
 mod members;
@@ -110,6 +111,7 @@ pub fn all() -> Vec<Case> {
         goodbye::CASES,
         orphan::CASES,
         fault::CASES,
+        holes::CASES,
         full::CASES,
         reuse::CASES,
         model::CASES,

@@ -1,4 +1,4 @@
-//! What a peer does with timelines and events.
+//! What a peer does with timelines and events. **This module is marked for unsafe**: a hostile peer removes pages.
 
 use std::time::Duration;
 
@@ -59,6 +59,9 @@ pub enum SignalOrder {
     Query,
     /// Wait until the stream is done.
     Synchronize,
+    /// Remove every page of what is shared with others, through all mappings that there are (`MADV_REMOVE`). Answers with
+    /// how many pages could be removed.
+    RemovePages,
     /// Drop timelines and events; the stream and what it waits for stay.
     Close,
 }
@@ -114,6 +117,7 @@ impl Signals {
                 return Ok(Answer::Number(self.event()?.check(awaited)?.into()));
             }
             SignalOrder::Query => return Ok(Answer::Number(self.event()?.query()?.into())),
+            SignalOrder::RemovePages => return Ok(Answer::Number(remove_pages()?)),
             SignalOrder::Synchronize => self.stream.synchronize(PATIENCE)?,
             SignalOrder::Close => {
                 self.timeline = None;
@@ -139,4 +143,25 @@ impl Signals {
     fn event(&self) -> Result<&Event> {
         self.events.last().context("it has no event")
     }
+}
+
+/// The pages of segments and shared words that this process can take away from under those who share them.
+fn remove_pages() -> Result<u64> {
+    const PAGE: usize = 4096;
+    let maps = std::fs::read_to_string("/proc/self/maps")?;
+    let is_shared =
+        |line: &&str| ["/memfd:warpipe-link", "/memfd:warpipe-words"].iter().any(|name| line.contains(name));
+    let mut removed = 0;
+    for line in maps.lines().filter(is_shared) {
+        let (start, end) = line.split_once(' ').and_then(|(range, _)| range.split_once('-')).context("a mapping")?;
+        let (start, end) = (usize::from_str_radix(start, 16)?, usize::from_str_radix(end, 16)?);
+        for page in (start..end).step_by(PAGE) {
+            let page = std::ptr::with_exposed_provenance_mut(page);
+            // SAFETY: a shared mapping of words that the library reads as atomics alone; a page that is removed reads as
+            // zeros from then on.
+            let result = unsafe { rustix::mm::madvise(page, PAGE, rustix::mm::Advice::LinuxRemove) };
+            removed += u64::from(result.is_ok());
+        }
+    }
+    Ok(removed)
 }
