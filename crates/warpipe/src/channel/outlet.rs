@@ -49,6 +49,8 @@ pub(super) struct Outlet {
     pub(super) policy: Policy,
     /// The subscriber lives in this process.
     pub(super) is_local: bool,
+    /// The subscriber belongs to another user, who could do nothing else to this process.
+    pub(super) is_foreign: bool,
     pub(super) peer: Peer,
     pub(super) ring: SenderRing,
     pub(super) since: Instant,
@@ -119,6 +121,7 @@ impl Parts {
             phase: Phase::Attaching,
             policy,
             is_local: self.peer.is_own(),
+            is_foreign: self.peer.uid != rustix::process::geteuid().as_raw(),
             peer: self.peer,
             ring: self.ring,
             since: Instant::now(),

@@ -25,7 +25,10 @@ struct Liar {
 
 impl Liar {
     fn attach(scratch: &Scratch) -> Liar {
-        let socket = scratch.connection();
+        Liar::attach_by(scratch.connection())
+    }
+
+    fn attach_by(socket: OwnedFd) -> Liar {
         send_raw(&socket, &packet(&hello()), &[]).unwrap();
         let Received::Message(Message::Welcome { regions, .. }, fds) = hear(&socket) else { panic!("no welcome") };
         (0..regions).for_each(|_| assert!(matches!(hear(&socket), Received::Message(Message::Region { .. }, _))));
@@ -234,4 +237,32 @@ fn a_sample_whose_wait_or_release_fails_once_is_neither_lost_nor_kept() {
             assert!(matches!(sample.release(), Err(Error::Injected { .. })));
         }
     }
+}
+
+#[test]
+fn another_users_receiver_that_says_ready_and_released_gets_no_slot_lent_again_under_its_writer() {
+    const NOBODY: u32 = 65534;
+    let test = "another_users_receiver_that_says_ready_and_released_gets_no_slot_lent_again_under_its_writer";
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can become another user");
+        return;
+    }
+    alone(module_path!(), test, || {
+        let scratch = Scratch::new();
+        std::fs::set_permissions(&scratch.path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let all = Layout::bytes_only(2 << 20).unwrap();
+        let publisher = scratch
+            .publisher(|it| it.allow_uids(&[NOBODY]).depth(4).memory_limit(2 << 20).loan_timeout(Duration::ZERO));
+        let liar = Liar::attach_by(super::users::as_user(NOBODY, || scratch.connection()));
+        let stream = stream();
+        let (go, wait) = mpsc::channel::<()>();
+        let loan = publisher.loan(&all).unwrap();
+        stream.call(move || _ = wait.recv()).unwrap();
+        loan.send(&stream).unwrap();
+        liar.words.forge_end_of(1, 4);
+        assert!(matches!(publisher.loan(&all), Err(Error::MemoryLimit { .. })), "its writer has not begun");
+        drop(go);
+        stream.synchronize(LONG).unwrap();
+        eventually("it is lent again", || publisher.loan(&all).is_ok());
+    });
 }

@@ -37,6 +37,16 @@ fn stranger() {
     }
 }
 
+/// Runs `work` with another effective user: what connects meanwhile connects as that. In a process of one test.
+pub(super) fn as_user<T>(uid: u32, work: impl FnOnce() -> T) -> T {
+    // SAFETY: plain system calls; the caller's process has one test.
+    assert_eq!(unsafe { libc::seteuid(uid) }, 0);
+    let done = work();
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::seteuid(0) }, 0);
+    done
+}
+
 fn visit(test: &str, scratch: &Scratch, silent: bool) -> String {
     let mut command = command(module_path!(), test, "stranger");
     command.env("WARPIPE_HOSTILE_PATH", &scratch.path);

@@ -69,8 +69,11 @@ impl Core {
         let State { outlets, places, ops, .. } = &mut *state;
         ops.clear();
         ops.extend(places.iter().map(|place| outlets[place.index].ready_op(place.position)));
-        // Without a reader's word that says when the slot is done, its own word on the board does.
-        if self.history_stream.is_some() || state.places.is_empty() {
+        // Without a reader's word that says when the slot is done, its own word on the board does. So it does beside that
+        // of another user's reader, who can write `ready` and `released` as if sender and receiver had: for the price of a
+        // second operation on the device. A reader of this user could as well write this process's memory.
+        let is_foreign = |place: &Place| outlets[place.index].is_foreign;
+        if self.history_stream.is_some() || places.is_empty() || places.iter().any(is_foreign) {
             let value = self.next_fence();
             state.arena.fence(slot, value);
             state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
