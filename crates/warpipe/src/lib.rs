@@ -127,6 +127,7 @@ pub use event::{Event, EventHandle, EventHandleFault, Recording};
 pub use kernel::Kernel;
 pub use link::PeerState;
 pub use link::closer::pending_closes;
+pub use link::limits::PeerLimit;
 pub use members::{Change, Member, MemberInfo, Members, MembersBuilder};
 pub use memory::legacy::{LegacyHandle, LegacyMemory};
 pub use memory::{Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket};

@@ -67,6 +67,15 @@ pub(crate) fn let_descriptors_in(socket: BorrowedFd<'_>, yes: bool) -> bool {
 #[cfg(test)]
 pub(crate) static IS_OLD_KERNEL: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
 
+/// Bytes, counted with what the kernel needs for them, that were sent through this Unix socket and that its peer has not
+/// read: `ioctl(SIOCOUTQ)`. Descriptors that were sent stay in flight, and count for this user, until it is 0.
+pub(crate) fn unread_by_peer(socket: BorrowedFd<'_>) -> u32 {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the kernel writes one `int`, which lives across the call.
+    let code = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &mut bytes) };
+    if code == 0 { bytes.unsigned_abs() } else { 0 }
+}
+
 fn socket_option<T: Copy>(socket: BorrowedFd<'_>, option: libc::c_int, value: &mut T) -> Result<(), Errno> {
     let mut length = size_of::<T>() as libc::socklen_t;
     let pointer = std::ptr::from_mut(value).cast();

@@ -436,6 +436,10 @@ impl Keep for Door {
         self.show_out(desk, caller);
     }
 
+    fn holds(&self, _: &Caller) -> bool {
+        false
+    }
+
     fn gone(&self, desk: &Desk, caller: &Caller, _: Ending) {
         self.show_out(desk, caller);
     }

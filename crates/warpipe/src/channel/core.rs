@@ -29,6 +29,7 @@ use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::closer::PeerSocket;
 use crate::link::entry::{Description, Metadata};
+use crate::link::limits::{Seat, Seats};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::{Peer, ProcessId, Sign};
 use crate::link::proof::Streams;
@@ -89,6 +90,7 @@ pub(super) struct Core {
     /// All that have worked on the links or the board.
     streams: Arc<Streams>,
     greetings: Mutex<HashMap<u64, Greeting>>,
+    seats: Seats,
     next_id: AtomicU64,
     bell: Bell,
     board: Board,
@@ -151,6 +153,8 @@ struct Greeting {
     since: Instant,
     peer: Peer,
     socket: PeerSocket,
+    /// From its `Hello` on.
+    seat: Option<Seat>,
 }
 
 impl std::fmt::Debug for Core {
@@ -197,6 +201,7 @@ impl Core {
             fences: AtomicU64::new(0),
             streams: Arc::new(streams),
             greetings: Mutex::default(),
+            seats: Seats::new(options.limits),
             next_id: AtomicU64::new(1),
             bell,
             board,

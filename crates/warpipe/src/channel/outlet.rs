@@ -15,6 +15,7 @@ use crate::fork::PrivateFd;
 use crate::link::PeerState;
 use crate::link::closer::PeerSocket;
 use crate::link::entry::Description;
+use crate::link::limits::Seat;
 use crate::link::message::{self, Farewell, Message};
 use crate::link::peer::Peer;
 use crate::link::pulse::Pulse;
@@ -62,13 +63,15 @@ pub(super) struct Outlet {
     /// Releases seen completed; the subscriber counts those it has enqueued.
     releases_seen: u64,
     dropped: u64,
+    /// Its place among those that the publisher may have.
+    pub(super) seat: Option<Seat>,
     /// What it said in its greeting that it is.
     pub(super) generation: [u8; 16],
     /// The positions that were taken back when it left.
     pub(super) untaken: Vec<u64>,
     /// The subscriber is to be woken.
     sleeps: bool,
-    socket: PeerSocket,
+    pub(super) socket: PeerSocket,
     /// The segment's file, until the link is live.
     segment_fd: Option<PrivateFd>,
 }
@@ -130,6 +133,7 @@ impl Parts {
             in_flight: VecDeque::new(),
             releases_seen: 0,
             dropped: 0,
+            seat: None,
             generation: [0; 16],
             untaken: Vec::new(),
             sleeps: false,

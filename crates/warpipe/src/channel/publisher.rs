@@ -15,6 +15,7 @@ use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::link::PeerState;
 use crate::link::entry::Metadata;
+use crate::link::limits::PeerLimits;
 use crate::link::peer::Peer;
 use crate::link::segment::DEPTH_MAX;
 use crate::rendezvous::Kind;
@@ -73,7 +74,7 @@ pub struct PublisherBuilder {
     pub(super) memory_limit: u64,
     pub(super) loan_timeout: Duration,
     pub(super) evict_after: Option<Duration>,
-    pub(super) subscribers_max: u32,
+    pub(super) limits: PeerLimits,
     pub(super) handshake_timeout: Duration,
     /// Told who comes and goes; what is sent is kept so that it can be forwarded.
     pub(super) observer: Option<Arc<Observer>>,
@@ -95,7 +96,7 @@ impl PublisherBuilder {
             memory_limit: 4 << 30,
             loan_timeout: Duration::from_secs(5),
             evict_after: None,
-            subscribers_max: 256,
+            limits: PeerLimits::default(),
             handshake_timeout: super::HANDSHAKE_TIMEOUT,
             observer: None,
         }
@@ -157,9 +158,22 @@ impl PublisherBuilder {
         self
     }
 
-    /// The most subscribers at once: 256 by default.
+    /// The most subscribers at once: 256 by default. Counted from a subscriber's greeting until it has left and released
+    /// all it had, or is proven dead. Beyond it a newcomer gets [`HandshakeFault::Full`](crate::HandshakeFault::Full).
     pub fn subscribers_max(mut self, subscribers: u32) -> Self {
-        self.subscribers_max = subscribers;
+        self.limits.all = subscribers;
+        self
+    }
+
+    /// The most subscribers of each user other than the own one: 128 by default.
+    pub fn subscribers_per_user_max(mut self, subscribers: u32) -> Self {
+        self.limits.user = subscribers;
+        self
+    }
+
+    /// The most subscribers in each other process: 64 by default.
+    pub fn subscribers_per_process_max(mut self, subscribers: u32) -> Self {
+        self.limits.process = subscribers;
         self
     }
 

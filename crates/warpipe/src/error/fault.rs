@@ -123,6 +123,14 @@ pub enum HandshakeFault {
         /// The subscriber's device.
         subscriber: String,
     },
+    /// The other side has as many links as it may.
+    #[error("it has its {max} links {limit}; let one go, or raise the limit where it is built")]
+    Full {
+        /// Which limit.
+        limit: crate::PeerLimit,
+        /// How many.
+        max: u32,
+    },
     /// The other side refused.
     #[error("the peer refused: {0}")]
     Refused(String),

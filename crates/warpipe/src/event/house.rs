@@ -694,6 +694,10 @@ impl Keep for Rooms {
         }
     }
 
+    fn holds(&self, caller: &Caller) -> bool {
+        self.lock().slots.iter().any(|slot| slot.guests.contains_key(&caller.id))
+    }
+
     fn gone(&self, _: &Desk, caller: &Caller, ending: Ending) {
         let (raisers, shared) = self.lock().gone(caller.id, ending);
         self.unfollow(caller, raisers);

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::stage::{
     LONG, Random, Scratch, alone, descriptors, eventually, hear, name, packet, pipe, send_raw, settled_descriptors,
 };
+use crate::link::limits::PeerLimits;
 use crate::link::message::{Message, Received};
 use crate::rendezvous::{
     Address, Admission, Answer, BODY_BYTES_MAX, Caller, Desk, Ending, Keep, Keeper, Kind, Refusal, Visit, Visitor,
@@ -33,6 +34,10 @@ impl Keep for Book {
 
     fn suspect(&self, _: &Desk, _: &Caller) {
         self.suspects.fetch_add(1, SeqCst);
+    }
+
+    fn holds(&self, _: &Caller) -> bool {
+        true
     }
 
     fn gone(&self, _: &Desk, _: &Caller, _: Ending) {
@@ -163,12 +168,19 @@ fn a_visitor_that_does_not_read_is_put_out_and_holds_nobody_up() {
 #[test]
 fn a_full_keeper_says_so_and_a_crowd_of_mutes_keeps_nobody_out() {
     let scratch = Scratch::new();
-    let (_keeper, book) = open(&scratch, Admission { visitors_max: 2, ..Admission::default() });
+    let (_keeper, book) =
+        open(&scratch, Admission { limits: PeerLimits { all: 2, ..PeerLimits::default() }, ..Admission::default() });
     let mutes: Vec<OwnedFd> = (0..100).map(|_| scratch.connection()).collect();
     let first = attach(&scratch).unwrap();
     let second = attach(&scratch).unwrap();
     let refused = attach(&scratch).unwrap_err();
-    assert!(matches!(&refused, Error::Refused { text, .. } if text.contains("2 visitors")), "{refused}");
+    assert!(
+        matches!(
+            &refused,
+            Error::Handshake { fault: HandshakeFault::Full { limit: crate::PeerLimit::All, max: 2 }, .. }
+        ),
+        "{refused}"
+    );
     drop(first);
     eventually("one has left", || book.here.load(SeqCst) == 1);
     assert_answers(&attach(&scratch).unwrap());

@@ -284,3 +284,80 @@ fn memory_beyond_the_machine_or_the_limit_is_refused_and_the_rest_still_works() 
     drop(loans);
     assert_delivers(&publisher, &mut scratch.subscriber(), b"released");
 }
+
+#[test]
+fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
+    let test = "a_process_takes_its_own_share_of_the_links_and_leaves_the_rest";
+    if role().as_deref() == Some("crowd") {
+        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let builder = || Subscriber::builder("a").domain(&domain).device(&Device::host()).build();
+        let crowd: Vec<_> = (0..3).map(|_| builder().unwrap()).collect();
+        let fault = match builder() {
+            Err(Error::Handshake { fault, .. }) => fault,
+            other => panic!("{other:?}"),
+        };
+        println!("refused {fault:?}");
+        let _ = std::io::stdin().read_line(&mut String::new());
+        drop(crowd);
+        return;
+    }
+    let scratch = Scratch::new();
+    let publisher = scratch.publisher(|it| it.subscribers_per_process_max(3));
+    let start = || {
+        let mut command = command(module_path!(), test, "crowd");
+        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = Guarded(command.spawn().unwrap());
+        let lines = BufReader::new(process.0.stdout.take().unwrap()).lines();
+        let refused = lines.map_while(std::result::Result::ok).find(|line| line.contains("refused"));
+        (process, refused.unwrap())
+    };
+    let crowds = [start(), start()];
+    assert!(crowds.iter().all(|(_, refused)| refused.contains("Full { limit: Process, max: 3 }")), "{}", crowds[0].1);
+    assert_eq!(publisher.subscribers().len(), 6);
+    drop(crowds);
+    super::stage::eventually("a dead process's links are given back", || publisher.subscribers().is_empty());
+    drop(start());
+}
+
+#[test]
+fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
+    let test = "opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep";
+    if role().as_deref() == Some("client") {
+        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let device = Device::host();
+        let open = |name: &str| match name {
+            "pool" => crate::PoolClient::open(&domain, name, &device).map(drop),
+            "timeline" => crate::Timeline::open(&domain, name, &device).map(drop),
+            _ => crate::Semaphore::open(&domain, name, &device).map(drop),
+        };
+        let names = ["pool", "timeline", "turns"];
+        names.iter().for_each(|name| open(name).unwrap());
+        settled_descriptors();
+        leave_descriptors(2);
+        for name in names {
+            for _ in 0..300 {
+                let error = open(name).unwrap_err();
+                assert!(is_descriptor_limit(&error), "{name}: {error}");
+            }
+        }
+        println!("failed");
+        let _ = std::io::stdin().read_line(&mut String::new());
+        return;
+    }
+    alone(module_path!(), test, || {
+        let scratch = Scratch::new();
+        let device = Device::host();
+        let _pool = crate::Pool::builder("pool").domain(&scratch.domain).device(&device).build().unwrap();
+        let _timeline = crate::Timeline::create(&scratch.domain, "timeline", &device).unwrap();
+        let _turns = crate::Semaphore::create(&scratch.domain, "turns", &device, 1).unwrap();
+        let before = settled_descriptors();
+        let mut command = command(module_path!(), test, "client");
+        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut client = Guarded(command.spawn().unwrap());
+        let lines = BufReader::new(client.0.stdout.take().unwrap()).lines();
+        assert!(lines.map_while(std::result::Result::ok).any(|line| line.contains("failed")));
+        // The client lives, and its pipe is open.
+        super::stage::eventually("nothing of it is kept", || descriptors() <= before + 1);
+        drop(client);
+    });
+}

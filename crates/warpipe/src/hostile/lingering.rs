@@ -193,7 +193,11 @@ fn lingering_descriptors_hold_no_publisher_up() {
         drop((socket, fds));
         assert_all_goes_on(victim, &scratch, &publisher, &mut good);
         match IS_OLD_KERNEL.load(SeqCst) {
-            true => eventually("threads hang, and nobody else", || pending_closes() > 3),
+            true => eventually("a thread hangs, and nobody else", || {
+                // This test has the last copy of some, and closes that itself.
+                throw(scratch.connection(), b"nonsense", &mut thrown);
+                pending_closes() > 0
+            }),
             false if came == 0 => assert_eq!(pending_closes(), 0),
             false => println!("this kernel lets descriptors in"),
         }
@@ -217,6 +221,10 @@ impl Keep for Open {
         Ok(Answer { body: body.to_vec(), fds: vec![] })
     }
 
+    fn holds(&self, _: &Caller) -> bool {
+        true
+    }
+
     fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
 }
 
@@ -230,6 +238,10 @@ impl Keep for Quick {
 
     fn answer(&self, desk: &Desk, caller: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
         Open.answer(desk, caller, body)
+    }
+
+    fn holds(&self, _: &Caller) -> bool {
+        true
     }
 
     fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}

@@ -211,7 +211,7 @@ fn subscribers_above_the_limit_are_refused_and_places_come_back() {
     let mut three: Vec<_> = (0..3).map(|_| scratch.subscriber()).collect();
     let error = scratch.try_subscriber().unwrap_err();
     assert!(
-        matches!(&error, crate::Error::Handshake { fault: crate::HandshakeFault::Refused(why), .. } if why.contains("3")),
+        matches!(&error, crate::Error::Handshake { fault: crate::HandshakeFault::Full { max: 3, .. }, .. }),
         "{error}"
     );
     assert_delivers(&publisher, &mut three[0], b"still served");
@@ -235,4 +235,44 @@ fn a_policy_that_panics_costs_its_applicant_the_link_and_nobody_else() {
     angry.store(false, std::sync::atomic::Ordering::SeqCst);
     assert_delivers(&publisher, &mut scratch.subscriber(), b"the threads live on");
     assert!(publisher.subscribers().iter().all(|it| it.state != PeerState::Dead));
+}
+
+#[test]
+fn a_limit_of_one_admits_one_of_many_that_come_at_once() {
+    let scratch = Scratch::new();
+    let publisher = scratch.publisher(|it| it.subscribers_max(1));
+    let sockets: Vec<OwnedFd> = (0..32).map(|_| scratch.connection()).collect();
+    sockets.iter().for_each(|socket| send_raw(socket, &packet(&hello()), &[]).unwrap());
+    let answers: Vec<Received> = sockets.iter().map(hear).collect();
+    let welcomes = answers.iter().filter(|it| matches!(it, Received::Message(Message::Welcome { .. }, _))).count();
+    let full = Message::Full { limit: crate::PeerLimit::All, max: 1 };
+    let refusals = answers.iter().filter(|it| matches!(it, Received::Message(message, _) if *message == full)).count();
+    assert_eq!((welcomes, refusals), (1, 31));
+    drop((sockets, answers));
+    let mut next = None;
+    eventually("the place comes back", || {
+        next = scratch.try_subscriber().ok();
+        next.is_some()
+    });
+    assert_delivers(&publisher, &mut next.unwrap(), b"to the next");
+}
+
+#[test]
+fn a_link_whose_descriptors_nobody_reads_keeps_its_place_until_they_are_in_flight_no_more() {
+    use rustix::event::{PollFd, PollFlags, poll};
+    let scratch = Scratch::new();
+    let publisher = scratch.publisher(|it| it.subscribers_max(2).handshake_timeout(Duration::from_millis(200)));
+    let crowd: Vec<OwnedFd> = (0..2).map(|_| scratch.connection()).collect();
+    crowd.iter().for_each(|socket| send_raw(socket, &packet(&hello()), &[]).unwrap());
+    for socket in &crowd {
+        eventually("its time is over", || {
+            let mut ends = [PollFd::new(socket, PollFlags::RDHUP)];
+            poll(&mut ends, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() > 0
+        });
+    }
+    let error = scratch.try_subscriber().unwrap_err();
+    let full = matches!(&error, crate::Error::Handshake { fault: crate::HandshakeFault::Full { max: 2, .. }, .. });
+    assert!(full, "{error}");
+    drop(crowd);
+    assert_delivers(&publisher, &mut scratch.subscriber(), b"they were closed unread");
 }

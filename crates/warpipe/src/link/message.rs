@@ -16,6 +16,7 @@ use rustix::net::{
 use serde::{Deserialize, Serialize};
 
 use super::closer::{PeerFd, peek};
+use super::limits::PeerLimit;
 use super::segment::VERSION;
 use crate::backend::{Access, DeviceId};
 use crate::error::{Error, HandshakeFault, Result};
@@ -73,6 +74,8 @@ pub(crate) enum Message {
     /// Publisher with a history, once, before the subscriber's `Attached`: the words that say which slots are filled.
     /// Descriptor: their memory, to be read.
     Completions { bytes: u64 },
+    /// Publisher, instead of `Welcome`; keeper, instead of `Granted`: it has as many links as it may.
+    Full { limit: PeerLimit, max: u32 },
 }
 
 /// Why an end closes.
@@ -102,6 +105,7 @@ impl Message {
             Message::Answer { .. } => "Answer",
             Message::Declined { .. } => "Declined",
             Message::Completions { .. } => "Completions",
+            Message::Full { .. } => "Full",
         }
     }
 

@@ -6,6 +6,7 @@
 
 pub(crate) mod closer;
 pub(crate) mod entry;
+pub(crate) mod limits;
 pub(crate) mod message;
 pub(crate) mod peer;
 pub(crate) mod proof;

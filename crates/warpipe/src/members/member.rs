@@ -96,6 +96,10 @@ impl Keep for Heart {
         Err(Refusal("a member answers no questions".into()))
     }
 
+    fn holds(&self, _: &Caller) -> bool {
+        false
+    }
+
     fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
 
     fn tick(&self, _: &Desk, now_ns: u64) {

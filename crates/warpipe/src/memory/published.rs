@@ -178,6 +178,10 @@ impl Keep for Counter {
         Err(Refusal("there is nothing more to ask of memory".into()))
     }
 
+    fn holds(&self, _: &Caller) -> bool {
+        false
+    }
+
     fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
 
     fn is_quick(&self) -> bool {

@@ -108,6 +108,10 @@ impl Borrower {
         self.unused.is_empty() && self.next_pair >= PAIRS_MAX
     }
 
+    pub(super) fn has_blocks(&self) -> bool {
+        !self.open.is_empty()
+    }
+
     /// Whether it has left, with nothing.
     pub(super) fn is_done(&self) -> bool {
         self.is_leaving && self.open.is_empty()

@@ -76,7 +76,7 @@ impl PoolBuilder {
 
     /// The most peers at once: 256 by default.
     pub fn peers_max(mut self, peers: usize) -> Self {
-        self.admission.visitors_max = peers;
+        self.admission.limits.all = u32::try_from(peers).unwrap_or(u32::MAX);
         self
     }
 

@@ -33,6 +33,10 @@ impl Keep for Core {
         }
     }
 
+    fn holds(&self, caller: &Caller) -> bool {
+        self.lock().borrowers.get(&caller.id).is_some_and(Borrower::has_blocks)
+    }
+
     fn gone(&self, _: &Desk, caller: &Caller, ending: Ending) {
         let mut state = self.lock();
         match ending {

@@ -10,9 +10,10 @@ use rustix::io::Errno;
 
 use super::{Address, Admission, Answer, Caller, Ending, FDS_MAX, Keep, Kind, Refusal, UNASKED};
 use crate::domain::Claim;
-use crate::error::Result;
+use crate::error::{HandshakeFault, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::closer::{PeerFd, PeerSocket};
+use crate::link::limits::{Seat, Seats};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::{ORPHAN_TIMEOUT, Peer, Process, Sign};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
@@ -55,6 +56,7 @@ impl Keeper {
             name: at.name.to_string(),
             kind: at.kind,
             generation: new_generation(),
+            seats: Seats::new(admission.limits),
             admission,
             keep,
             me: me.clone(),
@@ -94,6 +96,8 @@ struct Guest {
     socket: Arc<PeerSocket>,
     peer: Peer,
     phase: Phase,
+    /// From its first words on.
+    seat: Option<Seat>,
 }
 
 enum Phase {
@@ -119,6 +123,7 @@ pub(crate) struct Desk {
     me: Weak<Desk>,
     watcher: Arc<Watcher>,
     guests: Mutex<HashMap<u64, Guest>>,
+    seats: Seats,
     next_id: AtomicU64,
     listener_watch: Mutex<Option<Watch>>,
     /// Out of descriptors: the listener is not watched until the next tick.
@@ -219,9 +224,6 @@ impl Desk {
         let mut guests = self.lock();
         let mutes: Vec<u64> =
             guests.iter().filter(|(_, g)| matches!(g.phase, Phase::Mute { .. })).map(|(id, _)| *id).collect();
-        if guests.len() - mutes.len() >= self.admission.visitors_max {
-            return refuse(socket.as_fd(), false, format!("it has its {} visitors", self.admission.visitors_max));
-        }
         if mutes.len() >= MUTES_MAX {
             // Who says nothing makes way for who may: a crowd of mutes keeps nobody out.
             let mute = mutes.iter().min().and_then(|oldest| guests.remove(oldest));
@@ -229,7 +231,7 @@ impl Desk {
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let phase = Phase::Mute { since: Instant::now() };
-        guests.insert(id, Guest { watches: Vec::new(), socket: Arc::new(socket), peer, phase });
+        guests.insert(id, Guest { watches: Vec::new(), socket: Arc::new(socket), peer, phase, seat: None });
         drop(guests);
         // Mostly it has said by now what it comes for: to hear that from the watcher would cost two threads' turns.
         if self.on_socket(id) == Next::Keep {
@@ -358,6 +360,14 @@ impl Desk {
         let mut guests = self.lock();
         let Some(guest) = guests.get_mut(&id) else { return Ok(None) };
         guest.peer.adopt(lifeline)?;
+        match self.seats.take(&guest.peer) {
+            Ok(seat) => guest.seat = Some(seat),
+            Err((limit, max)) => {
+                let full = HandshakeFault::Full { limit, max }.to_string();
+                let _ = message::send(guest.socket.as_fd(), &Message::Full { limit, max }, &[]);
+                return Err(Refusal(full));
+            }
+        }
         let signs = [(Sign::Suspect, SUSPECT), (Sign::Over(ORPHAN_TIMEOUT), OVER), (Sign::Proven, PROVEN)];
         for (sign, kind) in signs {
             guest.watches.push(guest.peer.watch(sign, &self.watched(), tag(id, kind))?);
@@ -378,6 +388,12 @@ impl Desk {
             Phase::Suspect(_) => drop(guests.insert(id, guest)),
             Phase::Present(ref caller) => {
                 let caller = caller.clone();
+                if !self.keep.holds(&caller) {
+                    drop(guests);
+                    self.seats.leave(guest.socket.clone(), guest.seat.take());
+                    self.keep.gone(self, &caller, Ending::Left);
+                    return Next::Stop;
+                }
                 guest.phase = Phase::Suspect(caller.clone());
                 let _ = rustix::net::shutdown(&*guest.socket, rustix::net::Shutdown::Both);
                 guests.insert(id, guest);
@@ -445,6 +461,7 @@ impl Watched for Desk {
         }
         let is_late = |guest: &Guest| matches!(guest.phase, Phase::Mute { since } if since.elapsed() > MUTE_TIMEOUT);
         self.lock().retain(|_, guest| !is_late(guest));
+        self.seats.settle();
         self.keep.tick(self, now_ns);
     }
 }
@@ -508,6 +525,10 @@ mod tests {
 
         fn answer(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
             Ok(Answer::default())
+        }
+
+        fn holds(&self, _: &Caller) -> bool {
+            true
         }
 
         fn gone(&self, _: &Desk, _: &Caller, ending: Ending) {

@@ -27,6 +27,7 @@ use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::PrivateFd;
 use crate::link::closer::PeerFd;
+use crate::link::limits::PeerLimits;
 
 /// The longest body of a message.
 pub(crate) const BODY_BYTES_MAX: usize = 768;
@@ -81,17 +82,11 @@ impl fmt::Display for Kind {
 }
 
 /// Who may come besides the keeper's own user, and how many.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Admission {
     pub(crate) uids: Vec<u32>,
     pub(crate) gids: Vec<u32>,
-    pub(crate) visitors_max: usize,
-}
-
-impl Default for Admission {
-    fn default() -> Admission {
-        Admission { uids: Vec::new(), gids: Vec::new(), visitors_max: 256 }
-    }
+    pub(crate) limits: PeerLimits,
 }
 
 impl Admission {
@@ -183,6 +178,10 @@ pub(crate) trait Keep: Send + Sync {
     /// it are to be rescued, and what its device may touch is not to be used again before it is [gone](Keep::gone). Also
     /// called when that is at once.
     fn orphaned(&self, _desk: &Desk, _caller: &Caller) {}
+
+    /// Whether a visitor whose socket has closed without a goodbye may still use something that it was given, so that it
+    /// counts, and is kept, until its process is proven dead. If not, it has left.
+    fn holds(&self, caller: &Caller) -> bool;
 
     /// A visit is over: called once for each who was admitted, unless the keeper ends first.
     fn gone(&self, desk: &Desk, caller: &Caller, ending: Ending);

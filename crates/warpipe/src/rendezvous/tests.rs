@@ -21,6 +21,10 @@ impl Keep for Echo {
         if body == b"no" { Err(Refusal("I will not".into())) } else { Ok(Answer { body: body.to_vec(), fds: vec![] }) }
     }
 
+    fn holds(&self, _: &Caller) -> bool {
+        true
+    }
+
     fn gone(&self, _: &Desk, _: &Caller, ending: Ending) {
         let _ = self.0.lock().unwrap().send(format!("{ending:?}"));
     }

@@ -127,6 +127,7 @@ impl Call {
             Received::Message(Message::Refused { denied: true, text }, _) => {
                 Err(Error::AccessDenied { name: name.clone(), detail: text })
             }
+            Received::Message(Message::Full { limit, max }, _) => Err(self.fault(HandshakeFault::Full { limit, max })),
             Received::Message(Message::Refused { text, .. }, _) => Err(Error::Refused { name: name.clone(), text }),
             Received::Message(Message::Bye(_), _) | Received::End => Err(self.fault(HandshakeFault::Closed)),
             Received::Message(other, _) => Err(self.fault(other.unexpected("Granted"))),
@@ -488,6 +489,10 @@ mod tests {
 
         fn answer(&self, _: &Desk, _: &Caller, _: &[u8]) -> std::result::Result<Answer, Refusal> {
             Ok(Answer::default())
+        }
+
+        fn holds(&self, _: &Caller) -> bool {
+            true
         }
 
         fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}

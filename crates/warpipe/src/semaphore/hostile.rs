@@ -30,6 +30,10 @@ impl Keep for Wrong {
         Err(Refusal("never".into()))
     }
 
+    fn holds(&self, _: &Caller) -> bool {
+        true
+    }
+
     fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
 }
 

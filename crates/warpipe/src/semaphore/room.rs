@@ -449,6 +449,14 @@ impl Room {
         }
     }
 
+    /// Whether `member` has a permit or a place, or is to signal something.
+    pub(super) fn has(&self, member: u32) -> bool {
+        let waits = |state: u64| phase_of(state) != FREE && member_of(state) == member;
+        (0..PLACES).any(|place| waits(self.place_state(place).load(SeqCst)))
+            || (0..self.permits).any(|permit| self.owner(permit).load(SeqCst) == u64::from(member))
+            || self.owes(member)
+    }
+
     /// Whether `member` is to signal something.
     pub(super) fn owes(&self, member: u32) -> bool {
         (0..self.permits).any(|permit| self.under_way(permit).any(|(_, signaller)| signaller == member))

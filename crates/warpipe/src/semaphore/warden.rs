@@ -164,6 +164,11 @@ impl Keep for Warden {
         }
     }
 
+    /// What its page says, which the process may go on to use only if it breaks the rules.
+    fn holds(&self, caller: &Caller) -> bool {
+        u32::try_from(caller.id).is_ok_and(|member| self.room.has(member))
+    }
+
     fn gone(&self, desk: &Desk, caller: &Caller, _ending: Ending) {
         // After a goodbye, too: a member says it only when its devices have signalled all that it promised.
         let mut present = self.present();

@@ -50,9 +50,6 @@ impl Core {
             return refuse(&socket, true, format!("uid {} is not on its list", peer.uid));
         }
         let mut greetings = self.greetings.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.lock().outlets.len() >= self.options.subscribers_max as usize {
-            return refuse(&socket, false, format!("it has its {} subscribers", self.options.subscribers_max));
-        }
         if greetings.len() >= GREETINGS_MAX {
             // Who says nothing makes way for who may: a crowd of mutes keeps nobody out.
             let oldest = greetings.keys().min().copied();
@@ -63,7 +60,9 @@ impl Core {
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         match self.watcher.watch(socket.as_fd(), &self.me, tag(id, SOCKET)) {
-            Ok(watch) => drop(greetings.insert(id, Greeting { watch, since: Instant::now(), peer, socket })),
+            Ok(watch) => {
+                drop(greetings.insert(id, Greeting { watch, since: Instant::now(), peer, socket, seat: None }))
+            }
             Err(error) => refuse(&socket, false, error),
         }
     }
@@ -76,17 +75,26 @@ impl Core {
         if matches!(received, Ok(Received::Nothing)) {
             return Next::Keep;
         }
-        let Some(greeting) = greetings.remove(&id) else { return Next::Stop };
+        let Some(mut greeting) = greetings.remove(&id) else { return Next::Stop };
         drop(greetings);
         match received {
             Ok(Received::Message(Message::Hello { device, generation, kind }, mut fds))
                 if kind == self.options.kind =>
             {
                 crate::os::let_descriptors_in(greeting.socket.as_fd(), false);
-                match message::take_lifeline(&mut fds).and_then(|lifeline| greeting.peer.adopt(lifeline)) {
-                    Ok(()) => self.attach_soon(id, greeting, device, generation),
-                    Err(fault) => refuse(&greeting.socket, false, fault),
+                let adopted = message::take_lifeline(&mut fds).and_then(|lifeline| greeting.peer.adopt(lifeline));
+                if let Err(fault) = adopted {
+                    refuse(&greeting.socket, false, fault);
+                    return Next::Stop;
                 }
+                match self.seats.take(&greeting.peer) {
+                    Ok(seat) => greeting.seat = Some(seat),
+                    Err((limit, max)) => {
+                        let _ = message::send(greeting.socket.as_fd(), &Message::Full { limit, max }, &[]);
+                        return Next::Stop;
+                    }
+                }
+                self.attach_soon(id, greeting, device, generation);
             }
             Ok(Received::Message(Message::Hello { .. } | Message::Visit { .. }, _)) => {
                 let message = Message::OtherKind { found: self.options.kind };
@@ -114,7 +122,7 @@ impl Core {
     /// Makes the link and sends it.
     fn attach(&self, id: u64, greeting: Greeting, device: DeviceId, generation: [u8; 16]) {
         let own = self.device.info().id;
-        let Greeting { watch, peer, socket, .. } = greeting;
+        let Greeting { watch, peer, socket, seat, .. } = greeting;
         drop(watch);
         if !share_memory(own, device) {
             let fault = HandshakeFault::Device { publisher: own.to_string(), subscriber: device.to_string() };
@@ -150,6 +158,7 @@ impl Core {
         {
             outlet.watches.extend([socket, suspect, proven]);
             outlet.generation = generation;
+            outlet.seat = seat;
             state.outlets.push(outlet);
         } else {
             self.watcher.bury(Box::new(outlet));
@@ -271,7 +280,7 @@ impl Core {
         outlet.watches.clear();
         // The segment alone: what waits for a stream must not keep descriptors.
         let segment = outlet.ring.segment().clone();
-        drop(outlet);
+        self.seats.leave(Arc::new(outlet.socket), outlet.seat);
         let mut past = self.past_signals();
         self.watcher.retire(move || if Arc::strong_count(&segment) > 1 { Usage::Held } else { past().into() });
     }
@@ -394,6 +403,7 @@ impl Watched for Core {
     }
 
     fn on_tick(&self, now_ns: u64) {
+        self.seats.settle();
         self.listen_again();
         let late = |since: Instant| since.elapsed() > self.options.handshake_timeout;
         self.greetings.lock().unwrap_or_else(PoisonError::into_inner).retain(|_, greeting| !late(greeting.since));

@@ -69,6 +69,9 @@ impl Greeter<'_> {
                     let (name, found) = (self.name.to_string(), found.to_string());
                     return Err(Error::OtherKind { name, wanted: self.kind, found });
                 }
+                Received::Message(Message::Full { limit, max }, _) => {
+                    return Err(self.fault(HandshakeFault::Full { limit, max }));
+                }
                 Received::Message(Message::Refused { text, .. }, _) => {
                     return Err(self.fault(HandshakeFault::Refused(text)));
                 }

@@ -1,0 +1,150 @@
+//! How many links others may have at once: in all, each user, each process. One user or process that takes all it can
+//! leaves room for the others, and cannot fill this user's descriptors in flight (`RLIMIT_NOFILE`, `unix(7)`).
+
+use std::collections::HashMap;
+use std::fmt;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use super::closer::PeerSocket;
+use super::peer::{Peer, ProcessId};
+use crate::os::unread_by_peer;
+
+/// Which limit of an endpoint a newcomer has met.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum PeerLimit {
+    /// That of all peers.
+    All,
+    /// That of all processes of one user other than the endpoint's own.
+    User,
+    /// That of one process.
+    Process,
+}
+
+impl fmt::Display for PeerLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            PeerLimit::All => "in all",
+            PeerLimit::User => "for each other user",
+            PeerLimit::Process => "for each process",
+        })
+    }
+}
+
+/// The limits of one endpoint.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PeerLimits {
+    pub(crate) all: u32,
+    pub(crate) user: u32,
+    pub(crate) process: u32,
+}
+
+impl Default for PeerLimits {
+    fn default() -> PeerLimits {
+        PeerLimits { all: 256, user: 128, process: 64 }
+    }
+}
+
+/// The links of one endpoint, counted.
+#[derive(Debug)]
+pub(crate) struct Seats {
+    limits: PeerLimits,
+    taken: Arc<Mutex<Taken>>,
+    /// Links that ended before their peers had read what was sent to them.
+    unread: Mutex<Vec<(Arc<PeerSocket>, Seat)>>,
+}
+
+#[derive(Debug, Default)]
+struct Taken {
+    all: u32,
+    users: HashMap<u32, u32>,
+    processes: HashMap<Process, u32>,
+}
+
+/// A process: whether it is known by its number alone, and that number or its pidfd's inode.
+type Process = (bool, u64);
+
+/// One link's place, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Seat {
+    taken: Arc<Mutex<Taken>>,
+    uid: u32,
+    process: Process,
+}
+
+impl Seats {
+    pub(crate) fn new(limits: PeerLimits) -> Seats {
+        Seats { limits, taken: Arc::default(), unread: Mutex::default() }
+    }
+
+    /// A place for a link to `peer`, or the limit that it has met, and what that is. Within this process and user only
+    /// the limits of others are none.
+    pub(crate) fn take(&self, peer: &Peer) -> Result<Seat, (PeerLimit, u32)> {
+        self.settle();
+        // Those that this PID namespace does not see, on kernels before 6.9, count as one.
+        let process = match peer.id {
+            ProcessId::Inode(inode) => (false, inode),
+            ProcessId::Number(pid) => (true, u64::from(pid.unsigned_abs())),
+        };
+        let uid = peer.uid;
+        let is_foreign = uid != rustix::process::geteuid().as_raw();
+        let is_other = !peer.is_own();
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_user = taken.users.get(&uid).copied().unwrap_or(0);
+        let of_process = taken.processes.get(&process).copied().unwrap_or(0);
+        let checks = [
+            (true, taken.all, PeerLimit::All, self.limits.all),
+            (is_foreign, of_user, PeerLimit::User, self.limits.user),
+            (is_other, of_process, PeerLimit::Process, self.limits.process),
+        ];
+        if let Some(&(_, _, limit, max)) = checks.iter().find(|(applies, count, _, max)| *applies && count >= max) {
+            return Err((limit, max));
+        }
+        taken.all += 1;
+        *taken.users.entry(uid).or_default() += 1;
+        *taken.processes.entry(process).or_default() += 1;
+        Ok(Seat { taken: self.taken.clone(), uid, process })
+    }
+}
+
+impl Seats {
+    /// A link is over. What its peer has not read stays in the peer's queue, with the descriptors, which count for this user:
+    /// so it keeps its place until the peer has read or closed.
+    pub(crate) fn leave(&self, socket: Arc<PeerSocket>, seat: Option<Seat>) {
+        let Some(seat) = seat else { return };
+        let _ = rustix::net::shutdown(&*socket, rustix::net::Shutdown::Both);
+        if unread_by_peer(socket.as_fd()) > 0 {
+            self.unread.lock().unwrap_or_else(PoisonError::into_inner).push((socket, seat));
+        }
+    }
+
+    /// Gives back the places of those who have read or closed by now.
+    pub(crate) fn settle(&self) {
+        let mut unread = self.unread.lock().unwrap_or_else(PoisonError::into_inner);
+        let read: Vec<_> = unread.extract_if(.., |(socket, _)| unread_by_peer(socket.as_fd()) == 0).collect();
+        drop(unread);
+        drop(read);
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        taken.all -= 1;
+        let Taken { users, processes, .. } = &mut *taken;
+        one_less(users, self.uid);
+        one_less(processes, self.process);
+    }
+}
+
+fn one_less<K: Eq + std::hash::Hash>(counts: &mut HashMap<K, u32>, key: K) {
+    if let Some(count) = counts.get_mut(&key) {
+        *count -= 1;
+        if *count == 0 {
+            counts.remove(&key);
+        }
+    }
+}
