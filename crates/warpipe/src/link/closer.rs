@@ -27,8 +27,8 @@ use crate::fork::{self, Home, PrivateFd};
 /// The most threads that may hang in `close`.
 pub(crate) const THREADS_MAX: usize = 16;
 
-/// How long a thread waits for more before it ends.
-const IDLE_MAX: Duration = Duration::from_secs(5);
+/// How long a thread waits for more before it ends: long enough for the sockets of one peer, short beside a process.
+const IDLE_MAX: Duration = Duration::from_millis(100);
 
 /// The most packets that are read to empty a socket before it is left to a thread.
 const UNREAD_MAX: usize = 64;
