@@ -9,6 +9,8 @@
 //! All paths are walked from the directory's own descriptor, which was opened and verified once
 //! (`O_DIRECTORY | O_NOFOLLOW`, owner, mode); nobody can swap the directory underneath.
 
+mod lock;
+
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -16,10 +18,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+use self::lock::{Cleared, is_owned, read_pid};
 use crate::error::{Error, Holder, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::closer::{Listener, PeerSocket};
@@ -30,18 +33,6 @@ pub const NAME_BYTES_MAX: usize = 80;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
-
-/// Claims are retried when a dying owner removes the lock file under us; more often than this is no accident.
-const CLAIM_TRIES: u32 = 64;
-
-/// The mode of a lock file.
-const LOCK_MODE: u32 = 0o600;
-
-/// A socket under a free lock that still answers after this is somebody else's.
-const LIVE_AFTER: Duration = Duration::from_millis(200);
-
-/// A lock that is still held after this, under a dead process's number, is not held to clear up.
-const CLEARED_AFTER: Duration = Duration::from_millis(600);
 
 /// A checked endpoint name.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -123,7 +114,7 @@ struct Inner {
 pub struct Endpoint {
     /// Its name.
     pub name: EndpointName,
-    /// Its living owner; `None` for what a dead process left.
+    /// Its living owner; `None` for what a dead process left. Of another user's endpoint, the process that listens there.
     pub holder: Option<Holder>,
 }
 
@@ -204,14 +195,15 @@ impl Domain {
     /// # Errors
     /// [`Error::Os`] when the directory cannot be read.
     pub fn clean(&self) -> Result<Vec<EndpointName>> {
-        let stale = self.endpoints()?.into_iter().filter(|endpoint| endpoint.holder.is_none());
-        Ok(stale.filter(|endpoint| self.clear_name(&endpoint.name)).map(|endpoint| endpoint.name).collect())
+        let mut names = self.names()?;
+        names.retain(|name| self.clear_name(name));
+        Ok(names)
     }
 
     /// Removes what one dead endpoint left. False while it is held: by the living, or for a moment by one who dies, whose
     /// sockets may be seen to close before his lock is free.
     pub(crate) fn forget(&self, name: &EndpointName) -> bool {
-        !matches!(self.lock(name, Taker::Cleaner), Err(Error::NameTaken { .. }))
+        self.clear_up(name) != Cleared::Held
     }
 
     /// Removes what one dead process left; what it wrote into its lock files says what that is. A number that lies, or
@@ -224,9 +216,9 @@ impl Domain {
 
     /// The endpoints that a process has written its number into, and does not hold any more.
     fn left_by(&self, pid: i32) -> Result<Vec<EndpointName>> {
-        let is_left = |name: &EndpointName| match self.open_lock(name) {
-            Some(lock) => read_pid(&lock) == Some(pid) && !os::ofd_is_locked(lock.as_fd()).unwrap_or(true),
-            None => false,
+        let is_left = |name: &EndpointName| {
+            let lock = self.open_lock(name, OFlags::RDONLY);
+            lock.is_ok_and(|lock| read_pid(&lock) == Some(pid) && !is_owned(&lock))
         };
         Ok(self.names()?.into_iter().filter(is_left).collect())
     }
@@ -239,9 +231,9 @@ impl Domain {
         Ok(names)
     }
 
-    /// Removes what a dead owner of `name` left; false if it is held, or is not ours.
+    /// Removes what a dead owner of `name` left; whether this call did. Nothing is removed that is held, or not ours.
     pub(crate) fn clear_name(&self, name: &EndpointName) -> bool {
-        self.lock(name, Taker::Cleaner).is_ok()
+        self.clear_up(name) == Cleared::Removed
     }
 
     /// The endpoints, living or not, whose name is `prefix` and one further part or piece of a part.
@@ -263,27 +255,35 @@ impl Domain {
         Ok(files)
     }
 
-    /// Who holds a name, if anybody does.
+    /// Who holds a name, if anybody does. Where another user's lock file may not be read, its socket tells.
     pub(crate) fn holder(&self, name: &EndpointName) -> Option<Holder> {
-        let lock = self.open_lock(name)?;
-        // Asked, not tried: a lock taken for a look could cost a publisher that starts meanwhile its name.
-        os::ofd_is_locked(lock.as_fd()).unwrap_or(false).then(|| Holder { pid: read_pid(&lock) })
+        match self.open_lock(name, OFlags::RDONLY) {
+            Ok(lock) => is_owned(&lock).then(|| Holder { pid: read_pid(&lock) }),
+            Err(Errno::ACCESS | Errno::PERM) => self.listener_of(name),
+            Err(_) => None,
+        }
     }
 
-    fn open_lock(&self, name: &EndpointName) -> Option<PrivateFd> {
-        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let file = name.file("", ".lock");
-        PrivateFd::open(|| rustix::fs::openat(&self.inner.directory, file, flags, Mode::empty())).ok()
+    /// Who listens under a name. A socket that may not be connected to is not proven dead.
+    fn listener_of(&self, name: &EndpointName) -> Option<Holder> {
+        match self.dial(&name.file("", ".sock")) {
+            Ok(socket) => {
+                let pid = os::peer_credentials(socket.as_fd()).ok().map(|peer| peer.pid);
+                Some(Holder { pid: pid.filter(|&pid| pid > 0) })
+            }
+            Err(Errno::CONNREFUSED | Errno::NOENT) => None,
+            Err(_) => Some(Holder { pid: None }),
+        }
     }
 
     /// The process that wrote itself last into the lock file of `name`, whether it lives or not.
     pub(crate) fn last_holder(&self, name: &EndpointName) -> Option<i32> {
-        read_pid(&self.open_lock(name)?)
+        read_pid(&self.open_lock(name, OFlags::RDONLY).ok()?)
     }
 
     /// Takes `name` for this process: its lock, and a listening socket under it.
     pub(crate) fn claim(&self, name: &EndpointName, open_to_others: bool) -> Result<Claim> {
-        let lock = self.lock(name, Taker::Owner)?;
+        let lock = self.lock(name)?;
         let listener = self.listen(name, if open_to_others { 0o666 } else { 0o600 })?;
         Ok(Claim {
             listener,
@@ -293,104 +293,6 @@ impl Domain {
             home: Home::here(),
             is_withdrawn: AtomicBool::new(false),
         })
-    }
-
-    /// Takes the lock of `name` and clears away what its dead owner left.
-    fn lock(&self, name: &EndpointName, taker: Taker) -> Result<Locked> {
-        let file = name.file("", ".lock");
-        let start = Instant::now();
-        let mut backoff = crate::stream::Backoff::default();
-        let mut tries = 0..CLAIM_TRIES;
-        while tries.next().is_some() {
-            let lock = match self.try_lock(name, &file, taker) {
-                Ok(Some(lock)) => lock,
-                Ok(None) => continue,
-                // Locked, and by the word of the file its owner is dead: somebody clears up after it, and is soon done.
-                Err(Error::NameTaken { holder: Holder { pid: Some(pid) }, .. })
-                    if matches!(taker, Taker::Owner) && start.elapsed() < CLEARED_AFTER && is_gone(pid) =>
-                {
-                    tries = 0..CLAIM_TRIES;
-                    backoff.pause();
-                    continue;
-                }
-                Err(error) => return Err(error),
-            };
-            let locked = Locked { fd: Some(lock), domain: self.clone(), file };
-            self.clear(name)?;
-            return Ok(locked);
-        }
-        Err(Error::NameTaken { name: name.to_string(), holder: Holder { pid: None } })
-    }
-
-    /// One try; `None` when the file was removed between opening and locking it.
-    fn try_lock(&self, name: &EndpointName, file: &str, taker: Taker) -> Result<Option<PrivateFd>> {
-        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let mode = Mode::from_raw_mode(LOCK_MODE);
-        let lock = match PrivateFd::open(|| rustix::fs::openat(&self.inner.directory, file, flags, mode)) {
-            Ok(fd) => fd,
-            Err(Errno::LOOP) => return Err(self.foreign(file, "a symlink")),
-            Err(Errno::ISDIR) => return Err(self.foreign(file, "a directory")),
-            Err(Errno::NXIO) => return Err(self.foreign(file, "a socket")),
-            Err(error) => return Err(Error::os("openat", self.shown(file), error)),
-        };
-        let stat = rustix::fs::fstat(&lock).map_err(|e| Error::os("fstat", self.shown(file), e))?;
-        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-            return Err(self.foreign(file, "no regular file"));
-        }
-        match ofd_lock(&lock) {
-            Ok(()) => {}
-            Err(Errno::AGAIN | Errno::ACCESS) => {
-                return Err(Error::NameTaken { name: name.to_string(), holder: Holder { pid: read_pid(&lock) } });
-            }
-            Err(error) => return Err(Error::os("fcntl(F_OFD_SETLK)", self.shown(file), error)),
-        }
-        let same = rustix::fs::statat(&self.inner.directory, file, AtFlags::SYMLINK_NOFOLLOW)
-            .is_ok_and(|now| (now.st_dev, now.st_ino) == (stat.st_dev, stat.st_ino));
-        if !same {
-            return Ok(None);
-        }
-        // Only now, when nobody of ours can be about to write it.
-        if !is_our_lock(&lock, &stat) {
-            return Err(self.foreign(file, "a file with somebody else's contents"));
-        }
-        if let Taker::Owner = taker {
-            write_pid(&lock).map_err(|e| Error::os("pwrite", self.shown(file), e))?;
-        }
-        Ok(Some(lock))
-    }
-
-    /// Removes a dead owner's sockets. The lock is held, so no living owner of ours can be there.
-    fn clear(&self, name: &EndpointName) -> Result<()> {
-        for file in [name.file("", ".sock"), name.file(".", ".new")] {
-            let kind = match rustix::fs::statat(&self.inner.directory, &file, AtFlags::SYMLINK_NOFOLLOW) {
-                Err(_) => continue,
-                Ok(stat) => FileType::from_raw_mode(stat.st_mode),
-            };
-            match kind {
-                FileType::Socket if self.is_dead(&file) => self.unlink(&file),
-                FileType::Socket => return Err(self.foreign(&file, "a live socket of another program")),
-                FileType::Fifo => return Err(self.foreign(&file, "a FIFO")),
-                FileType::Symlink => return Err(self.foreign(&file, "a symlink")),
-                FileType::Directory => return Err(self.foreign(&file, "a directory")),
-                _ => return Err(self.foreign(&file, "a regular file")),
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether nobody listens on a socket. One that answers is asked again for a while: a child that its dead owner
-    /// had just forked holds it open until it calls `exec`.
-    fn is_dead(&self, file: &str) -> bool {
-        let start = Instant::now();
-        let mut backoff = crate::stream::Backoff::default();
-        loop {
-            match self.dial(file) {
-                Err(Errno::CONNREFUSED) => return true,
-                // It answers, or is of another type, or its backlog is full.
-                _ if start.elapsed() > LIVE_AFTER => return false,
-                _ => backoff.pause(),
-            }
-        }
     }
 
     /// A listening socket under `name`, which appears there ready to be connected to.
@@ -482,47 +384,6 @@ impl Domain {
     }
 }
 
-/// What a lock is taken for.
-#[derive(Debug, Clone, Copy)]
-enum Taker {
-    /// To have the name.
-    Owner,
-    /// To remove what is left of it. The file still says who left it.
-    Cleaner,
-}
-
-/// Whether a process is proven dead: there is none of that number, or it has ended and its parent has not looked yet.
-fn is_gone(pid: i32) -> bool {
-    use rustix::process::{Pid, PidfdFlags, pidfd_open};
-    match Pid::from_raw(pid).map(|pid| PrivateFd::open(|| pidfd_open(pid, PidfdFlags::empty()))) {
-        Some(Ok(pidfd)) => crate::link::message::wait_readable(pidfd.as_fd(), Duration::ZERO),
-        Some(Err(error)) => error == Errno::SRCH,
-        None => false,
-    }
-}
-
-/// The lock of a name, removed with its file unless it is kept.
-struct Locked {
-    fd: Option<PrivateFd>,
-    domain: Domain,
-    file: String,
-}
-
-impl Locked {
-    fn disarm(mut self) -> PrivateFd {
-        self.fd.take().expect("present until disarmed")
-    }
-}
-
-impl Drop for Locked {
-    fn drop(&mut self) {
-        // The file goes while the lock is held: who opened it meanwhile sees that it is another file by now.
-        if self.fd.is_some() {
-            self.domain.unlink(&self.file);
-        }
-    }
-}
-
 /// A name held by this process: its lock, and the socket that listens under it. Dropping gives the name up.
 #[derive(Debug)]
 pub(crate) struct Claim {
@@ -556,34 +417,4 @@ impl Drop for Claim {
 fn seqpacket() -> std::result::Result<PrivateFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     PrivateFd::open(|| rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None))
-}
-
-/// `fcntl(F_OFD_SETLK)`: a write lock on the whole file, owned by the open file and not by the process.
-fn ofd_lock(fd: &impl AsFd) -> std::result::Result<(), Errno> {
-    os::ofd_write_lock(fd.as_fd())
-}
-
-/// What a lock file begins with; its owner's pid follows.
-const LOCK_MARK: &str = "warpipe ";
-
-/// The longest lock file: the mark, a pid, the end of the line.
-const LOCK_BYTES_MAX: usize = 32;
-
-fn write_pid(fd: &PrivateFd) -> std::result::Result<(), Errno> {
-    // Always as long as before, so that no death leaves a mixture that is nobody's.
-    let text = format!("{LOCK_MARK}{:<10}\n", std::process::id());
-    rustix::io::pwrite(fd, text.as_bytes(), 0).map(drop)
-}
-
-fn read_pid(fd: &PrivateFd) -> Option<i32> {
-    let mut text = [0u8; LOCK_BYTES_MAX + 1];
-    let length = rustix::io::pread(fd, &mut text, 0).ok()?;
-    let text = std::str::from_utf8(&text[..length]).ok().filter(|text| text.len() <= LOCK_BYTES_MAX)?;
-    text.strip_prefix(LOCK_MARK)?.trim_end().parse().ok().filter(|&pid| pid > 0)
-}
-
-/// Whether a lock file says that it is ours, or is one that its maker did not live to write.
-fn is_our_lock(fd: &PrivateFd, stat: &rustix::fs::Stat) -> bool {
-    let is_unwritten = stat.st_size == 0 && stat.st_mode & 0o7777 & !LOCK_MODE == 0;
-    is_unwritten || read_pid(fd).is_some()
 }

@@ -4,27 +4,30 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use rustix::io::Errno;
 
-/// `fcntl(fd, F_OFD_SETLK)` with a write lock over the whole file: it belongs to the open file description, so it
-/// ends with the last descriptor of its owner, however that dies. `fcntl_locking(2)`.
-pub(crate) fn ofd_write_lock(fd: BorrowedFd<'_>) -> Result<(), Errno> {
-    // SAFETY: `flock` is plain data, for which zeros are valid (l_pid must be 0 for OFD locks).
-    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
-    lock.l_type = libc::F_WRLCK as _;
-    lock.l_whence = libc::SEEK_SET as _;
+/// `fcntl(fd, F_OFD_SETLK)` with a write lock on one byte: it belongs to the open file description, so it ends with the
+/// last descriptor of its owner, however that dies. `fcntl_locking(2)`.
+pub(crate) fn ofd_write_lock(fd: BorrowedFd<'_>, byte: u8) -> Result<(), Errno> {
+    let lock = write_lock(byte);
     // SAFETY: F_OFD_SETLK reads one `flock`, which lives across the call.
     let code = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &lock) };
     if code == 0 { Ok(()) } else { Err(last_error()) }
 }
 
-/// Whether anybody holds a lock on the file: `fcntl(fd, F_OFD_GETLK)`. Takes none.
-pub(crate) fn ofd_is_locked(fd: BorrowedFd<'_>) -> Result<bool, Errno> {
-    // SAFETY: as in `ofd_write_lock`.
-    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
-    lock.l_type = libc::F_WRLCK as _;
-    lock.l_whence = libc::SEEK_SET as _;
+/// Whether anybody else holds a lock on that byte: `fcntl(fd, F_OFD_GETLK)`. Takes none.
+pub(crate) fn ofd_is_locked(fd: BorrowedFd<'_>, byte: u8) -> Result<bool, Errno> {
+    let mut lock = write_lock(byte);
     // SAFETY: F_OFD_GETLK reads and writes one `flock`, which lives across the call.
     let code = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &mut lock) };
     if code == 0 { Ok(lock.l_type != libc::F_UNLCK as libc::c_short) } else { Err(last_error()) }
+}
+
+fn write_lock(byte: u8) -> libc::flock {
+    // SAFETY: `flock` is plain data, for which zeros are valid (l_pid must be 0 for OFD locks).
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = libc::F_WRLCK as _;
+    lock.l_whence = libc::SEEK_SET as _;
+    (lock.l_start, lock.l_len) = (byte.into(), 1);
+    lock
 }
 
 /// Who is at the other end of a connected Unix socket: `getsockopt(SO_PEERCRED)`, `unix(7)`.

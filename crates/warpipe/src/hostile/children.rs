@@ -23,7 +23,7 @@ const FILES: usize = 200;
 /// One of them.
 fn driver_file(flags: MemfdFlags) -> OwnedFd {
     let file = rustix::fs::memfd_create(c"/dev/nvidia-uvm", flags).unwrap();
-    os::ofd_write_lock(file.as_fd()).unwrap();
+    os::ofd_write_lock(file.as_fd(), 0).unwrap();
     file
 }
 
@@ -95,7 +95,7 @@ impl Parent {
 
     /// How many of the files are open in any process.
     fn locked(&self) -> usize {
-        self.files.iter().filter(|file| os::ofd_is_locked(file.as_fd()).unwrap()).count()
+        self.files.iter().filter(|file| os::ofd_is_locked(file.as_fd(), 0).unwrap()).count()
     }
 
     fn has_ended(&self, seconds: i64) -> bool {

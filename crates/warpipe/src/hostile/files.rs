@@ -222,3 +222,69 @@ fn a_build_that_fails_behind_the_claim_leaves_no_file_and_no_descriptor() {
         assert_delivers(&build(&scratch).unwrap(), &mut scratch.subscriber(), b"after all");
     });
 }
+
+/// What a dead publisher leaves, as far as nothing of that is there.
+fn leave_dead(scratch: &Scratch) -> std::io::Result<()> {
+    fs::write(scratch.path.join("a.lock"), "warpipe 999999999 \n")?;
+    UnixListener::bind(scratch.path.join("a.sock")).map(drop)
+}
+
+#[test]
+fn who_clears_up_never_costs_a_publisher_its_name() {
+    let scratch = Scratch::new();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                let domain = crate::Domain::at(&scratch.path).unwrap();
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    domain.clean().unwrap();
+                    domain.forget(&name());
+                }
+            });
+        }
+        let claim = |round| {
+            if round % 3 == 0 {
+                let _ = leave_dead(&scratch);
+            }
+            let _claim = scratch.domain.claim(&name(), false)?;
+            scratch.domain.connect(&name(), super::stage::LONG).map(drop)
+        };
+        let claims: Vec<crate::Result<()>> = (0..300).map(claim).collect();
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+        claims.into_iter().collect::<crate::Result<Vec<()>>>().unwrap();
+    });
+}
+
+#[test]
+fn of_those_who_clean_one_reports_what_it_removed() {
+    let scratch = Scratch::new();
+    for round in 0..100 {
+        leave_dead(&scratch).unwrap();
+        let barrier = Barrier::new(4);
+        let clean = || {
+            let domain = crate::Domain::at(&scratch.path).unwrap();
+            barrier.wait();
+            domain.clean().unwrap().len()
+        };
+        let removed: usize = std::thread::scope(|scope| {
+            let cleaners: Vec<_> = (0..4).map(|_| scope.spawn(clean)).collect();
+            cleaners.into_iter().map(|cleaner| cleaner.join().unwrap()).sum()
+        });
+        assert_eq!(removed, 1, "round {round}");
+        assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 0, "round {round}");
+    }
+}
+
+#[test]
+fn a_look_that_finds_nothing_makes_nothing() {
+    let scratch = Scratch::new();
+    assert!(scratch.domain.forget(&name()));
+    assert!(!scratch.domain.clear_name(&name()));
+    assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 0);
+    // Without a lock nobody can tell whether its next owner is just about to come.
+    drop(UnixListener::bind(scratch.path.join("a.sock")).unwrap());
+    assert!(scratch.domain.clean().unwrap().is_empty());
+    assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 1);
+    assert_delivers(&build(&scratch).unwrap(), &mut scratch.subscriber(), b"cleared by its next owner");
+}

@@ -97,6 +97,38 @@ fn another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list()
 }
 
 #[test]
+fn another_users_living_endpoint_is_not_shown_as_stale() {
+    let test = "another_users_living_endpoint_is_not_shown_as_stale";
+    if role().as_deref() == Some("stranger") {
+        // SAFETY: plain system calls; this process has one test and no other thread that minds.
+        assert_eq!(unsafe { [libc::setgid(NOBODY), libc::setuid(NOBODY)] }, [0, 0]);
+        let domain = Domain::of_user(std::env::var("WARPIPE_HOSTILE_PATH").unwrap(), 0).unwrap();
+        let holders = domain.endpoints().unwrap().into_iter().map(|endpoint| (endpoint.name, endpoint.holder));
+        let holders: Vec<_> = holders.map(|(name, holder)| (name.to_string(), holder.map(|it| it.pid))).collect();
+        assert!(domain.clean().unwrap().is_empty(), "none of them is its to clean");
+        return println!("outcome: {holders:?}");
+    }
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can become another user");
+        return;
+    }
+    let scratch = Scratch::new();
+    std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
+    let builder = |name| crate::Publisher::builder(name).domain(&scratch.domain).device(&Device::host());
+    let _open = builder("a").allow_uids(&[NOBODY]).build().unwrap();
+    let _closed = builder("b").build().unwrap();
+    let dead = std::os::unix::net::UnixListener::bind(scratch.path.join("c.sock"));
+    std::fs::set_permissions(scratch.path.join("c.sock"), Permissions::from_mode(0o666)).unwrap();
+    drop(dead.unwrap());
+    std::fs::write(scratch.path.join("c.lock"), "warpipe 999999999 \n").unwrap();
+    std::fs::set_permissions(scratch.path.join("c.lock"), Permissions::from_mode(0o600)).unwrap();
+    let own = std::process::id();
+    // Of one that may not be connected to nothing is proven, and so it is not called stale.
+    let seen = format!("[(\"a\", Some(Some({own}))), (\"b\", Some(None)), (\"c\", None)]");
+    assert_eq!(visit(test, &scratch, false), seen);
+}
+
+#[test]
 fn a_publisher_of_another_user_in_a_domain_of_mine_is_not_trusted() {
     let test = "a_publisher_of_another_user_in_a_domain_of_mine_is_not_trusted";
     if !rustix::process::geteuid().is_root() {

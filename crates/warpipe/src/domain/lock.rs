@@ -1,0 +1,272 @@
+//! The lock of a name: who has it, and who may remove what a dead owner left.
+//!
+//! `NAME.lock` has two bytes that are locked (`fcntl(F_OFD_SETLK)`), and a lock ends with its holder's last descriptor:
+//!
+//! * [`OWNER`] is locked by the owner for as long as it has the name. It is the only one whose lock means that a name
+//!   is taken.
+//! * [`CLEARING`] is locked by whoever removes files. A cleaner takes it for a moment, and removes nothing while somebody
+//!   has the other one, which it never takes. A new owner takes its own byte first, so that no further cleaner begins,
+//!   and then waits for this one and keeps it.
+//!
+//! So no cleaner costs an owner its name, and none removes the files of one that lives. A cleaner opens what is there and
+//! makes nothing.
+
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
+use rustix::io::Errno;
+
+use super::{Domain, EndpointName};
+use crate::error::{Error, Holder, Result};
+use crate::fork::PrivateFd;
+use crate::os::{ofd_is_locked, ofd_write_lock};
+use crate::stream::Backoff;
+
+/// The bytes that are locked; see the [module](self).
+const OWNER: u8 = 0;
+const CLEARING: u8 = 1;
+
+/// Claims are retried when a dying owner or a cleaner removes the lock file under us; more often than this is no accident.
+const CLAIM_TRIES: u32 = 64;
+
+/// How long a cleaner is waited for, which may be stopped in the middle of it.
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The mode of a lock file: who may read it could lock it.
+const LOCK_MODE: u32 = 0o600;
+
+/// A socket under a free lock that still answers after this is somebody else's.
+const LIVE_AFTER: Duration = Duration::from_millis(200);
+
+/// What a lock file begins with; its owner's pid follows.
+const LOCK_MARK: &str = "warpipe ";
+
+/// The longest lock file: the mark, a pid, the end of the line.
+const LOCK_BYTES_MAX: usize = 32;
+
+/// What became of an attempt to remove what a dead owner left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Cleared {
+    /// It is removed, by this call.
+    Removed,
+    /// Somebody has the name, or is removing it: the living, or for a moment one who dies.
+    Held,
+    /// There is nothing that is proven to be a dead owner's.
+    Nothing,
+}
+
+/// The lock of a name, removed with its file unless it is kept.
+pub(super) struct Locked {
+    fd: Option<PrivateFd>,
+    domain: Domain,
+    file: String,
+}
+
+impl Locked {
+    pub(super) fn disarm(mut self) -> PrivateFd {
+        self.fd.take().expect("present until disarmed")
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        // The file goes while the lock is held: who opened it meanwhile sees that it is another file by now.
+        if self.fd.is_some() {
+            self.domain.unlink(&self.file);
+        }
+    }
+}
+
+impl Domain {
+    /// Takes the lock of `name` for its next owner, and clears away what a dead one left.
+    pub(super) fn lock(&self, name: &EndpointName) -> Result<Locked> {
+        let file = name.file("", ".lock");
+        for _ in 0..CLAIM_TRIES {
+            if let Some(lock) = self.try_lock(name, &file)? {
+                let locked = Locked { fd: Some(lock), domain: self.clone(), file };
+                self.clear(name)?;
+                return Ok(locked);
+            }
+        }
+        Err(Error::NameTaken { name: name.to_string(), holder: Holder { pid: None } })
+    }
+
+    /// One try; `None` when the file was removed between opening and locking it.
+    fn try_lock(&self, name: &EndpointName, file: &str) -> Result<Option<PrivateFd>> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let mode = Mode::from_raw_mode(LOCK_MODE);
+        let lock = match PrivateFd::open(|| rustix::fs::openat(&self.inner.directory, file, flags, mode)) {
+            Ok(fd) => fd,
+            Err(Errno::LOOP) => return Err(self.foreign(file, "a symlink")),
+            Err(Errno::ISDIR) => return Err(self.foreign(file, "a directory")),
+            Err(Errno::NXIO) => return Err(self.foreign(file, "a socket")),
+            Err(error) => return Err(Error::os("openat", self.shown(file), error)),
+        };
+        let stat = rustix::fs::fstat(&lock).map_err(|e| Error::os("fstat", self.shown(file), e))?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(self.foreign(file, "no regular file"));
+        }
+        if !self.try_byte(&lock, OWNER, file)? {
+            if !self.leads_to(file, &stat) {
+                return Ok(None);
+            }
+            return Err(Error::NameTaken { name: name.to_string(), holder: Holder { pid: read_pid(&lock) } });
+        }
+        let (start, mut backoff) = (Instant::now(), Backoff::default());
+        while !self.try_byte(&lock, CLEARING, file)? {
+            if start.elapsed() >= CLEAR_TIMEOUT {
+                let what = format!("another process to remove what a dead owner of {:?} left", name.as_str());
+                return Err(Error::Timeout { what, waited: CLEAR_TIMEOUT });
+            }
+            backoff.pause();
+        }
+        if !self.leads_to(file, &stat) {
+            return Ok(None);
+        }
+        // Only now, when nobody of ours can be about to write it.
+        if !is_our_lock(&lock, &stat) {
+            return Err(self.foreign(file, "a file with somebody else's contents"));
+        }
+        write_pid(&lock).map_err(|e| Error::os("pwrite", self.shown(file), e))?;
+        Ok(Some(lock))
+    }
+
+    /// Removes what a dead owner of `name` left, if that is there and proven.
+    pub(super) fn clear_up(&self, name: &EndpointName) -> Cleared {
+        let file = name.file("", ".lock");
+        let Ok(lock) = self.open_lock(name, OFlags::RDWR) else { return Cleared::Nothing };
+        let Ok(stat) = rustix::fs::fstat(&lock) else { return Cleared::Nothing };
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Cleared::Nothing;
+        }
+        match ofd_write_lock(lock.as_fd(), CLEARING) {
+            Ok(()) if !is_owned(&lock) => {}
+            Ok(()) | Err(Errno::AGAIN | Errno::ACCESS) => return Cleared::Held,
+            Err(_) => return Cleared::Nothing,
+        }
+        // From here on an owner that comes waits for this lock to be given up, and then looks whether its file is there.
+        if !self.leads_to(&file, &stat) || !is_our_lock(&lock, &stat) || self.clear(name).is_err() {
+            return Cleared::Nothing;
+        }
+        match rustix::fs::unlinkat(&self.inner.directory, &file, AtFlags::empty()) {
+            Ok(()) => Cleared::Removed,
+            Err(_) => Cleared::Nothing,
+        }
+    }
+
+    /// Locks one byte; false if somebody has it.
+    fn try_byte(&self, lock: &PrivateFd, byte: u8, file: &str) -> Result<bool> {
+        match ofd_write_lock(lock.as_fd(), byte) {
+            Ok(()) => Ok(true),
+            Err(Errno::AGAIN | Errno::ACCESS) => Ok(false),
+            Err(error) => Err(Error::os("fcntl(F_OFD_SETLK)", self.shown(file), error)),
+        }
+    }
+
+    /// Whether this file is still the one behind its name.
+    fn leads_to(&self, file: &str, stat: &Stat) -> bool {
+        rustix::fs::statat(&self.inner.directory, file, AtFlags::SYMLINK_NOFOLLOW)
+            .is_ok_and(|now| (now.st_dev, now.st_ino) == (stat.st_dev, stat.st_ino))
+    }
+
+    pub(super) fn open_lock(&self, name: &EndpointName, access: OFlags) -> std::result::Result<PrivateFd, Errno> {
+        let flags = access | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let file = name.file("", ".lock");
+        PrivateFd::open(|| rustix::fs::openat(&self.inner.directory, file, flags, Mode::empty()))
+    }
+
+    /// Removes a dead owner's sockets. [`CLEARING`] is held, and [`OWNER`] by nobody else: no living owner can be there.
+    fn clear(&self, name: &EndpointName) -> Result<()> {
+        for file in [name.file("", ".sock"), name.file(".", ".new")] {
+            let kind = match rustix::fs::statat(&self.inner.directory, &file, AtFlags::SYMLINK_NOFOLLOW) {
+                Err(_) => continue,
+                Ok(stat) => FileType::from_raw_mode(stat.st_mode),
+            };
+            match kind {
+                FileType::Socket if self.is_dead(&file) => self.unlink(&file),
+                FileType::Socket => return Err(self.foreign(&file, "a live socket of another program")),
+                FileType::Fifo => return Err(self.foreign(&file, "a FIFO")),
+                FileType::Symlink => return Err(self.foreign(&file, "a symlink")),
+                FileType::Directory => return Err(self.foreign(&file, "a directory")),
+                _ => return Err(self.foreign(&file, "a regular file")),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether nobody listens on a socket. One that answers is asked again for a while: a child that its dead owner
+    /// had just forked holds it open until it calls `exec`.
+    fn is_dead(&self, file: &str) -> bool {
+        let start = Instant::now();
+        let mut backoff = Backoff::default();
+        loop {
+            match self.dial(file) {
+                Err(Errno::CONNREFUSED) => return true,
+                // It answers, or is of another type, or its backlog is full.
+                _ if start.elapsed() > LIVE_AFTER => return false,
+                _ => backoff.pause(),
+            }
+        }
+    }
+}
+
+/// Whether somebody has the name. Asked, not tried: a lock taken for a look could cost an owner that comes its name.
+pub(super) fn is_owned(lock: &PrivateFd) -> bool {
+    // Where it cannot be asked nothing is proven.
+    ofd_is_locked(lock.as_fd(), OWNER).unwrap_or(true)
+}
+
+fn write_pid(fd: &PrivateFd) -> std::result::Result<(), Errno> {
+    // Always as long as before, so that no death leaves a mixture that is nobody's.
+    let text = format!("{LOCK_MARK}{:<10}\n", std::process::id());
+    rustix::io::pwrite(fd, text.as_bytes(), 0).map(drop)
+}
+
+pub(super) fn read_pid(fd: &PrivateFd) -> Option<i32> {
+    let mut text = [0u8; LOCK_BYTES_MAX + 1];
+    let length = rustix::io::pread(fd, &mut text, 0).ok()?;
+    let text = std::str::from_utf8(&text[..length]).ok().filter(|text| text.len() <= LOCK_BYTES_MAX)?;
+    text.strip_prefix(LOCK_MARK)?.trim_end().parse().ok().filter(|&pid| pid > 0)
+}
+
+/// Whether a lock file says that it is ours, or is one that its maker did not live to write.
+fn is_our_lock(fd: &PrivateFd, stat: &Stat) -> bool {
+    let is_unwritten = stat.st_size == 0 && stat.st_mode & 0o7777 & !LOCK_MODE == 0;
+    is_unwritten || read_pid(fd).is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_comes_while_a_dead_owners_files_are_removed_waits_and_has_the_name_then() {
+        let folder = std::env::temp_dir().join(format!("warpipe-clearing-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+        for removes in [false, true] {
+            std::fs::write(folder.join("a.lock"), "warpipe 999999999 \n").unwrap();
+            let lock = domain.open_lock(&name, OFlags::RDWR).unwrap();
+            ofd_write_lock(lock.as_fd(), CLEARING).unwrap();
+            std::thread::scope(|scope| {
+                let coming = scope.spawn(|| domain.claim(&name, false));
+                let start = Instant::now();
+                while domain.holder(&name).is_none() {
+                    assert!(start.elapsed() < CLEAR_TIMEOUT);
+                    std::thread::yield_now();
+                }
+                assert_eq!(domain.clear_up(&name), Cleared::Held, "no other cleaner begins");
+                if removes {
+                    std::fs::remove_file(folder.join("a.lock")).unwrap();
+                }
+                drop(lock);
+                let claim = coming.join().unwrap().expect("the name");
+                assert_eq!(domain.clear_up(&name), Cleared::Held);
+                assert!(folder.join("a.sock").exists() && domain.clean().unwrap().is_empty());
+                drop(claim);
+            });
+            assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+        }
+        std::fs::remove_dir(folder).unwrap();
+    }
+}
