@@ -16,7 +16,7 @@ use crate::job::{self, Waits, Watch};
 use crate::loan::Loan;
 use crate::office::{End, Office};
 use crate::queue::QueueState;
-use crate::wait::{SLICE, Timeout, in_slices, late, optional, seconds};
+use crate::wait::{SLICE, Timeout, in_slices, late, optional};
 
 /// Asks the servers of a service: ``call``, or ``request`` for a reply to be had later, or awaited.
 ///
@@ -41,9 +41,9 @@ pub struct Client {
 impl Client {
     #[new]
     #[pyo3(signature = (service, *, domain = None, device = None, timeout = Some(10.0), max_attempts = 3, credits = 2,
-        lease_timeout = None, limit = 1024, memory_limit = 4 << 30, loan_timeout = Some(5.0), spin = 20e-6),
+        lease_timeout = None, limit = 1024, memory_limit = 4 << 30, loan_timeout = Some(5.0), spin = None),
         text_signature = "(service, *, domain=None, device=None, timeout=10.0, max_attempts=3, credits=2, \
-        lease_timeout=None, limit=1024, memory_limit=4294967296, loan_timeout=5.0, spin=2e-05)")]
+        lease_timeout=None, limit=1024, memory_limit=4294967296, loan_timeout=5.0, spin=None)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
     fn new(
         py: Python<'_>,
@@ -57,7 +57,7 @@ impl Client {
         limit: usize,
         memory_limit: u64,
         loan_timeout: Option<f64>,
-        spin: f64,
+        spin: Option<f64>,
     ) -> PyResult<Client> {
         let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
         let (timeout, loan_timeout) = (optional(timeout, "timeout")?, optional(loan_timeout, "loan_timeout")?);
@@ -69,8 +69,9 @@ impl Client {
             .lease_timeout(optional(lease_timeout, "lease_timeout")?)
             .limit(limit)
             .memory_limit(memory_limit)
-            .loan_timeout(loan_timeout.unwrap_or(SLICE).min(SLICE))
-            .spin(seconds(spin, "spin")?.min(SLICE));
+            .loan_timeout(loan_timeout.unwrap_or(SLICE).min(SLICE));
+        let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
+        let builder = spin.into_iter().fold(builder, warpipe::ClientBuilder::spin);
         let client = py.detach(|| builder.build()).map_err(Fault::from)?;
         let office = Office::open("client", service, &device, loan_timeout, End::Client(client))?;
         Ok(Client { office, timeout })

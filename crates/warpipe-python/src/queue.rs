@@ -80,9 +80,9 @@ impl Queue {
     #[new]
     #[pyo3(signature = (name, *, domain = None, device = None, credits = 2, max_attempts = 3, lease_timeout = None,
         order = "submission", limit = 1024, submit_timeout = Some(5.0), memory_limit = 4 << 30, workers_max = 256,
-        spin = 20e-6, handshake_timeout = 5.0),
+        spin = None, handshake_timeout = 5.0),
         text_signature = "(name, *, domain=None, device=None, credits=2, max_attempts=3, lease_timeout=None, \
-        order='submission', limit=1024, submit_timeout=5.0, memory_limit=4294967296, workers_max=256, spin=2e-05, \
+        order='submission', limit=1024, submit_timeout=5.0, memory_limit=4294967296, workers_max=256, spin=None, \
         handshake_timeout=5.0)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
     fn new(
@@ -98,7 +98,7 @@ impl Queue {
         submit_timeout: Option<f64>,
         memory_limit: u64,
         workers_max: u32,
-        spin: f64,
+        spin: Option<f64>,
         handshake_timeout: f64,
     ) -> PyResult<Queue> {
         let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
@@ -115,8 +115,9 @@ impl Queue {
             .submit_timeout(submit_timeout.unwrap_or(SLICE).min(SLICE))
             .memory_limit(memory_limit)
             .workers_max(workers_max)
-            .spin(seconds(spin, "spin")?.min(SLICE))
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
+        let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
+        let builder = spin.into_iter().fold(builder, warpipe::QueueBuilder::spin);
         let queue = py.detach(|| builder.build()).map_err(Fault::from)?;
         let office = Office::open("queue", name, &device, submit_timeout, End::Queue(queue))?;
         Ok(Queue { office, submit_timeout })

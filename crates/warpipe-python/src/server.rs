@@ -53,8 +53,8 @@ impl Server {
 impl Server {
     #[new]
     #[pyo3(signature = (service, *, domain = None, device = None, timeout = None, answer_timeout = Some(10.0),
-        spin = 20e-6, memory_limit = 4 << 30, handshake_timeout = 5.0, clients_max = 256, stream = None),
-        text_signature = "(service, *, domain=None, device=None, timeout=None, answer_timeout=10.0, spin=2e-05, \
+        spin = None, memory_limit = 4 << 30, handshake_timeout = 5.0, clients_max = 256, stream = None),
+        text_signature = "(service, *, domain=None, device=None, timeout=None, answer_timeout=10.0, spin=None, \
         memory_limit=4294967296, handshake_timeout=5.0, clients_max=256, stream=None)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
     fn new(
@@ -64,7 +64,7 @@ impl Server {
         device: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
         answer_timeout: Option<f64>,
-        spin: f64,
+        spin: Option<f64>,
         memory_limit: u64,
         handshake_timeout: f64,
         clients_max: usize,
@@ -76,10 +76,11 @@ impl Server {
             .domain(&domain)
             .device(&device)
             .answer_timeout(patience.unwrap_or(SLICE).min(SLICE))
-            .spin(seconds(spin, "spin")?.min(SLICE))
             .memory_limit(memory_limit)
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?)
             .clients_max(clients_max);
+        let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
+        let builder = spin.into_iter().fold(builder, warpipe::ServerBuilder::spin);
         let stream = stream_of(py, &device, stream)?;
         let server = py.detach(|| builder.build()).map_err(Fault::from)?;
         let bench = Bench { device, stream, copies: Arc::new(Copies::default()), patience };

@@ -26,7 +26,7 @@ const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// the name, None for as long as it takes (default: not at all). ``reconnect``: follow the next publisher of the name when
 /// this one goes. ``timeout``: seconds that a receive, or each step of an iteration, waits (None: as long as it takes; by
 /// default 10 for a receive, and an iteration as long as it takes). ``spin``: seconds that it polls
-/// before it sleeps. ``stream``: the stream to receive on; by default one of its own, and every array made of a frame
+/// before it sleeps (default: up to 20 us, where that pays). ``stream``: the stream to receive on; by default one of its own, and every array made of a frame
 /// orders its own stream behind the data.
 ///
 /// One thread at a time receives; others wait for their turn. Frames may go anywhere.
@@ -59,8 +59,8 @@ impl Subscriber {
 impl Subscriber {
     #[new]
     #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0), reconnect = false, timeout = Timeout::Usual,
-        spin = 20e-6, handshake_timeout = 5.0, stream = None),
-        text_signature = "(name, *, domain=None, device=None, wait=0.0, reconnect=False, timeout=..., spin=2e-05, \
+        spin = None, handshake_timeout = 5.0, stream = None),
+        text_signature = "(name, *, domain=None, device=None, wait=0.0, reconnect=False, timeout=..., spin=None, \
         handshake_timeout=5.0, stream=None)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
     fn new(
@@ -71,7 +71,7 @@ impl Subscriber {
         wait: Option<f64>,
         reconnect: bool,
         timeout: Timeout,
-        spin: f64,
+        spin: Option<f64>,
         handshake_timeout: f64,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Subscriber> {
@@ -82,8 +82,9 @@ impl Subscriber {
             .domain(&domain)
             .device(&device)
             .reconnect(reconnect)
-            .spin(seconds(spin, "spin")?.min(SLICE))
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
+        let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
+        let builder = spin.into_iter().fold(builder, warpipe::SubscriberBuilder::spin);
         let stream = stream_of(py, &device, stream)?;
         let subscriber =
             attach(py, wait, |slice| builder.clone().wait_for_publisher((!slice.is_zero()).then_some(slice)).build())?;

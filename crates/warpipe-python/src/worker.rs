@@ -48,8 +48,8 @@ impl Worker {
 impl Worker {
     #[new]
     #[pyo3(signature = (queue, *, domain = None, device = None, wait = Some(0.0), timeout = None,
-        answer_timeout = Some(10.0), spin = 20e-6, memory_limit = 4 << 30, handshake_timeout = 5.0, stream = None),
-        text_signature = "(queue, *, domain=None, device=None, wait=0.0, timeout=None, answer_timeout=10.0, spin=2e-05, \
+        answer_timeout = Some(10.0), spin = None, memory_limit = 4 << 30, handshake_timeout = 5.0, stream = None),
+        text_signature = "(queue, *, domain=None, device=None, wait=0.0, timeout=None, answer_timeout=10.0, spin=None, \
         memory_limit=4294967296, handshake_timeout=5.0, stream=None)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
     fn new(
@@ -60,7 +60,7 @@ impl Worker {
         wait: Option<f64>,
         timeout: Option<f64>,
         answer_timeout: Option<f64>,
-        spin: f64,
+        spin: Option<f64>,
         memory_limit: u64,
         handshake_timeout: f64,
         stream: Option<&Bound<'_, PyAny>>,
@@ -73,9 +73,10 @@ impl Worker {
             .device(&device)
             // In slices, in between which signals are seen.
             .timeout(patience.unwrap_or(SLICE).min(SLICE))
-            .spin(seconds(spin, "spin")?.min(SLICE))
             .memory_limit(memory_limit)
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
+        let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
+        let builder = spin.into_iter().fold(builder, warpipe::WorkerBuilder::spin);
         let stream = stream_of(py, &device, stream)?;
         let worker =
             attach(py, wait, |slice| builder.clone().wait_for_queue((!slice.is_zero()).then_some(slice)).build())?;

@@ -111,6 +111,7 @@ mod queue;
 mod rendezvous;
 mod semaphore;
 mod service;
+mod spin;
 mod stats;
 mod stream;
 pub mod tensor;

@@ -197,7 +197,7 @@ class _Subscriber:
         wait: float | None = 0.0,
         reconnect: bool = False,
         timeout: float | None | EllipsisType = ...,
-        spin: float = 20e-6,
+        spin: float | None = None,
         handshake_timeout: float = 5.0,
         stream: _StreamLike | None = None,
     ) -> Self: ...
@@ -285,7 +285,7 @@ class Queue:
         submit_timeout: float | None = 5.0,
         memory_limit: int = 4294967296,
         workers_max: int = 256,
-        spin: float = 20e-6,
+        spin: float | None = None,
         handshake_timeout: float = 5.0,
     ) -> Self: ...
     @property
@@ -369,7 +369,7 @@ class _Worker:
         wait: float | None = 0.0,
         timeout: float | None = None,
         answer_timeout: float | None = 10.0,
-        spin: float = 20e-6,
+        spin: float | None = None,
         memory_limit: int = 4294967296,
         handshake_timeout: float = 5.0,
         stream: _StreamLike | None = None,
@@ -442,7 +442,7 @@ class Client:
         limit: int = 1024,
         memory_limit: int = 4294967296,
         loan_timeout: float | None = 5.0,
-        spin: float = 20e-6,
+        spin: float | None = None,
     ) -> Self: ...
     @property
     def service(self) -> str: ...
@@ -502,7 +502,7 @@ class _Server:
         device: _DeviceLike | None = None,
         timeout: float | None = None,
         answer_timeout: float | None = 10.0,
-        spin: float = 20e-6,
+        spin: float | None = None,
         memory_limit: int = 4294967296,
         handshake_timeout: float = 5.0,
         clients_max: int = 256,

@@ -32,6 +32,7 @@ use crate::link::wake::Bell;
 use crate::memory::region::Region;
 use crate::nvtx;
 use crate::rendezvous::Kind;
+use crate::spin::{Came, Spin};
 use crate::stream::Stream;
 
 /// How long a sample's region may take to arrive behind the sample itself.
@@ -101,6 +102,7 @@ pub struct Subscriber {
     attached: Option<Attached>,
     discontinuity: Option<Discontinuity>,
     dropped_before: u64,
+    spin: Spin,
 }
 
 /// The link to the current incarnation.
@@ -128,7 +130,7 @@ impl Subscriber {
             wait: None,
             reconnect: false,
             timeout: Duration::from_secs(10),
-            spin: Duration::from_micros(20),
+            spin: None,
             handshake_timeout: super::HANDSHAKE_TIMEOUT,
             kind: Kind::Publisher,
             orphan_timeout: ORPHAN_TIMEOUT,
@@ -146,6 +148,7 @@ impl Subscriber {
         if let Some(arrivals) = arrivals.as_ref().filter(|_| options.reconnect) {
             listen_to(&readable, arrivals.as_fd(), ARRIVALS)?;
         }
+        let spin = Spin::new(options.spin);
         let mut subscriber = Subscriber {
             home: Home::here(),
             options,
@@ -161,6 +164,7 @@ impl Subscriber {
             attached: None,
             discontinuity: None,
             dropped_before: 0,
+            spin,
         };
         subscriber.attach_first()?;
         Ok(subscriber)
@@ -254,7 +258,10 @@ impl Subscriber {
         }
         let start = Instant::now();
         loop {
-            if let Some(sample) = self.spin(stream, timeout)? {
+            let limit = self.spin.limit().min(timeout);
+            let polled = Instant::now();
+            if let Some(sample) = self.spin_for(limit, stream)? {
+                self.spin.tell(limit, Came::Polling { elapsed: polled.elapsed() });
                 return Ok(sample);
             }
             self.fall_asleep();
@@ -268,8 +275,13 @@ impl Subscriber {
                 self.wake_up();
                 return Err(Error::Timeout { what: format!("a sample of {:?}", self.name), waited: timeout });
             }
+            let asleep = Instant::now();
             self.sleep(left.min(self.patience()));
             self.wake_up();
+            if let Some(sample) = self.poll(stream)? {
+                self.spin.tell(limit, Came::Asleep { slept: asleep.elapsed() });
+                return Ok(sample);
+            }
         }
     }
 
@@ -331,8 +343,8 @@ impl Subscriber {
         Ok(())
     }
 
-    fn spin(&mut self, stream: &Stream, timeout: Duration) -> Result<Option<Sample>> {
-        let (start, limit) = (Instant::now(), self.options.spin.min(timeout));
+    fn spin_for(&mut self, limit: Duration, stream: &Stream) -> Result<Option<Sample>> {
+        let start = Instant::now();
         while start.elapsed() < limit {
             for _ in 0..64 {
                 if self.attached.as_ref().is_some_and(|attached| attached.ring.may_have_news()) {

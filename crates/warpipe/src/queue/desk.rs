@@ -5,7 +5,7 @@
 mod overlooked;
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
@@ -22,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::message::timespec;
 use crate::link::watcher::Watcher;
+use crate::spin::{Came, Spin};
 use crate::stream::Backoff;
 
 /// Looks for the data of a result before its waiter sleeps.
@@ -35,6 +36,15 @@ const NEARLY: Duration = Duration::from_micros(250);
 struct Pace {
     backoff: Backoff,
     words: u32,
+    /// How long it polls; `None` before it had to wait.
+    spin: Option<Duration>,
+    asleep: Option<Instant>,
+}
+
+impl Default for Pace {
+    fn default() -> Pace {
+        Pace { backoff: Backoff::spinning(LOOKS), words: WORDS, spin: None, asleep: None }
+    }
 }
 
 /// How often it is tried, every few milliseconds, to remove a name that one who died may still hold.
@@ -58,6 +68,7 @@ pub(super) struct Desk {
     pub(super) publisher: Publisher,
     pub(super) observer: Arc<Observer>,
     pub(super) recruits: Recruits,
+    spin: Spin,
     ledger: Mutex<Ledger>,
     changed: Condvar,
     /// For the queue's own thread, when nobody leads any more.
@@ -79,6 +90,7 @@ impl Desk {
             .map_err(|e| Error::os("epoll_ctl", "a queue's bell", e))?;
         let desk = Arc::new(Desk {
             home: Home::here(),
+            spin: Spin::new(options.spin),
             options,
             domain,
             publisher,
@@ -111,7 +123,7 @@ impl Desk {
         what: impl FnOnce() -> Error,
     ) -> Result<T> {
         self.home.check()?;
-        let (mut clock, mut pace) = (Stopwatch::default(), Pace { backoff: Backoff::spinning(LOOKS), words: WORDS });
+        let (mut clock, mut pace) = (Stopwatch::default(), Pace::default());
         let mut ledger = self.lock();
         self.begin_polling(&mut ledger);
         let found = loop {
@@ -128,6 +140,13 @@ impl Desk {
                 self.tell_sleepers(&mut ledger);
             }
             if let Some(found) = found {
+                if let Some(limit) = pace.spin {
+                    let came = match pace.asleep {
+                        Some(asleep) => Came::Asleep { slept: asleep.elapsed() },
+                        None => Came::Polling { elapsed: clock.elapsed() },
+                    };
+                    self.spin.tell(limit, came);
+                }
                 break found;
             }
             let waited = clock.elapsed();
@@ -169,7 +188,7 @@ impl Desk {
         }
         let pause = match is_nearly_there {
             true => pace.backoff.step(),
-            false if waited < self.options.spin => Duration::ZERO,
+            false if waited < *pace.spin.get_or_insert_with(|| self.spin.limit()) => Duration::ZERO,
             false => SLICE,
         };
         if pause.is_zero() {
@@ -178,6 +197,7 @@ impl Desk {
             return self.lock();
         }
         if !is_nearly_there {
+            pace.asleep = Some(Instant::now());
             self.end_polling(&mut ledger);
         }
         let mut ledger = match is_nearly_there || ledger.has_leader {

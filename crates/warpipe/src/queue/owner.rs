@@ -45,7 +45,7 @@ pub struct QueueBuilder {
     submit_timeout: Duration,
     memory_limit: u64,
     workers_max: u32,
-    pub(super) spin: Duration,
+    pub(super) spin: Option<Duration>,
     pub(super) handshake_timeout: Duration,
 }
 
@@ -111,9 +111,9 @@ impl QueueBuilder {
         self
     }
 
-    /// How long a wait polls before it sleeps: 20 µs by default, as [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
+    /// How long a wait polls before it sleeps, as [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
     pub fn spin(mut self, spin: Duration) -> Self {
-        self.spin = spin;
+        self.spin = Some(spin);
         self
     }
 
@@ -241,7 +241,7 @@ impl Queue {
             submit_timeout: Duration::from_secs(5),
             memory_limit: 4 << 30,
             workers_max: 256,
-            spin: Duration::from_micros(20),
+            spin: None,
             handshake_timeout: Duration::from_secs(5),
         }
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::answers_of;
 use super::duty::{Answers, Lease};
 use super::wire::Ticket;
-use crate::channel::{Policy, Publisher, Sample, Subscriber};
+use crate::channel::{Policy, Publisher, Sample, Subscriber, SubscriberBuilder};
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::domain::Domain;
@@ -28,7 +28,7 @@ pub struct WorkerBuilder {
     device: Option<Device>,
     wait: Option<Duration>,
     timeout: Duration,
-    spin: Duration,
+    spin: Option<Duration>,
     memory_limit: u64,
     handshake_timeout: Duration,
 }
@@ -59,9 +59,9 @@ impl WorkerBuilder {
         self
     }
 
-    /// How long a wait polls before it sleeps: 20 µs by default.
+    /// How long a wait polls before it sleeps, as [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
     pub fn spin(mut self, spin: Duration) -> Self {
-        self.spin = spin;
+        self.spin = Some(spin);
         self
     }
 
@@ -94,16 +94,15 @@ impl WorkerBuilder {
             .memory_limit(self.memory_limit)
             .loan_timeout(self.timeout)
             .build()?;
-        let jobs = Subscriber::builder(&self.name)
+        let builder = Subscriber::builder(&self.name)
             .domain(&domain)
             .device(&device)
             .wait_for_publisher(self.wait)
             .timeout(self.timeout)
-            .spin(self.spin)
             .handshake_timeout(self.handshake_timeout)
             .kind(Kind::Queue)
-            .generation(generation)
-            .build()?;
+            .generation(generation);
+        let jobs = self.spin.into_iter().fold(builder, SubscriberBuilder::spin).build()?;
         let answers = Answers::new(answers, self.name, &jobs);
         Ok(Worker { jobs, desk: Arc::new(answers) })
     }
@@ -129,7 +128,7 @@ impl Worker {
             device: None,
             wait: None,
             timeout: Duration::from_secs(10),
-            spin: Duration::from_micros(20),
+            spin: None,
             memory_limit: 4 << 30,
             handshake_timeout: Duration::from_secs(5),
         }

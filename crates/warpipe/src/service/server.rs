@@ -20,6 +20,7 @@ use crate::fork::{Home, PrivateFd};
 use crate::link::wake::Bell;
 use crate::link::watcher::Watcher;
 use crate::queue::{Lease, Loan, Worker, WorkerBuilder};
+use crate::spin::{Came, Spin};
 use crate::stream::Stream;
 
 /// The most clients that are attached to at the same time.
@@ -38,7 +39,7 @@ pub struct ServerBuilder {
     service: String,
     domain: Option<Domain>,
     device: Option<Device>,
-    spin: Duration,
+    spin: Option<Duration>,
     memory_limit: u64,
     handshake_timeout: Duration,
     answer_timeout: Duration,
@@ -58,9 +59,9 @@ impl ServerBuilder {
         self
     }
 
-    /// How long a wait polls before it sleeps: 20 µs by default.
+    /// How long a wait polls before it sleeps, as [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
     pub fn spin(mut self, spin: Duration) -> Self {
-        self.spin = spin;
+        self.spin = Some(spin);
         self
     }
 
@@ -106,6 +107,7 @@ impl ServerBuilder {
         listen_to(&readable, clock.as_fd(), CLOCK)?;
         Ok(Server {
             home: Home::here(),
+            spin: Spin::new(self.spin),
             options: self,
             domain,
             device,
@@ -148,6 +150,7 @@ struct Guest {
 pub struct Server {
     home: Home,
     options: ServerBuilder,
+    spin: Spin,
     domain: Domain,
     device: Device,
     clients: Vec<Guest>,
@@ -176,7 +179,7 @@ impl Server {
             service: service.to_string(),
             domain: None,
             device: None,
-            spin: Duration::from_micros(20),
+            spin: None,
             memory_limit: 4 << 30,
             handshake_timeout: Duration::from_secs(5),
             answer_timeout: Duration::from_secs(10),
@@ -205,18 +208,26 @@ impl Server {
         self.home.check()?;
         stream.check_usable(&self.device)?;
         let start = Instant::now();
+        let limit = self.spin.limit().min(timeout);
+        let mut asleep: Option<Instant> = None;
         loop {
             self.look_around()?;
             if let Some(request) = self.poll(stream)? {
+                let came = match asleep {
+                    Some(asleep) => Came::Asleep { slept: asleep.elapsed() },
+                    None => Came::Polling { elapsed: start.elapsed() },
+                };
+                self.spin.tell(limit, came);
                 return Ok(request);
             }
             let waited = start.elapsed();
             if waited >= timeout {
                 return Err(Error::Timeout { what: format!("a request to {:?}", self.service()), waited: timeout });
             }
-            if waited < self.options.spin {
+            if waited < limit {
                 std::hint::spin_loop();
             } else {
+                asleep = Some(Instant::now());
                 self.sleep((timeout - waited).min(LOOK_EVERY));
             }
         }
