@@ -1,14 +1,15 @@
 //! What the end of a process costs those who go on living. **This module is marked for unsafe**: it forks.
 //!
-//! Times run from the SIGKILL, or from the order to call `exec`; where a forked child holds the victim's files, from that
-//! child's end, but for what is told at once. The victim's pidfd, or the child's, is the independent witness.
+//! Times run from the SIGKILL, or from the order to call `exec`. Where a forked child holds the victim's files, the proof is
+//! timed from the SIGKILL that ends that child, and a proof that comes before it is an error. The victim's pidfd is the
+//! independent witness.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
-use rustix::process::{Pid, PidfdFlags};
+use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 use warpipe::clock::now_ns;
 use warpipe::{Error, Layout, PeerState, Publisher, Subscriber};
@@ -30,8 +31,11 @@ const SLOTS: u64 = 2;
 /// How often a survivor that asks for its subscribers asks.
 const ASK_EVERY: Duration = Duration::from_micros(50);
 
-/// How long a forked child outlives its parent.
+/// How long a forked child outlives its parent: it is killed then.
 const ORPHAN: Duration = Duration::from_secs(2);
+
+/// A forked child that nobody kills ends by itself.
+const ORPHAN_MAX: Duration = Duration::from_secs(60);
 
 const TOLD_MS_MAX: f64 = 2.0;
 
@@ -68,7 +72,7 @@ impl Way {
     fn origin(self) -> &'static str {
         match self {
             Way::Killed => "kill",
-            Way::Orphaned => "the child's end",
+            Way::Orphaned => "kill of the child",
             Way::Exec => "exec",
         }
     }
@@ -157,6 +161,13 @@ struct Witness {
     pidfd_ns: Option<u64>,
 }
 
+impl Witness {
+    /// How long after the last holder of the victim's files had been told to end.
+    fn since_released(&self, proven_ns: u64) -> anyhow::Result<u64> {
+        proven_ns.checked_sub(self.released_ns).context("a proof of death came while a process still held the files")
+    }
+}
+
 fn witness(partner: &Partner, way: Way, began_ns: u64, child: Option<&OwnedFd>) -> anyhow::Result<Witness> {
     let mut witness = Witness { began_ns, released_ns: began_ns, pidfd_ns: None };
     if way != Way::Exec {
@@ -164,8 +175,9 @@ fn witness(partner: &Partner, way: Way, began_ns: u64, child: Option<&OwnedFd>) 
         witness.pidfd_ns = Some(now_ns() - began_ns);
     }
     if let Some(child) = child {
-        ensure!(wait_readable(child.as_fd())?, "the victim's child does not end");
+        std::thread::sleep(ORPHAN);
         witness.released_ns = now_ns();
+        rustix::process::pidfd_send_signal(child, Signal::KILL).context("pidfd_send_signal")?;
     }
     Ok(witness)
 }
@@ -229,7 +241,7 @@ fn kill_publisher(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterPu
     stream.synchronize(PATIENCE)?;
     Ok(AfterPublisher {
         told_ns: told.saturating_sub(witness.began_ns),
-        lost_ns: lost.map(|lost| lost.saturating_sub(witness.released_ns)),
+        lost_ns: lost.map(|lost| witness.since_released(lost)).transpose()?,
         pidfd_ns: witness.pidfd_ns,
     })
 }
@@ -271,7 +283,7 @@ fn kill_subscriber(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterS
     let (witness, shown, reused) = end_beside(&partner, way, shown, reused)?;
     Ok(AfterSubscriber {
         shown_ns: shown.saturating_sub(witness.began_ns),
-        reused_ns: reused.saturating_sub(witness.released_ns),
+        reused_ns: witness.since_released(reused)?,
         pidfd_ns: witness.pidfd_ns,
     })
 }
@@ -303,9 +315,9 @@ fn end(way: Way, control: &Control) -> anyhow::Result<()> {
     control.hear::<()>()
 }
 
-/// A child of which no library learns: it holds all that its parent holds, for [`ORPHAN`].
+/// A child of which no library learns: it holds all that its parent holds, until it is killed.
 fn fork_unseen() -> anyhow::Result<i32> {
-    let time = libc::timespec { tv_sec: ORPHAN.as_secs() as _, tv_nsec: 0 };
+    let time = libc::timespec { tv_sec: ORPHAN_MAX.as_secs() as _, tv_nsec: 0 };
     // SAFETY: a fork without a stack of its own; the child makes two system calls.
     match unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } {
         -1 => Err(std::io::Error::last_os_error()).context("clone"),

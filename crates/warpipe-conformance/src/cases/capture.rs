@@ -31,8 +31,8 @@ pub(super) const CASES: &[Case] = &[
 const WORDS: u64 = 4096;
 
 /// Captures a kernel on a stream of its own while `meanwhile` runs on another thread, ends the capture, and sees that the
-/// graph is whole.
-fn while_capturing(context: &Context, meanwhile: impl FnOnce() -> Result<()> + Send) -> Result<()> {
+/// graph is whole. The caller keeps the tally: to unregister its memory, the driver waits for every stream of the context.
+fn while_capturing(context: &Context, tally: &mut Tally, meanwhile: impl FnOnce() -> Result<()> + Send) -> Result<()> {
     let graphs = Graphs::of(context)?;
     let stream = context.stream()?;
     let memory = Memory::allocate(&context.device, 8 * WORDS)?;
@@ -42,13 +42,13 @@ fn while_capturing(context: &Context, meanwhile: impl FnOnce() -> Result<()> + S
     let graph = graphs.end(&stream).context("the end of a capture that nobody was to disturb")?;
     outcome.map_err(|_| anyhow::anyhow!("the other thread panicked"))??;
     graph.launch(&stream)?;
-    let wrong = wrong_words(&memory, &stream, &mut Tally::new(&context.device)?, 7)?;
+    let wrong = wrong_words(&memory, &stream, tally, 7)?;
     ensure!(wrong == 0, "{wrong} wrong words of the graph");
     Ok(())
 }
 
 fn bystanders(context: &Context) -> Result<()> {
-    while_capturing(context, || {
+    while_capturing(context, &mut Tally::new(&context.device)?, || {
         let held = context.device.backend().bytes_held();
         let publisher = context.publisher("bystander").build()?;
         let mut subscriber = context.subscriber("bystander").build()?;
@@ -91,7 +91,7 @@ fn busy_streams(context: &Context) -> Result<()> {
     })?;
     // From here on it is known to the memory alone.
     drop(stream);
-    while_capturing(context, || {
+    while_capturing(context, &mut tally, || {
         // More streams than a list keeps without looking which of them are idle.
         for _ in 0..32 {
             memory.used_on(&context.stream()?);
