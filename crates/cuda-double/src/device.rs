@@ -3,13 +3,25 @@
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use crate::config::{self, DEVICES_MAX};
 use crate::status::*;
+use crate::{event, host, memory, stream};
 
 /// How often each device's primary context is retained. A context's handle is the address of its count.
 static RETAINED: [AtomicU32; DEVICES_MAX] = [const { AtomicU32::new(0) }; DEVICES_MAX];
+
+/// Whether each primary context has been made, and not been reset since.
+static ACTIVE: [AtomicBool; DEVICES_MAX] = [const { AtomicBool::new(false) }; DEVICES_MAX];
+
+/// How often each was reset.
+static RESETS: [AtomicU64; DEVICES_MAX] = [const { AtomicU64::new(0) }; DEVICES_MAX];
+
+/// How often a device was reset.
+pub fn resets(device: usize) -> u64 {
+    RESETS[device].load(Ordering::Acquire)
+}
 
 thread_local! {
     /// The stack of contexts, by fixed device number; the last is current.
@@ -21,6 +33,7 @@ pub fn current() -> Outcome<usize> {
     let device = STACK.with_borrow(|stack| stack.last().copied().flatten()).ok_or(INVALID_CONTEXT)?;
     match RETAINED[device].load(Ordering::Acquire) {
         0 => Err(INVALID_CONTEXT),
+        _ if !ACTIVE[device].load(Ordering::Acquire) => Err(CONTEXT_IS_DESTROYED),
         _ => Ok(device),
     }
 }
@@ -134,6 +147,7 @@ unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device:
         // SAFETY: the caller's out pointer.
         unsafe { give(context, context_of(Some(device))) }?;
         RETAINED[device].fetch_add(1, Ordering::AcqRel);
+        ACTIVE[device].store(true, Ordering::Release);
         Ok(())
     })
 }
@@ -144,6 +158,41 @@ extern "C" fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> c_int {
         let count = &RETAINED[physical(device)?];
         let taken = count.fetch_update(Ordering::AcqRel, Ordering::Acquire, |count| count.checked_sub(1));
         taken.map(drop).map_err(|_| INVALID_CONTEXT)
+    })
+}
+
+/// Ends everything that the context has: its streams with their work, its events, its registrations, its mappings. Those who
+/// retained it still have to release it; the next who retains it makes it anew, with the same handle.
+#[unsafe(no_mangle)]
+extern "C" fn cuDevicePrimaryCtxReset_v2(device: c_int) -> c_int {
+    answer("cuDevicePrimaryCtxReset_v2", Needs::Init, || {
+        let device = physical(device)?;
+        ACTIVE[device].store(false, Ordering::Release);
+        RESETS[device].fetch_add(1, Ordering::AcqRel);
+        event::end_all();
+        stream::end_all(device);
+        host::end_all();
+        memory::end_all(device);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDevicePrimaryCtxGetState(device: c_int, flags: *mut u32, active: *mut c_int) -> c_int {
+    answer("cuDevicePrimaryCtxGetState", Needs::Init, || {
+        let is_active = ACTIVE[physical(device)?].load(Ordering::Acquire);
+        // SAFETY: the caller's out pointers.
+        unsafe { give(flags, 0).and_then(|()| give(active, c_int::from(is_active))) }
+    })
+}
+
+/// A number that no other context of the process's life has.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuCtxGetId(context: *mut c_void, id: *mut u64) -> c_int {
+    answer("cuCtxGetId", Needs::Init, || {
+        let device = device_of(context)?.ok_or(INVALID_CONTEXT)?;
+        // SAFETY: the caller's out pointer.
+        unsafe { give(id, resets(device) * DEVICES_MAX as u64 + device as u64) }
     })
 }
 

@@ -66,6 +66,12 @@ fn with<T>(body: impl FnOnce(&mut HashMap<usize, Arc<Event>>) -> T) -> T {
     body(EVENTS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
 }
 
+/// Ends all of them, whatever they wait for.
+pub fn end_all() {
+    let ended = with(std::mem::take);
+    ended.values().for_each(|event| event.complete(u64::MAX));
+}
+
 fn find(event: *mut c_void) -> Outcome<Arc<Event>> {
     with(|events| events.get(&event.addr()).cloned()).ok_or(INVALID_HANDLE)
 }

@@ -14,6 +14,11 @@ fn with<T>(body: impl FnOnce(&mut BTreeMap<usize, usize>) -> T) -> T {
     body(&mut REGISTERED.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
+/// Ends all registrations.
+pub fn end_all() {
+    with(BTreeMap::clear);
+}
+
 /// Whether all these bytes lie in one registered range.
 pub fn is_registered(address: u64, bytes: usize) -> bool {
     let address = address as usize;

@@ -4,6 +4,7 @@
 //! * Device memory is a memfd; its device address is where it is mapped, its handle for sharing a duplicate descriptor.
 //! * A stream is a thread: what is enqueued happens later, elsewhere.
 //! * A kernel is its CPU twin, found by its name in the module's PTX.
+//! * A device can be reset: all that was made on it ends, and its context is made anew by who retains it next.
 //! * A stream can be captured: its work becomes a graph, and what other threads must not do meanwhile invalidates it.
 //! * What the driver refuses is refused with the same code: a call without a current context, an address nobody
 //!   mapped, a handle that is not one, a size that is not the allocation's.

@@ -62,6 +62,21 @@ fn with<T>(body: impl FnOnce(&mut Memory) -> T) -> T {
     body(memory.get_or_insert_default())
 }
 
+/// Ends a device's mappings and handles in this process. What others have imported stays theirs.
+pub fn end_all(device: usize) {
+    with(|memory| {
+        memory.handles.retain(|_, allocation| allocation.device != device);
+        memory.ranges.retain(|&address, range| {
+            let is_ended = range.mapped.as_ref().is_some_and(|allocation| allocation.device == device);
+            if is_ended {
+                // SAFETY: this library's own mapping; the device's streams have ended.
+                let _ = unsafe { rustix::mm::munmap(place(address as u64), range.bytes) };
+            }
+            !is_ended
+        });
+    });
+}
+
 /// Whether work may use these bytes: mapped with that access here, or registered host memory.
 pub fn usable(address: u64, bytes: usize, write: bool) -> bool {
     is_device(address, bytes, write) || host::is_registered(address, bytes)

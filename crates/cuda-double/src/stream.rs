@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::capture::{self, Capture};
 use crate::status::*;
-use crate::work::Work;
+use crate::work::{self, Work};
 use crate::{device, host, memory};
 
 /// The code of the first work that failed: every call that looks at streams returns it from then on.
@@ -121,6 +121,7 @@ impl Stream {
     }
 
     fn work(&self) {
+        work::set_device(self.device);
         while let Some(work) = self.next() {
             // Whoever is told, and asks whether the stream is idle, finds the count without it: as on a GPU.
             let telling = matches!(work, Work::Record { .. } | Work::Tell(_));
@@ -151,6 +152,21 @@ pub fn check_fault() -> Outcome {
     match FAULT.load(Ordering::Acquire) {
         0 => Ok(()),
         code => Err(Status(code)),
+    }
+}
+
+/// Ends the streams of a device, and what they have not done: it is waited for what they are doing.
+pub fn end_all(device: usize) {
+    let ended: Vec<_> = with(|streams| streams.extract_if(|_, stream| stream.device == device).collect());
+    for (_, stream) in ended {
+        let mut queue = stream.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        queue.unfinished -= queue.work.len();
+        queue.work.clear();
+        drop(queue);
+        stream.close();
+        while !stream.is_idle() {
+            std::thread::sleep(std::time::Duration::from_micros(50));
+        }
     }
 }
 

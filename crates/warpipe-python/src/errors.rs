@@ -92,6 +92,7 @@ fn class_of(error: &Error) -> &'static str {
         Error::NoSuchDevice { .. } => "NoSuchDeviceError",
         Error::Driver { .. } => "DriverError",
         Error::Capturing { .. } => "CapturingError",
+        Error::DeviceReset { .. } => "DeviceResetError",
         Error::DeviceMemory { .. } => "DeviceMemoryError",
         Error::NotDeviceMemory { .. } => "NotDeviceMemoryError",
         Error::PeerAccess { .. } => "PeerAccessError",

@@ -81,6 +81,14 @@ pub enum Error {
         /// with it is captured.
         what: String,
     },
+    /// Somebody has reset the device since it was opened, and with it all that it had.
+    #[error(
+        "{device} was reset after it was opened (cudaDeviceReset, cuDevicePrimaryCtxReset), and all that was made on it is gone; drop it, and open the device again"
+    )]
+    DeviceReset {
+        /// The device's name.
+        device: String,
+    },
     /// The device has no room for an allocation.
     #[error("{device} has no room for {bytes} bytes{detail}; free memory or lower the publisher's memory limit")]
     DeviceMemory {

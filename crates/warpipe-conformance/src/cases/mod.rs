@@ -22,6 +22,7 @@ mod orphan;
 mod policy;
 mod pool;
 mod queue;
+mod reset;
 mod reuse;
 mod semaphore;
 mod service;
@@ -97,6 +98,7 @@ pub fn all() -> Vec<Case> {
         consumers::CASES,
         streams::CASES,
         capture::CASES,
+        reset::CASES,
         memory::CASES,
         handles::CASES,
         pool::CASES,

@@ -55,6 +55,10 @@ class CapturingError(DeviceError):
     it outside of ``torch.cuda.graph``, or on another stream."""
 
 
+class DeviceResetError(DeviceError):
+    """The device was reset after it was opened: all that was made on it is gone."""
+
+
 class DeviceMemoryError(DeviceError, MemoryError):
     """The device has no room for an allocation. Attribute: ``nbytes``."""
 

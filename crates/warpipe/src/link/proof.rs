@@ -14,6 +14,7 @@
 //! | --- | --- |
 //! | success | past |
 //! | `NOT_READY` | not past |
+//! | the context was reset ([`Error::DeviceReset`]) | past: a reset ends the context's work before it returns. Not believed of a code like `CONTEXT_IS_DESTROYED` alone: the backend asks for the primary context's state and number |
 //! | a stream that captures ([`Error::Capturing`]), `CAPTURED_EVENT`, `STREAM_CAPTURE_...` | unknown: what it was given before the capture may still run. It is asked again, by a new event once the capture is over |
 //! | `ILLEGAL_ADDRESS`, `LAUNCH_FAILED` and the other sticky errors | unknown, for good. The kernel at fault is over, but nothing says so of a copy on another engine of the GPU; and the driver refuses to take memory back in that context anyway. The process has to be started anew |
 //! | `INVALID_HANDLE` | unknown, for good: a stream of the user's that was destroyed too early. `cuStreamDestroy` does not wait, so its work may still run |
@@ -45,10 +46,14 @@ pub(crate) fn unanswered() -> u64 {
 
 /// Whether an answer proves that the work is done. See the [module](self) for each.
 fn is_proof(answer: Result<bool>) -> bool {
-    answer.unwrap_or_else(|_| {
-        UNANSWERED.fetch_add(1, Relaxed);
-        false
-    })
+    match answer {
+        Ok(is_done) => is_done,
+        Err(Error::DeviceReset { .. }) => true,
+        Err(_) => {
+            UNANSWERED.fetch_add(1, Relaxed);
+            false
+        }
+    }
 }
 
 /// The streams that have worked on some memory.
@@ -144,11 +149,13 @@ fn hold(stream: &Stream, other: &Stream) -> Result<()> {
 
 /// A new event behind the work of a stream that does not capture.
 fn record_behind(stream: &Stream) -> Result<RawEvent> {
-    stream.check_not_capturing()?;
     let backend = stream.backend();
+    // First: it is how a reset is found, after which the stream's handle is none.
     let event = backend.create_event()?;
-    // SAFETY: both handles are live: the event was made above, and `stream` is borrowed.
-    let recorded = unsafe { backend.record_event(event, stream.raw()) };
+    let recorded = stream.check_not_capturing().and_then(|()| {
+        // SAFETY: both handles are live: the event was made above, and `stream` is borrowed.
+        unsafe { backend.record_event(event, stream.raw()) }
+    });
     // If a capture began in between the event belongs to it, and whoever asked for the event would spoil the capture.
     match recorded.and_then(|()| stream.check_not_capturing()) {
         Ok(()) => Ok(event),

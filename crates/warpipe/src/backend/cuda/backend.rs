@@ -29,6 +29,10 @@ pub struct CudaBackend {
     pub(super) driver: &'static Driver,
     pub(super) device: CUdevice,
     context: CUcontext,
+    /// `None` for a driver that counts none.
+    context_id: Option<u64>,
+    /// The context is known to have been reset.
+    is_reset: AtomicBool,
     pub(super) info: DeviceInfo,
     pub(super) granularity: u64,
     pub(super) kernels: Kernels,
@@ -41,6 +45,9 @@ pub struct CudaBackend {
 
 /// The devices opened so far, by ordinal: one context, one set of modules, for the life of the process.
 static OPENED: Mutex<BTreeMap<u32, Arc<CudaBackend>>> = Mutex::new(BTreeMap::new());
+
+/// Codes with which a driver answers to handles of a context that is there no more.
+const STALE: [CUresult; 3] = [CUresult::INVALID_CONTEXT, CUresult::INVALID_HANDLE, CUresult::CONTEXT_IS_DESTROYED];
 
 /// How long an MPS server may be not ready.
 const MPS_PATIENCE: Duration = Duration::from_secs(5);
@@ -134,9 +141,11 @@ impl CudaBackend {
         let _inside = ending::enter();
         let driver = driver()?;
         let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(backend) = opened.get(&ordinal) {
+        let known = opened.get(&ordinal);
+        if let Some(backend) = known.filter(|backend| !backend.is_gone()) {
             return Ok(backend.clone());
         }
+        let had_one = known.is_some();
         let device = find(driver, ordinal)?;
         let info = describe(driver, device, ordinal)?;
         check_abilities(driver, device)?;
@@ -145,6 +154,10 @@ impl CudaBackend {
         let backend = Self::with_context(driver, device, context, info).inspect_err(|_| {
             let _ = driver.primary_context_release(device);
         })?;
+        if had_one {
+            // A reset leaves the retains as they are: that of the backend before is given up now that there is another.
+            let _ = driver.primary_context_release(device);
+        }
         let backend = Arc::new(backend);
         opened.insert(ordinal, backend.clone());
         Ok(backend)
@@ -162,20 +175,88 @@ impl CudaBackend {
         // Once more: the first context may have made the driver register a handler of its own.
         ending::close_before_the_driver()?;
         let (kernels, staging, ledger) = (Kernels::default(), Staging::default(), Ledger::default());
-        let held = AtomicU64::new(0);
-        Ok(CudaBackend { driver, device, context, info, granularity, kernels, broadcast, staging, held, ledger })
+        // SAFETY: retained by the caller.
+        let context_id = unsafe { driver.context_id(context) }.ok();
+        let (held, is_reset) = (AtomicU64::new(0), AtomicBool::new(false));
+        Ok(CudaBackend {
+            driver,
+            device,
+            context,
+            context_id,
+            is_reset,
+            info,
+            granularity,
+            kernels,
+            broadcast,
+            staging,
+            held,
+            ledger,
+        })
     }
 
     /// Makes the device's context current on this thread until the result is dropped, for any call. A stream that
     /// another thread captures is not disturbed by it: see [`Relaxed`].
+    ///
+    /// # Errors
+    /// [`Error::DeviceReset`]: the handles and addresses of a context that was reset may be another's in the next one.
     pub(super) fn enter(&self) -> Result<Current> {
+        let _inside = ending::enter();
+        if self.is_gone() {
+            return Err(self.reset_error());
+        }
         enter(self.driver, self.context)
     }
 
-    /// The same, for calls that only give a stream work: those harm no capture, and are too many for [`Relaxed`].
+    /// The same, for calls that only give a stream work: those harm no capture, and are too many for [`Relaxed`] and to
+    /// ask whether the context is still the one that was retained. If it is known not to be, that is an error here, too.
     #[inline]
     pub(super) fn enter_to_enqueue(&self) -> Result<Current> {
-        make_current(self.driver, self.context)
+        if self.is_reset.load(Ordering::Relaxed) {
+            return Err(self.reset_error());
+        }
+        make_current(self.driver, self.context).map_err(|error| self.explain(error))
+    }
+
+    /// [`enter`](Self::enter), for what gives something back: `None` if that went with the context.
+    pub(super) fn enter_unless_gone(&self) -> Result<Option<Current>> {
+        match self.enter() {
+            Err(Error::DeviceReset { .. }) => Ok(None),
+            entered => entered.map(Some),
+        }
+    }
+
+    #[cold]
+    fn reset_error(&self) -> Error {
+        Error::DeviceReset { device: self.info.name.clone() }
+    }
+
+    /// Whether the device was reset since this was opened. A context that cannot be asked about counts as there. The
+    /// caller is inside.
+    fn is_gone(&self) -> bool {
+        let is_another = || {
+            // SAFETY: the primary context is active, and has one handle for the life of the process.
+            let now = unsafe { self.driver.context_id(self.context) }.ok();
+            self.context_id.is_some_and(|before| now.is_some_and(|now| now != before))
+        };
+        let is_gone = self.is_reset.load(Ordering::Relaxed)
+            || match self.driver.primary_context_is_active(self.device) {
+                Ok(is_active) => !is_active || is_another(),
+                Err(_) => false,
+            };
+        if is_gone {
+            self.is_reset.store(true, Ordering::Relaxed);
+        }
+        is_gone
+    }
+
+    /// What an error means if the device was reset.
+    #[cold]
+    fn explain(&self, error: Error) -> Error {
+        let _inside = ending::enter();
+        match error {
+            Error::Driver { code, .. } if STALE.contains(&CUresult(code)) && self.is_gone() => self.reset_error(),
+            other => other,
+        }
     }
 }
 
@@ -305,7 +386,7 @@ impl Backend for CudaBackend {
     }
 
     unsafe fn unregister(&self, ptr: *mut u8) -> Result<()> {
-        let _current = self.enter()?;
+        let Some(_current) = self.enter_unless_gone()? else { return Ok(()) };
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.host_unregister(ptr.cast()) }?)
     }
@@ -316,28 +397,28 @@ impl Backend for CudaBackend {
     }
 
     unsafe fn destroy_stream(&self, stream: RawStream) -> Result<()> {
-        let _current = self.enter()?;
+        let Some(_current) = self.enter_unless_gone()? else { return Ok(()) };
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.stream_destroy(stream.0) }?)
     }
 
     unsafe fn batch(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.enqueue(stream.0, ops) }
+        unsafe { self.enqueue(stream.0, ops) }.map_err(|error| self.explain(error))
     }
 
     unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
         let bytes = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
         // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.copy_async(dst, src, bytes, stream.0) }?)
+        unsafe { self.driver.copy_async(dst, src, bytes, stream.0) }.map_err(|fault| self.explain(fault.into()))
     }
 
     unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
         let bytes = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
         // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.zero_async(dst, bytes, stream.0) }?)
+        unsafe { self.driver.zero_async(dst, bytes, stream.0) }.map_err(|fault| self.explain(fault.into()))
     }
 
     unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
@@ -352,7 +433,7 @@ impl Backend for CudaBackend {
 
     unsafe fn launch(&self, stream: RawStream, kernel: &Kernel, grid: u32, block: u32, args: &[u64]) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.launch_kernel(stream.0, kernel, grid, block, args) }
+        unsafe { self.launch_kernel(stream.0, kernel, grid, block, args) }.map_err(|error| self.explain(error))
     }
 
     fn preload(&self, kernel: &Kernel) -> Result<()> {
@@ -361,7 +442,7 @@ impl Backend for CudaBackend {
 
     unsafe fn call(&self, stream: RawStream, function: Box<dyn FnOnce() + Send>) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.call_on_cpu(stream.0, function) }
+        unsafe { self.call_on_cpu(stream.0, function) }.map_err(|error| self.explain(error))
     }
 
     unsafe fn is_capturing(&self, stream: RawStream) -> Result<bool> {
@@ -370,7 +451,7 @@ impl Backend for CudaBackend {
         match unsafe { self.driver.stream_is_capturing(stream.0) } {
             // A driver that cannot capture.
             Err(Fault::Symbol(_)) => Ok(false),
-            answer => Ok(answer?),
+            answer => answer.map_err(|fault| self.explain(fault.into())),
         }
     }
 
@@ -386,8 +467,8 @@ impl Backend for CudaBackend {
     }
 
     unsafe fn destroy_event(&self, event: RawEvent) -> Result<()> {
-        let _current = self.enter()?;
         EVENTS.forget(event.0);
+        let Some(_current) = self.enter_unless_gone()? else { return Ok(()) };
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.event_destroy(event.0) }?)
     }
@@ -395,13 +476,13 @@ impl Backend for CudaBackend {
     unsafe fn record_event(&self, event: RawEvent, stream: RawStream) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
         // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.event_record(event.0, stream.0) }?)
+        unsafe { self.driver.event_record(event.0, stream.0) }.map_err(|fault| self.explain(fault.into()))
     }
 
     unsafe fn wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
         // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.stream_wait_event(stream.0, event.0) }?)
+        unsafe { self.driver.stream_wait_event(stream.0, event.0) }.map_err(|fault| self.explain(fault.into()))
     }
 
     unsafe fn query_event(&self, event: RawEvent) -> Result<bool> {

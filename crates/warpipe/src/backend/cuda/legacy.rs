@@ -56,10 +56,13 @@ impl CudaBackend {
     /// # Safety
     /// As for [`crate::backend::Backend::free_plain`].
     pub(super) unsafe fn free_legacy(&self, base: CUdeviceptr) -> Result<()> {
-        let _current = self.enter()?;
+        let current = self.enter_unless_gone()?;
         // Before the driver can give the address to somebody else.
         let bytes = lock(&self.ledger.allocated).remove(&base).unwrap_or(0);
         self.held.fetch_sub(bytes, Ordering::Relaxed);
+        if current.is_none() {
+            return Ok(());
+        }
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.memory_free(base) }?)
     }
@@ -178,7 +181,7 @@ impl CudaBackend {
     /// # Safety
     /// As for [`crate::backend::Backend::close_legacy`].
     pub(super) unsafe fn close_legacy_handle(&self, base: CUdeviceptr) -> Result<()> {
-        let _current = self.enter()?;
+        let current = self.enter_unless_gone()?;
         // Before the driver can give the address to somebody else.
         let mut opened = lock(&self.ledger.opened);
         let not_open = || Error::legacy(LegacyFault::NotOpen { ptr: base });
@@ -189,6 +192,9 @@ impl CudaBackend {
             opened.remove(&base);
         }
         drop(opened);
+        if current.is_none() {
+            return Ok(());
+        }
         // SAFETY: the caller's promise.
         unsafe { self.driver.ipc_close_memory(base) }.map_err(|fault| {
             if fault.is(&[CUresult::INVALID_VALUE, CUresult::INVALID_HANDLE]) { not_open() } else { fault.into() }

@@ -188,7 +188,10 @@ impl CudaBackend {
     /// # Safety
     /// As for [`crate::backend::Backend::release`].
     pub(super) unsafe fn release_region(&self, region: RawRegion) -> Result<()> {
-        let _current = self.enter()?;
+        // After a reset its address or handle may be another's. The memory stays, and no stream of this process uses it.
+        let _current = self.enter().inspect_err(|_| {
+            self.held.fetch_sub(region.bytes, Ordering::Relaxed);
+        })?;
         let mut mapping = std::mem::ManuallyDrop::new(Mapping {
             driver: self.driver,
             handle: region.handle,

@@ -110,6 +110,25 @@ impl Driver {
         unsafe { call!(self, cuDevicePrimaryCtxRelease_v2(device)) }
     }
 
+    /// Whether a device's primary context has been made, and not been reset since.
+    pub fn primary_context_is_active(&self, device: CUdevice) -> Answer<bool> {
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: the out pointers are live locals.
+        unsafe { call!(self, cuDevicePrimaryCtxGetState(device, &mut flags, &mut active)) }?;
+        Ok(active != 0)
+    }
+
+    /// A number that no other context of the process's life has.
+    ///
+    /// # Safety
+    /// The context is live.
+    pub unsafe fn context_id(&self, context: CUcontext) -> Answer<u64> {
+        let mut id = 0;
+        // SAFETY: the out pointer is a live local; the context is the caller's promise.
+        unsafe { call!(self, cuCtxGetId(context, &mut id)) }?;
+        Ok(id)
+    }
+
     #[inline]
     pub fn context_current(&self) -> Answer<CUcontext> {
         let mut context = CUcontext(ptr::null_mut());

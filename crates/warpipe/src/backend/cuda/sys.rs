@@ -213,6 +213,8 @@ functions! {
     fn cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);
     fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
     fn cuDevicePrimaryCtxRelease_v2(device: CUdevice);
+    fn cuDevicePrimaryCtxGetState(device: CUdevice, flags: *mut c_uint, active: *mut c_int);
+    fn cuCtxGetId(context: CUcontext, id: *mut u64);
     fn cuCtxGetCurrent(context: *mut CUcontext);
     fn cuCtxPushCurrent_v2(context: CUcontext);
     fn cuCtxPopCurrent_v2(context: *mut CUcontext);

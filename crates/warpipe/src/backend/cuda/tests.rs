@@ -67,6 +67,8 @@ fn every_function_takes_what_the_driver_takes() {
         cuDeviceCanAccessPeer(_, _, _);
         cuDevicePrimaryCtxRetain(_, _);
         cuDevicePrimaryCtxRelease_v2(_);
+        cuDevicePrimaryCtxGetState(_, _, _);
+        cuCtxGetId(_, _);
         cuCtxGetCurrent(_);
         cuCtxPushCurrent_v2(_);
         cuCtxPopCurrent_v2(_);

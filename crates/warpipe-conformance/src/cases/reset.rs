@@ -1,0 +1,68 @@
+//! A device that somebody resets while it is in use (`cudaDeviceReset`).
+
+use std::fmt::Debug;
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use warpipe::{Device, Error, Memory, Publisher, Subscriber, Timeline};
+
+use super::Case;
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::graph::Graphs;
+use crate::payload::{Payload, Tally};
+use crate::place::{fill, wrong_words};
+use crate::process::eventually;
+
+pub(super) const CASES: &[Case] =
+    &[Case::new("a device that was reset is opened anew, and what was made on it before touches nothing", reset)];
+
+const WORDS: u64 = 4096;
+
+fn is_reset<T: Debug>(what: &str, outcome: Result<T, impl Into<Error>>) -> Result<()> {
+    match outcome.map_err(Into::into) {
+        Err(Error::DeviceReset { .. }) => Ok(()),
+        other => bail!("{what} gave {other:?}"),
+    }
+}
+
+fn reset(context: &Context) -> Result<()> {
+    let graphs = Graphs::of(context)?;
+    let stream = context.stream()?;
+    let publisher = context.publisher("before").build()?;
+    let mut subscriber = context.subscriber("before").build()?;
+    Payload::of(WORDS, 1).send(&publisher, &stream)?;
+    let sample = subscriber.receive(&stream)?;
+    let timeline = Timeline::create(&context.domain, "steps", &context.device)?;
+    let memory = Memory::allocate(&context.device, 8 * WORDS)?;
+    fill(&memory, &stream, 2, Duration::ZERO, true)?;
+    stream.synchronize(PATIENCE)?;
+
+    graphs.reset_device()?;
+    is_reset("allocate", Memory::allocate(&context.device, 8 * WORDS))?;
+    let device = Device::cuda(0)?;
+    warpipe_kernels::preload(&device)?;
+    is_reset("stream", context.stream())?;
+    is_reset("is_idle", stream.is_idle())?;
+    is_reset("send_bytes", publisher.send_bytes(&stream, b"lost"))?;
+    is_reset("receive", subscriber.receive(&stream))?;
+    is_reset("signal", timeline.signal(&stream, 1))?;
+    is_reset("a write", memory.write(&stream, 0, b"lost"))?;
+
+    let stream_after = device.stream()?;
+    let after = Memory::allocate(&device, 8 * WORDS)?;
+    fill(&after, &stream_after, 3, Duration::ZERO, true)?;
+    drop((sample, subscriber, publisher, timeline, memory, stream));
+    let is_over = || warpipe::process_stats().dropping == 0;
+    ensure!(eventually(PATIENCE, is_over), "what was made before still waits: {:?}", warpipe::process_stats());
+    let mut tally = Tally::new(&device)?;
+    let wrong = wrong_words(&after, &stream_after, &mut tally, 3)?;
+    ensure!(wrong == 0, "{wrong} wrong words: the old memory was let go in the new context");
+    let publisher = Publisher::builder("after").domain(&context.domain).device(&device).build()?;
+    let subscriber = Subscriber::builder("after").domain(&context.domain).device(&device).timeout(PATIENCE);
+    let mut subscriber = subscriber.build()?;
+    Payload::of(WORDS, 4).send(&publisher, &stream_after)?;
+    let wrong = tally.finish(subscriber.receive(&stream_after)?)?;
+    ensure!(wrong == 0, "{wrong} wrong words in a sample after the reset");
+    Ok(())
+}
