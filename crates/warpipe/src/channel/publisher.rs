@@ -18,6 +18,7 @@ use crate::link::entry::Metadata;
 use crate::link::limits::PeerLimits;
 use crate::link::peer::Peer;
 use crate::link::segment::DEPTH_MAX;
+use crate::memory::arena::check_limit;
 use crate::rendezvous::Kind;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -217,6 +218,7 @@ impl PublisherBuilder {
         let name = EndpointName::new(&self.name)?;
         let domain = self.domain.take().map_or_else(Domain::from_environment, Ok)?;
         let device = self.device.take().unwrap_or_else(|| Device::preferred().device);
+        check_limit(&device, self.memory_limit)?;
         let claim = domain.claim(&name, !(self.uids.is_empty() && self.gids.is_empty()))?;
         let core = Core::new(self, name.to_string(), device, claim)?;
         Ok(Publisher { core })

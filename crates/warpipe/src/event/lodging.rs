@@ -217,6 +217,11 @@ impl Lodging {
         self.guestbook.is_dead.load(SeqCst) || self.is_over() && self.visitor().is_dead()
     }
 
+    /// The error of a maker that is there no more, or is not within `limit`.
+    pub(super) fn owner_gone_within(&self, limit: Duration) -> Option<Error> {
+        self.visitor().ends_within(limit).then(|| self.owner_gone())
+    }
+
     pub(super) fn owner_gone(&self) -> Error {
         self.visitor().owner_gone()
     }

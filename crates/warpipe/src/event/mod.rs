@@ -39,6 +39,9 @@ use crate::link::proof::Streams;
 use crate::memory::lane::{Lane, Raiser, Verdict};
 use crate::stream::Stream;
 
+/// How long a process may be dying before its socket closes: 205 ms were seen under MPS.
+const DYING: Duration = Duration::from_millis(500);
+
 /// An event of this or another process (`cuEventCreate` with `CU_EVENT_INTERPROCESS`). Cheap to clone.
 ///
 /// ```
@@ -200,7 +203,9 @@ impl Event {
 
     fn of_guest(lodging: Arc<Lodging>, handle: &EventHandle, device: &Device) -> Result<Event> {
         let body = &handle.body;
-        let raw = handle.ipc_bytes().map(|bytes| device.backend().open_event(&bytes)).transpose()?;
+        let raw = handle.ipc_bytes().map(|bytes| device.backend().open_event(&bytes)).transpose();
+        // A driver cannot open what a dying process made, and says only that it cannot.
+        let raw = raw.map_err(|error| lodging.owner_gone_within(DYING).unwrap_or(error))?;
         match lodging.open(body.index, body.serial) {
             Ok(opened) => {
                 let inner = Inner {

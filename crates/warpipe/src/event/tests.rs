@@ -248,3 +248,29 @@ fn a_place_that_guests_have_used_holds_a_new_event_for_them() {
     }
     drop(keep);
 }
+
+#[test]
+fn a_handle_that_the_driver_cannot_open_because_its_maker_goes_is_told_as_that() {
+    use crate::backend::testing::{Failing, Wrapped};
+    let stage = Stage::new("dying");
+    let backend = Wrapped::new(stage.device.backend().clone(), Failing::default());
+    let device = Device::from_backend(backend.clone());
+    let event = stage.create();
+    let handle = event.handle().unwrap();
+    let open = || {
+        backend.hook().aim("open_event", 1);
+        let lodging = Lodging::visit(&handle.body, &stage.domain, &device).unwrap();
+        Event::of_guest(lodging, &handle, &device).map(drop).unwrap_err()
+    };
+    let refused = open();
+    assert!(matches!(refused, Error::Injected { .. }), "its maker lives: {refused}");
+    let refused = std::thread::scope(|scope| {
+        backend.hook().aim("open_event", 1);
+        let lodging = Lodging::visit(&handle.body, &stage.domain, &device).unwrap();
+        // The driver has forgotten what the maker made, and its socket is open still.
+        let opening = scope.spawn(|| Event::of_guest(lodging, &handle, &device).map(drop).unwrap_err());
+        drop(event);
+        opening.join().unwrap()
+    });
+    assert!(matches!(refused, Error::OwnerGone { .. }), "{refused}");
+}

@@ -92,6 +92,16 @@ impl Chunk {
     }
 }
 
+/// Whether anything can be allocated within a limit: a device gives memory in units.
+pub(crate) fn check_limit(device: &Device, limit: u64) -> Result<()> {
+    let unit = device.backend().granularity();
+    if limit < unit {
+        let allowed = format!("at least {unit} bytes, the unit in which {device} gives memory");
+        return Err(Error::argument("memory_limit", format!("{limit} bytes"), allowed));
+    }
+    Ok(())
+}
+
 impl Arena {
     pub(crate) fn new(device: &Device, limit: u64) -> Arena {
         let device = device.clone();

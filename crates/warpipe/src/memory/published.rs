@@ -130,9 +130,10 @@ impl Published {
     /// A ticket for a range of it, in bytes. Whoever opens it can reach no other bytes by this library, but maps all.
     ///
     /// # Errors
-    /// [`Error::Range`] for one that does not lie inside; as [`ticket`](Self::ticket).
+    /// [`Error::Range`] for one that does not lie inside; [`Error::Argument`] for one that ends before it begins; as
+    /// [`ticket`](Self::ticket).
     pub fn ticket_of(&self, range: impl RangeBounds<u64>) -> Result<Ticket> {
-        let (offset, bytes) = offset_and_length(range, self.memory.bytes());
+        let (offset, bytes) = offset_and_length(range, self.memory.bytes())?;
         self.memory.mapping.check(self.name(), offset, bytes)?;
         let wanted = Wanted { id: ONLY, offset, bytes: Some(bytes) };
         let incarnation = Some(self.keeper.desk().generation());
@@ -140,7 +141,7 @@ impl Published {
     }
 }
 
-fn offset_and_length(range: impl RangeBounds<u64>, available: u64) -> (u64, u64) {
+fn offset_and_length(range: impl RangeBounds<u64>, available: u64) -> Result<(u64, u64)> {
     let start = match range.start_bound() {
         Bound::Included(&start) => start,
         Bound::Excluded(&before) => before.saturating_add(1),
@@ -151,7 +152,12 @@ fn offset_and_length(range: impl RangeBounds<u64>, available: u64) -> (u64, u64)
         Bound::Excluded(&end) => end,
         Bound::Unbounded => available,
     };
-    (start, end.saturating_sub(start))
+    // Unbounded at its end, it begins outside, which is told of with what there is.
+    match end.checked_sub(start) {
+        Some(bytes) => Ok((start, bytes)),
+        None if matches!(range.end_bound(), Bound::Unbounded) => Ok((start, 0)),
+        None => Err(Error::argument("range", format!("{start}..{end}"), "one that does not end before it begins")),
+    }
 }
 
 /// What answers for a publication.

@@ -133,6 +133,42 @@ fn who_waits_for_a_name_gets_what_is_published_later() {
 }
 
 #[test]
+fn a_ticket_of_an_owner_who_is_gone_opens_nothing_also_where_the_memory_is_open() {
+    let stage = Stage::new("open-still");
+    let (device, _counting) = other(Counting::default());
+    let published = stage.publish("a", b"abc");
+    let ticket = published.ticket().unwrap();
+    let (open, own) = (ticket.open(&device).unwrap(), published.memory().clone());
+    drop(published);
+    for device in [&device, &stage.device] {
+        let gone = ticket.open(device).unwrap_err();
+        assert!(matches!(gone, Error::TicketExpired { expiry: Expiry::Gone { died: false }, .. }), "{gone}");
+    }
+    let next = stage.publish("a", b"def");
+    let gone = ticket.open(&device).unwrap_err();
+    assert!(matches!(gone, Error::TicketExpired { expiry: Expiry::Replaced, .. }), "{gone}");
+    assert_eq!((open.to_vec(WAIT).unwrap(), own.to_vec(WAIT).unwrap()), (b"abc".to_vec(), b"abc".to_vec()), "kept");
+    drop(next);
+}
+
+#[test]
+fn a_limit_below_the_devices_unit_is_refused_at_once() {
+    let stage = Stage::new("below-a-unit");
+    let unit = stage.device.backend().granularity();
+    let build = |bytes| {
+        let publisher = crate::Publisher::builder("a").domain(&stage.domain).device(&stage.device).memory_limit(bytes);
+        let pool = crate::Pool::builder("b").domain(&stage.domain).device(&stage.device).memory_limit(bytes);
+        let server = crate::Server::builder("c").domain(&stage.domain).device(&stage.device).memory_limit(bytes);
+        let queue = crate::Queue::builder("d").domain(&stage.domain).device(&stage.device).memory_limit(bytes);
+        [publisher.build().map(drop), pool.build().map(drop), server.build().map(drop), queue.build().map(drop)]
+    };
+    for refused in build(unit - 1) {
+        assert!(matches!(refused, Err(Error::Argument { argument: "memory_limit", .. })), "{refused:?}");
+    }
+    build(unit).into_iter().for_each(|built| built.unwrap());
+}
+
+#[test]
 fn ranges_end_inside_or_are_an_error() {
     let stage = Stage::new("range");
     let published = stage.publish("a", b"abcdef");
@@ -144,6 +180,9 @@ fn ranges_end_inside_or_are_an_error() {
     assert!(matches!(shared.range(1, 2), Err(Error::Range { offset: 1, bytes: 2, available: 2, .. })));
     assert!(matches!(published.ticket_of(4..=6), Err(Error::Range { .. })));
     assert!(matches!(published.ticket_of(7..), Err(Error::Range { .. })));
+    #[expect(clippy::reversed_empty_ranges, reason = "that is what is refused")]
+    let reversed = published.ticket_of(5..2);
+    assert!(matches!(reversed, Err(Error::Argument { argument: "range", .. })), "{reversed:?}");
     assert!(matches!(published.ticket_of(0..u64::MAX), Err(Error::Range { .. })));
 }
 

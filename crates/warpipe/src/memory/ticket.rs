@@ -126,8 +126,8 @@ impl Ticket {
         self.fields.wanted.bytes
     }
 
-    /// Fetches the memory from its owner and maps it on `device`; what this process has open already is found without
-    /// asking anybody.
+    /// Fetches the memory from its owner and maps it on `device`, once in a process. The owner is asked each time: a ticket
+    /// of one that is gone opens nothing, also where this process has the memory open.
     ///
     /// # Errors
     /// [`Error::NoOwner`]: nobody has published it yet, or its owner has died (`was_there`). [`Error::TicketExpired`]: its
@@ -145,13 +145,8 @@ impl Ticket {
     /// As [`open`](Self::open).
     pub fn open_timeout(&self, device: &Device, timeout: Duration) -> Result<SharedMemory> {
         self.check(Kind::Memory, device)?;
-        let Fields { owner, incarnation, wanted, ref name, .. } = self.fields;
-        let found = incarnation.and_then(|incarnation| IMPORTS.get(&Key::new(owner, incarnation, wanted.id, device)));
-        let mapping = match found {
-            Some(mapping) => mapping,
-            None => self.fetch(device, timeout)?,
-        };
-        SharedMemory::whole(mapping, name).range(wanted.offset, wanted.bytes)
+        let Wanted { offset, bytes, .. } = self.fields.wanted;
+        SharedMemory::whole(self.fetch(device, timeout)?, self.name()).range(offset, bytes)
     }
 
     fn fetch(&self, device: &Device, timeout: Duration) -> Result<Arc<Mapping>> {

@@ -10,7 +10,7 @@ use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::link::proof::Streams;
-use crate::memory::arena::SlotId;
+use crate::memory::arena::{SlotId, check_limit};
 use crate::memory::mapping::{check_range, copy_out, wait_for};
 use crate::memory::ticket::Ticket;
 use crate::rendezvous::{Address, Admission, Keeper, Kind};
@@ -93,6 +93,7 @@ impl PoolBuilder {
         }
         let domain = self.domain.map_or_else(Domain::from_environment, Ok)?;
         let device = self.device.unwrap_or_else(|| Device::preferred().device);
+        check_limit(&device, self.memory_limit)?;
         let core = Core::new(name.clone(), domain.clone(), device, self.memory_limit)?;
         if self.reserve > 0 {
             core.reserve(self.reserve)?;

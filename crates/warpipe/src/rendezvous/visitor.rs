@@ -314,12 +314,18 @@ impl Visitor {
         self.inner.is_dead.load(SeqCst) || self.inner.peer.shows(Sign::Over(ORPHAN_TIMEOUT))
     }
 
+    /// Whether the keeper is there no more, or is not within `limit`. Never on the watcher's thread.
+    pub(crate) fn ends_within(&self, limit: Duration) -> bool {
+        let inner = &self.inner;
+        let waited = inner.answered.wait_timeout_while(inner.lock(), limit, |desk| !desk.is_over);
+        waited.unwrap_or_else(PoisonError::into_inner).0.is_over
+    }
+
     /// The error of who needs a keeper that is there no more. What says so may be a word of a shared page, which its
     /// goodbye comes before: that lies in the socket, and is the watcher's to read. Never on the watcher's thread.
     pub(crate) fn owner_gone(&self) -> Error {
-        let inner = &self.inner;
-        drop(inner.answered.wait_timeout_while(inner.lock(), ANSWER_TIMEOUT, |desk| !desk.is_over));
-        inner.owner_gone()
+        self.ends_within(ANSWER_TIMEOUT);
+        self.inner.owner_gone()
     }
 }
 

@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::wake::Bell;
 use crate::link::watcher::Watcher;
+use crate::memory::arena::check_limit;
 use crate::queue::{Lease, Loan, Worker, WorkerBuilder};
 use crate::spin::{Came, Spin};
 use crate::stream::Stream;
@@ -97,6 +98,7 @@ impl ServerBuilder {
         EndpointName::new(&format!("{}00000000", clients_of(&self.service)))?;
         let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
         let device = self.device.clone().unwrap_or_else(|| Device::preferred().device);
+        check_limit(&device, self.memory_limit)?;
         let readable = PrivateFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
         let readable = readable.map_err(|e| Error::os("epoll_create1", "a server", e))?;
         let arrivals = domain.arrivals()?;
