@@ -213,7 +213,8 @@ impl Members {
         let domain = Domain::from_argument(domain)?;
         let mut builder = warpipe::Members::builder(&domain).clean(clean);
         let callbacks: Vec<Arc<Callback>> = on.into_iter().map(Callback::new).collect();
-        for callback in callbacks.iter().cloned() {
+        for callback in &callbacks {
+            let callback = callback.clone();
             builder = builder.on(move |change| callback.call(Change::of(change)));
         }
         let started = py.detach(|| builder.start()).map_err(Fault::from)?;

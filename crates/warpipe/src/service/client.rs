@@ -65,7 +65,7 @@ impl ClientBuilder {
         ClientBuilder { options: self.options.submit_timeout(timeout), ..self }
     }
 
-    /// How long a wait polls before it sleeps: 20 µs by default.
+    /// How long a wait polls before it sleeps, as [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
     pub fn spin(self, spin: Duration) -> Self {
         ClientBuilder { options: self.options.spin(spin), ..self }
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -80,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
