@@ -167,6 +167,9 @@ impl Domain {
             Err(error) => return Err(fail(format!("it cannot be opened: {error}"))),
         };
         let stat = rustix::fs::fstat(&directory).map_err(|e| fail(format!("fstat: {e}")))?;
+        if os::is_unmapped_user(owner) {
+            return Err(fail(format!("uid {owner} stands for every user that this user namespace does not map")));
+        }
         if stat.st_uid != owner {
             return Err(fail(format!("uid {} owns it, not uid {owner}", stat.st_uid)));
         }

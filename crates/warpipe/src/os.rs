@@ -30,11 +30,39 @@ fn write_lock(byte: u8) -> libc::flock {
     lock
 }
 
-/// Who is at the other end of a connected Unix socket: `getsockopt(SO_PEERCRED)`, `unix(7)`.
+/// Who is at the other end of a connected Unix socket: `getsockopt(SO_PEERCRED)`, `unix(7)`. A user or group that this
+/// user namespace does not map is [`UNMAPPED`].
 pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Errno> {
-    let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    let mut credentials = libc::ucred { pid: 0, uid: UNMAPPED, gid: UNMAPPED };
     socket_option(socket, libc::SO_PEERCRED, &mut credentials)?;
+    if is_unmapped_user(credentials.uid) {
+        credentials.uid = UNMAPPED;
+    }
+    if is_unmapped("/proc/sys/kernel/overflowgid", "/proc/self/gid_map", credentials.gid) {
+        credentials.gid = UNMAPPED;
+    }
     Ok(credentials)
+}
+
+/// No user and no group: `(uid_t) -1`, which nobody can have.
+pub(crate) const UNMAPPED: u32 = u32::MAX;
+
+/// Whether a uid may be the one that stands for all whom this user namespace does not map: `user_namespaces(7)`.
+pub(crate) fn is_unmapped_user(uid: u32) -> bool {
+    is_unmapped("/proc/sys/kernel/overflowuid", "/proc/self/uid_map", uid)
+}
+
+/// The kernel shows one number, 65534 by default, for everybody who has none here. It says who that is only where
+/// everybody has one.
+fn is_unmapped(overflow: &str, map: &str, id: u32) -> bool {
+    let overflow = std::fs::read_to_string(overflow).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(65534);
+    id == overflow && !std::fs::read_to_string(map).is_ok_and(|map| maps_all(&map))
+}
+
+/// Whether a map of ids (`inside outside count` in each line) has every one of them.
+fn maps_all(map: &str) -> bool {
+    let counts = map.lines().map(|line| line.split_whitespace().nth(2).and_then(|count| count.parse::<u64>().ok()));
+    counts.sum::<Option<u64>>().is_some_and(|count| count >= u64::from(u32::MAX))
 }
 
 /// A pidfd of the process at the other end, without its number ever being looked up:
@@ -89,4 +117,19 @@ fn socket_option<T: Copy>(socket: BorrowedFd<'_>, option: libc::c_int, value: &m
 
 fn last_error() -> Errno {
     std::io::Error::last_os_error().raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_map_of_everybody_says_who_the_overflow_user_is() {
+        assert!(maps_all("         0          0 4294967295\n"));
+        assert!(maps_all("0 0 65534\n65534 65534 4294901761\n"));
+        for map in ["", "0 0 1\n", "0 100000 65536\n", "0 0 4294967294\n", "0 0\n", "0 0 4294967295\nnonsense\n"] {
+            assert!(!maps_all(map), "{map:?}");
+        }
+        assert!(!is_unmapped_user(0));
+    }
 }

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::link::PeerState;
 use crate::link::entry::Metadata;
 use crate::link::limits::PeerLimits;
-use crate::link::peer::Peer;
+use crate::link::peer::{Peer, is_admitted};
 use crate::link::segment::DEPTH_MAX;
 use crate::memory::arena::check_limit;
 use crate::rendezvous::Kind;
@@ -243,7 +243,7 @@ impl PublisherBuilder {
     }
 
     pub(super) fn admits(&self, uid: u32, gid: u32) -> bool {
-        uid == rustix::process::geteuid().as_raw() || self.uids.contains(&uid) || self.gids.contains(&gid)
+        is_admitted((uid, gid), &self.uids, &self.gids)
     }
 }
 

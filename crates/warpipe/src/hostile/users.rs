@@ -3,7 +3,7 @@
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 
-use super::stage::{LONG, Scratch, assert_delivers, command, name, role, stream};
+use super::stage::{LONG, Scratch, alone, assert_delivers, command, name, role, stream};
 use crate::{Device, Domain, Error, Subscriber};
 
 const NOBODY: u32 = 65534;
@@ -94,6 +94,64 @@ fn another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list()
     let publisher = scratch.publisher(|it| it.history(1).allow_gids(&[NOBODY]));
     assert_delivers(&publisher, &mut scratch.subscriber(), b"by group");
     assert_eq!(visit(test, &scratch, false), "Ok(Ok(\"by group\"))");
+}
+
+/// Starts a command in a user namespace of its own, in which root alone has a number. False where that is forbidden.
+fn in_a_namespace_of_root(command: &mut std::process::Command) -> std::io::Result<std::process::Child> {
+    use std::os::unix::process::CommandExt;
+    let enter = || {
+        // SAFETY: a plain system call; the forked child has one thread.
+        if unsafe { libc::unshare(libc::CLONE_NEWUSER) } != 0 {
+            return Err(std::io::Error::last_os_error());
+        }
+        std::fs::write("/proc/self/setgroups", "deny")?;
+        std::fs::write("/proc/self/gid_map", "0 0 1")?;
+        std::fs::write("/proc/self/uid_map", "0 0 1")
+    };
+    // SAFETY: the closure opens and writes files, and allocates: this process forks with no other test in it (see
+    // `alone`), so no other thread holds the allocator.
+    unsafe { command.pre_exec(enter) };
+    command.spawn()
+}
+
+#[test]
+fn a_user_whom_the_namespace_does_not_map_is_nobody_who_could_be_admitted() {
+    let test = "a_user_whom_the_namespace_does_not_map_is_nobody_who_could_be_admitted";
+    let path = || std::env::var("WARPIPE_HOSTILE_PATH").unwrap();
+    match role().as_deref() {
+        Some("stranger") => return stranger(),
+        Some("keeper") => {
+            // All whom the namespace does not map read as this number here.
+            let domain = Domain::at(path()).unwrap();
+            let builder = crate::Publisher::builder("a").domain(&domain).device(&Device::host()).allow_uids(&[NOBODY]);
+            let _publisher = builder.allow_gids(&[NOBODY]).build().unwrap();
+            let of_nobody = Domain::of_user("/", NOBODY).unwrap_err().to_string();
+            println!("outcome: ready, {of_nobody}");
+            loop {
+                std::thread::park();
+            }
+        }
+        _ => {}
+    }
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can become another user");
+        return;
+    }
+    alone(module_path!(), test, || {
+        let scratch = Scratch::new();
+        std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
+        let mut command = command(module_path!(), test, "keeper");
+        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(std::process::Stdio::piped());
+        let mut keeper = match in_a_namespace_of_root(&mut command) {
+            Ok(keeper) => super::stage::Guarded(keeper),
+            Err(error) => return println!("skipped: no user namespace of its own: {error}"),
+        };
+        let stdout = std::io::BufReader::new(keeper.0.stdout.take().unwrap());
+        let mut lines = std::io::BufRead::lines(stdout).map_while(Result::ok);
+        let ready = lines.find(|line| line.contains("outcome: ready")).expect("a publisher in the namespace");
+        assert!(ready.contains("does not map"), "{ready}");
+        assert_eq!(visit(test, &scratch, false), format!("denied, uid {} is not on its list", u32::MAX));
+    });
 }
 
 #[test]

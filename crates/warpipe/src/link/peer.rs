@@ -80,6 +80,13 @@ impl ProcessId {
     }
 }
 
+/// Whether a user and its group may come to an endpoint of this process: its own user's, or one on the lists. A user
+/// that this user namespace does not map is none of them, whatever its number.
+pub(crate) fn is_admitted((uid, gid): (u32, u32), uids: &[u32], gids: &[u32]) -> bool {
+    let is_own = uid == rustix::process::geteuid().as_raw();
+    uid != os::UNMAPPED && (is_own || uids.contains(&uid) || gid != os::UNMAPPED && gids.contains(&gid))
+}
+
 /// Where a connected socket leads to.
 #[derive(Debug)]
 pub(crate) struct Peer {

@@ -28,6 +28,7 @@ use crate::error::{Error, Result};
 use crate::fork::PrivateFd;
 use crate::link::closer::PeerFd;
 use crate::link::limits::PeerLimits;
+use crate::link::peer::is_admitted;
 
 /// The longest body of a message.
 pub(crate) const BODY_BYTES_MAX: usize = 768;
@@ -95,7 +96,7 @@ impl Admission {
     }
 
     fn admits(&self, uid: u32, gid: u32) -> bool {
-        uid == rustix::process::geteuid().as_raw() || self.uids.contains(&uid) || self.gids.contains(&gid)
+        is_admitted((uid, gid), &self.uids, &self.gids)
     }
 }
 
