@@ -127,7 +127,15 @@ pub fn run_here(settings: Settings, case: &Case, folder: &Path, result: &Path) -
     match Context::open(settings, folder, 0).and_then(|context| context.warm_up().map(|()| context)) {
         Err(error) => (outcome, reason) = (Outcome::Failed, format!("{error:#}")),
         Ok(context) => {
-            if let Err(error) = guarded(case, &context) {
+            let names = crate::guard::by_name();
+            let outcome_of = guarded(case, &context);
+            for (what, count) in crate::guard::by_name() {
+                let before = names.get(&what).copied().unwrap_or(0);
+                if count > before {
+                    context.figure(&format!("grown: {what}"), format!("{before} to {count}"));
+                }
+            }
+            if let Err(error) = outcome_of {
                 let skip = error.downcast_ref::<Skip>().map(|Skip(reason)| reason.clone());
                 outcome = if skip.is_some() { Outcome::Skipped } else { Outcome::Failed };
                 reason = skip.unwrap_or_else(|| format!("{error:#}"));
