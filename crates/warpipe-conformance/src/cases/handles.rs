@@ -163,12 +163,13 @@ fn closed_owner(context: &Context) -> Result<()> {
     let (mut peer, ticket) = publisher(context, "weights", 6, false)?;
     let memory = ticket.open(&context.device)?;
     peer.ask(&Order::Hold(HolderOrder::Withdraw { seed: 6 }))?;
-    is_whole(context, &ticket.open(&context.device)?, 6).context("what is open here is found here")?;
-    drop(memory);
+    // Also while the memory is open here, which stays as it was.
     match ticket.open(&context.device) {
         Err(Error::TicketExpired { expiry: Expiry::Gone { died: false }, .. }) => {}
         other => bail!("after its owner closed, {other:?}"),
     }
+    is_whole(context, &memory, 6)?;
+    drop(memory);
     let later = publish(&mut peer, "weights", 7, false)?;
     match ticket.open_timeout(&context.device, PATIENCE) {
         Err(Error::TicketExpired { expiry: Expiry::Replaced, .. }) => {}
@@ -187,7 +188,6 @@ fn killed_owner(context: &Context) -> Result<()> {
     fill(&memory, &stream, 9, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;
     is_whole(context, &memory, 9)?;
-    drop(memory);
     match ticket.open(&context.device) {
         Err(Error::TicketExpired { expiry: Expiry::Gone { died: true }, .. }) => {}
         other => bail!("after its owner's death, {other:?}"),
