@@ -263,8 +263,11 @@ fn kill_subscriber(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterS
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let stream = setup.device.stream()?;
     let layout = Layout::bytes_only(MEMORY_BYTES / SLOTS)?;
+    let mut slots = Vec::new();
     for _ in 0..SLOTS {
-        publisher.loan(&layout)?.send(&stream)?;
+        let loan = publisher.loan(&layout)?;
+        slots.push(loan.ptr());
+        loan.send(&stream)?;
     }
     partner.control.hear::<()>()?;
     let (publisher, victim) = (&publisher, partner.pid());
@@ -276,9 +279,16 @@ fn kill_subscriber(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterS
         }
         std::thread::sleep(ASK_EVERY);
     };
+    // Meanwhile the publisher grows: what a suspect holds does not count against its limit.
     let reused = || {
-        drop(publisher.loan(&layout)?);
-        Ok(now_ns())
+        let mut grown = Vec::new();
+        loop {
+            let loan = publisher.loan(&layout)?;
+            if slots.contains(&loan.ptr()) {
+                return Ok(now_ns());
+            }
+            grown.push(loan);
+        }
     };
     let (witness, shown, reused) = end_beside(&partner, way, shown, reused)?;
     Ok(AfterSubscriber {
