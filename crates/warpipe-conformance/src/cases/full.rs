@@ -133,14 +133,17 @@ fn visitors(context: &Context) -> Result<()> {
     mortal.subscribe("downstream")?;
     leaver.subscribe("downstream")?;
     held.settle()?;
-    drop(held.aside.take());
-    mortal.kill()?;
-    leaver.dismiss()?;
-    let is_alive = |one: &warpipe::SubscriberInfo| one.state == PeerState::Alive;
-    ensure!(eventually(PATIENCE, || !held.publisher.subscribers().iter().any(is_alive)), "who left is still there");
+    // Newcomers first: when a link has ended, the driver unregisters its segment only behind every stream of the context,
+    // and registers nothing meanwhile.
     late.subscribe("downstream")?;
     let other = context.publisher("other").build()?;
     late.subscribe("other")?;
+    drop(held.aside.take());
+    mortal.kill()?;
+    leaver.dismiss()?;
+    let is_alive = |one: &&warpipe::SubscriberInfo| one.state == PeerState::Alive;
+    let alive = || held.publisher.subscribers().iter().filter(is_alive).count();
+    ensure!(eventually(PATIENCE, || alive() == 1), "{} subscribers are alive instead of one", alive());
     drop(other);
     held.release()?;
     late.dismiss()

@@ -1,12 +1,13 @@
 //! When a slot may be lent again: never before the work that was enqueued on it is done, whatever failed meanwhile.
 
-use std::sync::Arc;
 use std::sync::mpsc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::backend::testing::{Failing, Wrapped};
-use warpipe::{DType, Device, Error, Layout, Policy, Publisher, SampleMut, Stream};
+use warpipe::backend::testing::{Failing, Hook, Wrapped};
+use warpipe::backend::{Backend, RawStream, StreamOp};
+use warpipe::{DType, Device, Error, Layout, Policy, Publisher, SampleMut, Stream, Subscriber};
 
 use super::Case;
 use crate::PATIENCE;
@@ -22,6 +23,10 @@ pub(super) const CASES: &[Case] = &[
     ),
     Case::new("a loan that was written on two streams is lent again behind both", two_writers),
     Case::new("a slot whose fence is refused is lent again behind the stream's work", refused_fence),
+    Case::new(
+        "a slot whose only reader leaves during the send is lent again behind the stream's work",
+        departed_reader,
+    ),
 ];
 
 /// A quarter of the publisher's memory.
@@ -68,10 +73,14 @@ impl Tight {
 
     /// One slot stays in use until the gate is opened, and samples in the others are not written by what it lets go.
     fn check(self, context: &Context) -> Result<()> {
+        let subscriber = context.subscriber("tight").build()?;
+        self.check_with(context, subscriber)
+    }
+
+    fn check_with(self, context: &Context, mut subscriber: Subscriber) -> Result<()> {
         ensure!(self.free()? == SLOTS - 1, "{} slots can be lent while one is still to be written", self.free()?);
         let (stream, mut tally) = (context.stream()?, context.tally()?);
         let others = self.publisher.device().stream()?;
-        let mut subscriber = context.subscriber("tight").build()?;
         let loans: Vec<SampleMut> = (1..SLOTS as u64)
             .map(|seed| Payload::of(WORDS, seed).loan(&self.publisher, &others))
             .collect::<warpipe::Result<_>>()?;
@@ -106,9 +115,10 @@ fn failed_copy(context: &Context) -> Result<()> {
     }
     full.receive(&stream)?.finish(PATIENCE)?;
     stream.synchronize(PATIENCE)?;
-    drop(full);
-    ensure!(eventually(PATIENCE, || tight.publisher.subscribers().is_empty()), "it has left");
-    tight.check(context)
+    ensure!(eventually(PATIENCE, || tight.publisher.subscribers()[0].in_flight == 0), "it has released the sample");
+    // It stays: while a stream stands still, the driver does not unregister the segment of a link that has ended, and
+    // registers nothing else meanwhile.
+    tight.check_with(context, full)
 }
 
 fn refused_send(context: &Context) -> Result<()> {
@@ -150,4 +160,47 @@ fn refused_fence(context: &Context) -> Result<()> {
     tight.failing.hook().aim("batch", 1);
     ensure!(loan.discard(&tight.held).is_err(), "the driver refused its fence");
     tight.check(context)
+}
+
+/// Drops a subscriber when the signals of a sample for it are about to be enqueued.
+#[derive(Debug, Default)]
+struct Departing(Mutex<Option<(Subscriber, Arc<Publisher>)>>);
+
+impl Hook for Departing {
+    fn before(&self, _method: &'static str) -> warpipe::Result<()> {
+        Ok(())
+    }
+
+    fn batch(&self, _: &dyn Backend, _: RawStream, ops: &[StreamOp]) -> warpipe::Result<Vec<StreamOp>> {
+        let leaving = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some((subscriber, publisher)) = leaving {
+            drop(subscriber);
+            eventually(PATIENCE, || publisher.subscribers().is_empty());
+        }
+        Ok(ops.to_vec())
+    }
+}
+
+fn departed_reader(context: &Context) -> Result<()> {
+    let backend = Wrapped::new(context.device.backend().clone(), Departing::default());
+    let device = Device::from_backend(backend.clone());
+    let layout = Layout::bytes_only(2 << 20)?;
+    let builder = context.publisher("departed").device(&device).memory_limit(2 << 20).loan_timeout(Duration::ZERO);
+    let publisher = Arc::new(builder.build()?);
+    let subscriber = context.subscriber("departed").build()?;
+    let (gate, opened) = mpsc::channel::<()>();
+    let held = device.stream()?;
+    let loan = publisher.loan(&layout)?;
+    held.call(move || _ = opened.recv_timeout(PATIENCE))?;
+    *backend.hook().0.lock().unwrap_or_else(PoisonError::into_inner) = Some((subscriber, publisher.clone()));
+    loan.send(&held)?;
+    ensure!(publisher.subscribers().is_empty(), "the subscriber has left during the send");
+    match publisher.loan(&layout) {
+        Err(Error::MemoryLimit { .. }) => {}
+        other => bail!("a slot whose stream is still to write it was asked for: {other:?}"),
+    }
+    drop(gate);
+    held.synchronize(PATIENCE)?;
+    ensure!(eventually(PATIENCE, || publisher.loan(&layout).is_ok()), "the slot does not come back");
+    Ok(())
 }

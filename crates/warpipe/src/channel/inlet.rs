@@ -309,6 +309,11 @@ impl Inlet {
 
     /// Releases a sample that no stream was told of, once its data is complete.
     pub(super) fn give_back(self: &Arc<Self>, position: u64) {
+        let entry = self.segment().entry(position);
+        if entry.ready.reached(position) {
+            entry.released.store(position);
+            return self.tell_release();
+        }
         let me = self.clone();
         // However long its sender takes: it waits for the slot, and this end keeps the link for it.
         self.watcher.retire(move || {

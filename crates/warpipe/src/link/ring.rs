@@ -122,6 +122,12 @@ impl SenderRing {
         self.segment.header().receiver.asleep.load(SeqCst) != 0
     }
 
+    /// Gives up a position that [`room`](Self::room) gave and whose `ready` is on its way, since nothing is published there
+    /// any more. What lay in that entry before was over.
+    pub(crate) fn forgo(&mut self, position: u64) {
+        self.sent[self.segment.index(position) as usize] = Sent { position, revoked: true };
+    }
+
     fn step_over(&mut self, position: u64) {
         for skipped in self.next..position {
             self.segment.entry(skipped).turn.store(turn(skipped, SKIPPED), Release);

@@ -191,6 +191,12 @@ impl Arena {
         self.slots[id as usize].fence = value;
     }
 
+    /// Whether one holder is all that keeps the slot: let go, it would be free at once.
+    pub(crate) fn is_sole(&self, id: SlotId) -> bool {
+        let slot = &self.slots[id as usize];
+        slot.holders == 1 && slot.fence == 0
+    }
+
     pub(crate) fn fence_of(&self, id: SlotId) -> u64 {
         self.slots[id as usize].fence
     }

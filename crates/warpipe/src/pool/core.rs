@@ -248,11 +248,13 @@ impl Core {
     /// The owner lets a block go behind the work of `stream`.
     pub(super) fn let_go_behind(&self, slot: SlotId, stream: &Stream) -> Result<()> {
         self.streams().note(stream);
-        let mut state = self.lock();
-        let value = state.next_fence();
+        let value = self.lock().next_fence();
         let signal = StreamOp::Signal { word: self.owned.board.device_word(slot as usize), value };
+        // Without the lock, which the attendant takes: a full launch queue may hold this up. The slot is the owner's until
+        // it is let go below.
         // SAFETY: the board goes only when this stream, noted above, is past its signals.
         unsafe { stream.batch(&[signal])? };
+        let mut state = self.lock();
         state.arena.fence(slot, value);
         state.owner_lets_go(slot);
         Ok(())

@@ -377,6 +377,12 @@ impl Desk {
 
     /// A visitor's socket is at its end, or is put to it.
     fn on_end(&self, id: u64) -> Next {
+        let present = match self.lock().get(&id).map(|guest| &guest.phase) {
+            Some(Phase::Present(caller)) => Some(caller.clone()),
+            _ => None,
+        };
+        // Without the lock, which every tick takes: the answer takes a lock of the keeper's own.
+        let holds = present.is_some_and(|caller| self.keep.holds(&caller));
         let mut guests = self.lock();
         let Some(mut guest) = guests.remove(&id) else { return Next::Stop };
         match guest.phase {
@@ -388,7 +394,7 @@ impl Desk {
             Phase::Suspect(_) => drop(guests.insert(id, guest)),
             Phase::Present(ref caller) => {
                 let caller = caller.clone();
-                if !self.keep.holds(&caller) {
+                if !holds {
                     drop(guests);
                     self.seats.leave(guest.socket.clone(), guest.seat.take());
                     self.keep.gone(self, &caller, Ending::Left);

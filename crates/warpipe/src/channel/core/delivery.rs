@@ -15,6 +15,7 @@ impl Core {
     ) -> Result<u64, Unsent> {
         let _range = nvtx::range(nvtx::SEND);
         stream.check_usable(&self.device).map_err(Unsent::Untold)?;
+        self.note(stream);
         let mut turn = self.make_room(Recipients::All).map_err(Unsent::Untold)?;
         let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, Recipients::All)?;
         turn.arena.let_go(slot);
@@ -22,7 +23,8 @@ impl Core {
     }
 
     /// Tells the recipients of what lies in `slot`, and enqueues on `stream` what completes it. The caller's hold on the
-    /// slot stays, unless subscribers had been told when it failed.
+    /// slot stays, unless subscribers had been told when it failed. The stream has been noted before the turn: that may ask
+    /// other streams, which a full launch queue holds up.
     pub(super) fn deliver(
         &self,
         turn: &mut Turn<'_>,
@@ -32,11 +34,10 @@ impl Core {
         stream: &Stream,
         to: Recipients,
     ) -> Result<u64, Unsent> {
-        self.note(stream);
         self.prepare(turn, slot, to);
         let ops = std::mem::take(&mut turn.ops);
         // SAFETY: the words lie in link segments and the board, which are let go only when this turn is over and this
-        // stream, noted above, is proven to be past them (`close`, `drop_outlet`).
+        // stream, noted by the caller, is proven to be past them (`close`, `drop_outlet`).
         let enqueue = |turn: &mut Turn<'_>| turn.unlocked(|| unsafe { stream.batch_checked(&ops) });
         // It is `ready` that orders the devices, so the entries may be out before the driver is asked: a subscriber on
         // another core enqueues its wait and its kernels meanwhile.
@@ -46,6 +47,10 @@ impl Core {
         turn.ops = ops;
         if enqueued.is_err() {
             self.lose(turn, slot, stream);
+        } else if turn.arena.is_sole(slot) {
+            // Every recipient has left since the signals were made: no reader's word says when the stream is past the slot.
+            turn.arena.hold(slot);
+            self.once_past(std::slice::from_ref(stream), move |core| core.lock().arena.let_go(slot));
         }
         // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
         turn.wake_sleepers();
@@ -96,10 +101,14 @@ impl Core {
         };
         let State { arena, outlets, places, .. } = state;
         for place in places.iter() {
-            // Whoever has left since its place was found gets nothing more.
-            if let Some(outlet) = place.find(outlets).filter(|outlet| outlet.is_live()) {
-                arena.hold(slot);
-                outlet.publish(place.position, slot, &description);
+            match place.find(outlets) {
+                Some(outlet) if outlet.is_live() => {
+                    arena.hold(slot);
+                    outlet.publish(place.position, slot, &description);
+                }
+                // It has left since its place was found, and gets nothing more.
+                Some(outlet) => outlet.ring.forgo(place.position),
+                None => {}
             }
         }
         let keep = self.options.history as usize;

@@ -156,6 +156,7 @@ impl Core {
     ) -> Result<u64, Unsent> {
         stream.check_usable(&self.device).map_err(Unsent::Untold)?;
         let to = Recipients::One(to);
+        self.note(stream);
         let mut turn = self.make_room(to).map_err(Unsent::Untold)?;
         let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
         turn.arena.let_go(slot);
@@ -173,6 +174,7 @@ impl Core {
         to: Option<u64>,
     ) -> Result<(Parcel, Option<u64>), Unsent> {
         stream.check_usable(&self.device).map_err(Unsent::Untold)?;
+        self.note(stream);
         let mut turn = self.make_room(Recipients::Nobody).map_err(Unsent::Untold)?;
         let to = to.filter(|&id| turn.has_room(id)).map_or(Recipients::Nobody, Recipients::One);
         self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
@@ -196,8 +198,11 @@ impl Core {
         self.ready_behind(&mut turn, slot, fence, &word, position)?;
         let sequence = turn.next_sequence;
         let State { arena, outlets, next_sequence, .. } = &mut *turn;
-        let live = outlets.iter_mut().find(|outlet| outlet.id == to && outlet.is_live());
-        let Some(outlet) = live else { return Ok(None) };
+        let Some(outlet) = outlets.iter_mut().find(|outlet| outlet.id == to) else { return Ok(None) };
+        if !outlet.is_live() {
+            outlet.ring.forgo(position);
+            return Ok(None);
+        }
         *next_sequence += 1;
         arena.hold(slot);
         let (region, offset) = (arena.slot(slot).region, arena.slot(slot).offset);
