@@ -115,6 +115,8 @@ impl Drop for PrivateFd {
         drop(section);
         drop(fd);
         if let Some(entry) = entry {
+            // The kernel copies a parent's descriptors before its memory: a fork that is under way must find the entry.
+            let _section = Section::enter();
             CLOSING.take(entry);
         }
     }

@@ -192,12 +192,7 @@ pub(crate) enum Received {
 /// [`Error::DescriptorLimit`] when they came and this process had no room for them.
 pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     let mut packet = [0u8; PACKET_BYTES_MAX];
-    let mut looked = peek(socket, &mut packet);
-    if matches!(looked, Err(Errno::CONNRESET)) {
-        // The peer has closed without having read everything of ours, which the kernel tells first, and once. What it
-        // said before (why it refuses, for example) is still there to be read.
-        looked = peek(socket, &mut packet);
-    }
+    let looked = past_reset(|| peek(socket, &mut packet));
     let (bytes, flags) = match looked {
         Ok(looked) => looked,
         Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
@@ -222,9 +217,18 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
         (true, _) => descriptors(socket, wanted, name)?,
     };
     // What it brought is ours now, so nothing is closed by taking it out.
-    rustix::net::recv(socket, &mut packet, RecvFlags::DONTWAIT)
+    past_reset(|| rustix::net::recv(socket, &mut packet, RecvFlags::DONTWAIT))
         .map_err(|error| Error::os("recv", format!("the link of {name:?}"), error))?;
     Ok(Received::Message(message, fds))
+}
+
+/// Reads again if the peer has closed without having read everything of ours. The kernel tells that once, before whichever
+/// read comes next. What the peer said before (why it refuses, for example) is still there to be read.
+fn past_reset<T>(mut read: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
+    match read() {
+        Err(Errno::CONNRESET) => read(),
+        other => other,
+    }
 }
 
 /// Copies of the descriptors that come with the next packet.
@@ -234,7 +238,7 @@ fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     // The descriptors are made by the call.
     let section = Section::enter();
-    let got = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut [])], &mut ancillary, flags)
+    let got = past_reset(|| rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut [])], &mut ancillary, flags))
         .map_err(|error| Error::os("recvmsg", format!("the descriptors of {name:?}"), error))?;
     let fds: Vec<PeerFd> = ancillary
         .drain()
