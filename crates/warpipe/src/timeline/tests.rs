@@ -55,6 +55,8 @@ fn a_stream_waits_until_the_owners_stream_has_come_to_its_signal() {
     drop(go);
     reading.synchronize(WAIT).unwrap();
     guest.wait_host(3, WAIT).unwrap();
+    // The owner's own word is the last that its stream writes.
+    slow.synchronize(WAIT).unwrap();
     assert_eq!((guest.value(), owner.value(), guest.check(3).unwrap()), (3, 3, true));
 }
 
