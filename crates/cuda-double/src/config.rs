@@ -1,10 +1,7 @@
 //! What the environment asks of the double.
 
-use std::collections::HashMap;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 use std::time::Duration;
-
-use crate::status::{Outcome, Status};
 
 /// The most GPUs that can be asked for.
 pub const DEVICES_MAX: usize = 8;
@@ -15,13 +12,8 @@ pub struct Config {
     pub memory_bytes: u64,
     pub peers: bool,
     pub delay: Duration,
-    failures: Vec<Failure>,
-}
-
-struct Failure {
-    function: String,
-    call: u64,
-    code: i32,
+    /// Function, call and code of each.
+    pub failures: Vec<(String, u64, i32)>,
 }
 
 pub fn get() -> &'static Config {
@@ -49,31 +41,15 @@ fn visible(devices: usize, list: Option<&str>) -> Vec<usize> {
     list.split(',').map_while(|entry| entry.trim().parse().ok().filter(|&index: &usize| index < devices)).collect()
 }
 
-fn failures(text: &str) -> Vec<Failure> {
+fn failures(text: &str) -> Vec<(String, u64, i32)> {
     text.split(',').map(|entry| failure(entry).unwrap_or_else(|| panic!("CUDA_DOUBLE_FAIL has {entry:?}"))).collect()
 }
 
-fn failure(entry: &str) -> Option<Failure> {
+fn failure(entry: &str) -> Option<(String, u64, i32)> {
     let mut parts = entry.split(':');
     let function = parts.next()?.to_owned();
     let (call, code) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
-    parts.next().is_none().then_some(Failure { function, call, code })
-}
-
-/// Counts a call of `function`, and fails it if it is one that was asked to fail.
-pub fn asked_failure(function: &'static str) -> Outcome {
-    static CALLS: Mutex<Option<HashMap<&'static str, u64>>> = Mutex::new(None);
-    let failures = &get().failures;
-    if failures.is_empty() {
-        return Ok(());
-    }
-    let mut calls = CALLS.lock().unwrap_or_else(PoisonError::into_inner);
-    let call = calls.get_or_insert_default().entry(function).or_insert(0);
-    *call += 1;
-    match failures.iter().find(|failure| failure.function == function && failure.call == *call) {
-        Some(failure) => Err(Status(failure.code)),
-        None => Ok(()),
-    }
+    parts.next().is_none().then_some((function, call, code))
 }
 
 #[cfg(test)]
@@ -91,7 +67,7 @@ mod tests {
     #[test]
     fn a_failure_names_function_call_and_code() {
         let failure = failure("cuMemCreate:3:2").unwrap();
-        assert_eq!((failure.function.as_str(), failure.call, failure.code), ("cuMemCreate", 3, 2));
+        assert_eq!(failure, ("cuMemCreate".to_owned(), 3, 2));
         assert!(super::failure("cuMemCreate:3").is_none());
     }
 }

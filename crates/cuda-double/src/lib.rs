@@ -22,9 +22,12 @@
 //! | `CUDA_DOUBLE_NO_PEER` | if set, no GPU reaches another's memory |
 //! | `CUDA_DOUBLE_FAIL` | `function:call:code,...`: that call of that function, from 1, returns that code |
 //! | `CUDA_DOUBLE_DELAY_US` | a stream waits this long before each word it writes |
+//!
+//! A program can also have any of its own calls hang, fail or be counted while it runs: see `control.rs`.
 
 mod capture;
 mod config;
+mod control;
 mod device;
 mod ending;
 mod event;

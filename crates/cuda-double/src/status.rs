@@ -7,7 +7,7 @@ use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::{config, device, ending};
+use crate::{config, control, device, ending};
 
 /// A `CUresult` other than success.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,7 +80,7 @@ static INITIALISED: AtomicBool = AtomicBool::new(false);
 pub fn answer(name: &'static str, needs: Needs, body: impl FnOnce() -> Outcome) -> c_int {
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         ending::check(name)?;
-        config::asked_failure(name)?;
+        control::pass(name)?;
         if needs != Needs::Nothing && !INITIALISED.load(Ordering::Acquire) {
             return Err(NOT_INITIALIZED);
         }

@@ -7,6 +7,7 @@
 //! * [`peer`] is a further real process of the same program, which publishes or subscribes as it is told.
 //! * [`payload`] fills and checks tensors by kernels; [`words`] are what lies below a channel;
 //!   [`shared`] is memory that nothing orders but what a case tries; [`guard`] sees that nothing is left behind.
+//! * [`double`] has calls of the driver's test double hang or fail.
 //! * [`graph`] captures a stream's work, as CUDA graphs do.
 //! * [`plain`] is memory of another allocator, with legacy handles to it.
 //! * [`runner`] gives each case a process of its own and a time limit; [`report`] says how it went.
@@ -15,6 +16,7 @@
 pub mod cases;
 pub mod chance;
 pub mod context;
+pub mod double;
 pub mod graph;
 pub mod guard;
 pub mod payload;

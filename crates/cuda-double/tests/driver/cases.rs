@@ -9,6 +9,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use warpipe::backend::{Access, Backend, DeviceId, RawRegion, RawStream, StreamOp, TimelineWord};
 use warpipe::{Device, Error, Stream};
 
+use super::control::control;
 use super::exit::*;
 use super::legacy::*;
 
@@ -44,6 +45,7 @@ cases! {
     DOWNLOAD_IN_PLACE = download_in_place;
     DOWNLOAD_LIMIT = download_limit;
     CALL = call;
+    CONTROL = control;
     EVENT = event;
     MISSING_SYMBOL = missing_symbol;
     NO_DEVICE = no_device;

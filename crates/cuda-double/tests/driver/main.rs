@@ -2,6 +2,7 @@
 //! and the contexts belong to a process.
 
 mod cases;
+mod control;
 mod exit;
 mod legacy;
 mod process;
@@ -73,6 +74,11 @@ fn a_panic_on_the_cpu_does_not_reach_the_driver() {
 #[test]
 fn an_event_is_complete_when_its_stream_has_come_there() {
     Double::new().run(cases::EVENT);
+}
+
+#[test]
+fn a_test_has_calls_of_the_double_counted_failed_and_held_up() {
+    Double::new().run(cases::CONTROL);
 }
 
 #[test]
