@@ -161,7 +161,7 @@ impl Domain {
             }
         }
         let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::RDONLY;
-        let directory = match rustix::fs::open(path, flags, Mode::empty()) {
+        let directory = match rustix::fs::open(path, flags, Mode::empty()).and_then(os::above_standard) {
             Ok(fd) => fd,
             Err(Errno::LOOP | Errno::NOTDIR) => return Err(fail("it is a symlink or no directory".into())),
             Err(error) => return Err(fail(format!("it cannot be opened: {error}"))),

@@ -17,13 +17,18 @@ pub(crate) mod lifeline;
 mod table;
 
 use std::cell::Cell;
-use std::convert::Infallible;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use rustix::io::Errno;
+
 use self::table::{CLOSING, OPEN, identity};
 use crate::error::{Error, Result};
+use crate::os::above_standard;
+
+/// What a system call says.
+type Made<T> = std::result::Result<T, Errno>;
 
 /// How many forks lie between this process and the one that first used the library.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
@@ -64,20 +69,19 @@ pub(crate) struct PrivateFd {
 
 impl PrivateFd {
     /// Makes a descriptor and registers it. `make` is one system call that waits for nobody.
-    pub(crate) fn open<E>(make: impl FnOnce() -> std::result::Result<OwnedFd, E>) -> std::result::Result<PrivateFd, E> {
+    pub(crate) fn open(make: impl FnOnce() -> Made<OwnedFd>) -> Made<PrivateFd> {
         let section = Section::enter();
-        make().map(|fd| section.adopt(fd))
+        section.adopt(make()?)
     }
 
     /// A close-on-exec duplicate, numbered from 3 on: `fcntl(F_DUPFD_CLOEXEC)`.
-    pub(crate) fn duplicate(fd: impl AsFd) -> std::result::Result<PrivateFd, rustix::io::Errno> {
+    pub(crate) fn duplicate(fd: impl AsFd) -> Made<PrivateFd> {
         PrivateFd::open(|| rustix::io::fcntl_dupfd_cloexec(fd, 3))
     }
 
     /// Registers what others have made, the driver for one. A fork before this call gives the child a copy.
-    pub(crate) fn new(fd: OwnedFd) -> PrivateFd {
-        let made: std::result::Result<PrivateFd, Infallible> = PrivateFd::open(|| Ok(fd));
-        made.unwrap_or_else(|never| match never {})
+    pub(crate) fn new(fd: OwnedFd) -> Made<PrivateFd> {
+        PrivateFd::open(|| Ok(fd))
     }
 
     #[cfg(test)]
@@ -153,8 +157,18 @@ impl Section {
         }
     }
 
-    /// Registers a descriptor that was made in this section.
-    pub(crate) fn adopt(&self, fd: OwnedFd) -> PrivateFd {
+    /// Registers a descriptor that was made in this section, under a number that no program takes for a standard one.
+    pub(crate) fn adopt(&self, fd: OwnedFd) -> Made<PrivateFd> {
+        Ok(self.register(above_standard(fd)?))
+    }
+
+    /// The same of one that a peer sent, which stays where it is: to move it would close it. It came while
+    /// [`take_standard`](crate::os::take_standard) held the standard numbers.
+    pub(crate) fn adopt_from_peer(&self, fd: OwnedFd) -> PrivateFd {
+        self.register(fd)
+    }
+
+    fn register(&self, fd: OwnedFd) -> PrivateFd {
         OPEN.set(fd.as_raw_fd());
         PrivateFd { fd: Some(fd), home: Home::here() }
     }

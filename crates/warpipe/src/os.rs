@@ -115,6 +115,27 @@ fn socket_option<T: Copy>(socket: BorrowedFd<'_>, option: libc::c_int, value: &m
     if code == 0 && length as usize == size_of::<T>() { Ok(()) } else { Err(last_error()) }
 }
 
+/// The first number behind those of standard input, output and error.
+const BEHIND_STANDARD: libc::c_int = 3;
+
+/// Moves a descriptor away from the numbers of standard input, output and error, which a program may have been started
+/// without, and may read, replace or close at any time: a duplicate takes its place.
+pub(crate) fn above_standard(fd: OwnedFd) -> Result<OwnedFd, Errno> {
+    if fd.as_raw_fd() >= BEHIND_STANDARD { Ok(fd) } else { rustix::io::fcntl_dupfd_cloexec(fd, BEHIND_STANDARD) }
+}
+
+/// Keeps those of the standard numbers taken that are free, while a call makes descriptors that must not be closed here:
+/// those of a peer, whose `close` may block.
+pub(crate) fn take_standard() -> [Option<OwnedFd>; BEHIND_STANDARD as usize] {
+    std::array::from_fn(|number| {
+        // SAFETY: asks for the flags of a number, whatever it is.
+        let is_free = unsafe { libc::fcntl(number as libc::c_int, libc::F_GETFD) } < 0;
+        // The lowest free number is this one. An empty set has nothing to be read, and refuses what is written.
+        let taken = is_free.then(|| rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC));
+        taken.and_then(Result::ok)
+    })
+}
+
 fn last_error() -> Errno {
     std::io::Error::last_os_error().raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error)
 }

@@ -332,8 +332,8 @@ impl Subscriber {
             Some(timer) => timer,
             None => {
                 let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
-                let timer = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags);
-                let timer = PrivateFd::new(timer.map_err(failed("timerfd_create"))?);
+                let timer = PrivateFd::open(|| rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags));
+                let timer = timer.map_err(failed("timerfd_create"))?;
                 listen_to(&self.readable, timer.as_fd(), TIMER)?;
                 self.timer.insert(timer)
             }

@@ -27,6 +27,7 @@ use rustix::pipe::PipeFlags;
 
 use super::table::{File, identity};
 use super::{PrivateFd, Section, generation};
+use crate::os::above_standard;
 
 /// The read ends.
 #[derive(Debug)]
@@ -115,6 +116,7 @@ fn make(section: &Section) -> Result<Lifeline, Errno> {
     // First, so that it gets the lowest number.
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let (socket, sender) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let socket = above_standard(socket)?;
     let pipe = || rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK);
     let (end, end_writer) = pipe()?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -124,13 +126,14 @@ fn make(section: &Section) -> Result<Lifeline, Errno> {
     rustix::net::sendmsg(&sender, &[std::io::IoSlice::new(&[0])], &mut rights, SendFlags::NOSIGNAL)?;
     drop((sender, end_writer));
     let (alarm, alarm_writer) = pipe()?;
+    let alarm_writer = above_standard(alarm_writer)?;
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
     let from = limit.saturating_sub(16).min(ALARM_FROM) as RawFd;
     // Where there is no such number it tells later, and as well.
     let high = rustix::io::fcntl_dupfd_cloexec(&alarm_writer, from).unwrap_or(alarm_writer);
     SOCKET.set(socket);
     ALARM.set(high);
-    Ok(Lifeline { end: section.adopt(end), alarm: section.adopt(alarm) })
+    Ok(Lifeline { end: section.adopt(end)?, alarm: section.adopt(alarm)? })
 }
 
 /// In a forked child, once it holds none of the driver's files: its parent's end is the parent's alone. System calls and

@@ -22,6 +22,7 @@ use crate::backend::{Access, DeviceId};
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::Section;
 use crate::fork::lifeline::Lifeline;
+use crate::os::take_standard;
 use crate::rendezvous::Kind;
 
 /// The longest packet, frame included.
@@ -238,14 +239,16 @@ fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     // The descriptors are made by the call.
     let section = Section::enter();
+    let taken = take_standard();
     let got = past_reset(|| rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut [])], &mut ancillary, flags))
         .map_err(|error| Error::os("recvmsg", format!("the descriptors of {name:?}"), error))?;
     let fds: Vec<PeerFd> = ancillary
         .drain()
         .filter_map(|message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None })
         .flatten()
-        .map(|fd| PeerFd::from(section.adopt(fd)))
+        .map(|fd| PeerFd::from(section.adopt_from_peer(fd)))
         .collect();
+    drop(taken);
     drop(section);
     let is_cut = got.flags.contains(ReturnFlags::CTRUNC);
     if is_cut && fds.len() < wanted {

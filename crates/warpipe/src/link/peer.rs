@@ -283,7 +283,8 @@ impl Process {
     pub(crate) fn of_pipe(end: std::os::fd::OwnedFd) -> Arc<Process> {
         let pidfd = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).unwrap();
         let alarm = end.try_clone().unwrap();
-        Process::new(PrivateFd::new(pidfd), [PrivateFd::new(end), PrivateFd::new(alarm)]).unwrap()
+        let [pidfd, end, alarm] = [pidfd, end, alarm].map(|fd| PrivateFd::new(fd).unwrap());
+        Process::new(pidfd, [end, alarm]).unwrap()
     }
 
     /// For a third process that is to see the same death.

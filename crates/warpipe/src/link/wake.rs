@@ -41,8 +41,9 @@ impl Wake {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let section = Section::enter();
         let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+            .and_then(|(ours, theirs)| Ok((section.adopt(ours)?, section.adopt(theirs)?)))
             .map_err(|e| Error::os("socketpair", "a link's wake channel", e))?;
-        Ok((Wake::new(PeerSocket::from(section.adopt(ours))), section.adopt(theirs)))
+        Ok((Wake::new(PeerSocket::from(ours)), theirs))
     }
 
     /// The end that a peer sent, once it is seen to be a Unix socket. The socket is asked, not a file system: a file on
@@ -79,10 +80,12 @@ impl Wake {
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let section = Section::enter();
+        let taken = os::take_standard();
         let _ = rustix::net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut [0u8; 8])], &mut ancillary, flags);
         let rights = |message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None };
-        let fds = ancillary.drain().filter_map(rights).flatten().map(|fd| PeerFd::from(section.adopt(fd)));
+        let fds = ancillary.drain().filter_map(rights).flatten().map(|fd| PeerFd::from(section.adopt_from_peer(fd)));
         let unwanted: Vec<PeerFd> = fds.collect();
+        drop(taken);
         drop(section);
         drop(unwanted);
     }

@@ -14,6 +14,7 @@ use super::ticket::{TEXT_BYTES_MAX, Ticket};
 use crate::error::{Error, Result, TicketFault};
 use crate::fork::PrivateFd;
 use crate::link::message;
+use crate::os::above_standard;
 
 /// How long a reader that waits sleeps at most between looks: what the directory tells wakes it earlier.
 const LOOK: Duration = Duration::from_millis(100);
@@ -47,8 +48,11 @@ impl Ticket {
     pub fn write_file(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let failed = |call| move |e| Error::os(call, format!("the ticket file {}", path.display()), e);
-        let (new, mut file) = draft_of(path, failed("open"))?;
+        let (new, file) = draft_of(path, failed("open"))?;
         let mut draft = Draft(Some(&new));
+        // What this program prints meanwhile is not to come into the file.
+        let file = above_standard(file.into()).map_err(std::io::Error::from);
+        let mut file = File::from(file.map_err(failed("fcntl(F_DUPFD_CLOEXEC)"))?);
         file.write_all(format!("{self}\n").as_bytes()).map_err(failed("write"))?;
         std::fs::rename(&new, path).map_err(failed("rename"))?;
         draft.0 = None;

@@ -314,7 +314,7 @@ mod tests {
         let loose = rustix::fs::memfd_create(c"loose", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&loose, PAGE_BYTES as u64).unwrap();
         assert!(matches!(
-            Page::open(None, PrivateFd::new(loose).into(), PAGE_BYTES, "test"),
+            Page::open(None, PrivateFd::new(loose).unwrap().into(), PAGE_BYTES, "test"),
             Err(Error::Protocol { .. })
         ));
     }

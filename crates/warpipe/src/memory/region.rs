@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use crate::backend::{Access, DeviceId, DevicePtr, RawRegion, kept};
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::fork::PrivateFd;
 
 /// A mapped region; released when dropped. Whoever enqueues work on it keeps it alive until that work is done.
@@ -37,7 +37,7 @@ impl Region {
     pub(crate) fn export(&self) -> Result<PrivateFd> {
         // SAFETY: `raw` is live as long as self.
         let fd = unsafe { self.device.backend().export(&self.raw)? };
-        Ok(PrivateFd::new(fd))
+        PrivateFd::new(fd).map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a region's descriptor", e))
     }
 
     pub(crate) fn ptr(&self) -> DevicePtr {

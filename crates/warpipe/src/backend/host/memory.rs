@@ -7,6 +7,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::backend::{Access, RawRegion};
 use crate::error::{Error, Result};
+use crate::os::above_standard;
 
 /// The handle of a region that was imported: it keeps no descriptor, the mapping holds the memory.
 const IMPORTED: u64 = u64::MAX;
@@ -26,6 +27,7 @@ pub(super) fn is_import(region: &RawRegion) -> bool {
 pub(super) fn allocate(bytes: u64) -> Result<RawRegion> {
     let context = || format!("a region of {bytes} bytes");
     let fd = rustix::fs::memfd_create(c"warpipe-region", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+        .and_then(above_standard)
         .map_err(|e| Error::os("memfd_create", context(), e))?;
     rustix::fs::ftruncate(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
     rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;

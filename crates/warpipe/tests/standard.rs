@@ -1,0 +1,111 @@
+//! A program that is started without standard input, output and error: none of their numbers becomes this library's.
+
+use std::any::Any;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use warpipe::backend::Access;
+use warpipe::{
+    Device, Domain, Event, Member, Members, Memory, Pool, Publisher, Queue, Semaphore, Subscriber, Ticket, Timeline,
+    Worker,
+};
+
+const WAIT: Duration = Duration::from_secs(40);
+
+/// Where the program writes what it found: it has no other way to say it.
+const OUTCOME: &str = "WARPIPE_STANDARD_OUTCOME";
+
+#[test]
+fn a_program_started_without_standard_descriptors_gets_none_of_the_librarys_in_their_places() {
+    let test = "a_program_started_without_standard_descriptors_gets_none_of_the_librarys_in_their_places";
+    if let Some(path) = std::env::var_os(OUTCOME) {
+        let outcome = std::panic::catch_unwind(program);
+        let words = |panic: Box<dyn Any + Send>| format!("{:?}", panic.downcast_ref::<String>());
+        return std::fs::write(path, outcome.map_or_else(words, |()| "none".into())).unwrap();
+    }
+    let path = std::env::temp_dir().join(format!("warpipe-standard-{}", std::process::id()));
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture"]).env(OUTCOME, &path);
+    // SAFETY: system calls alone, in a child that is about to call `exec`.
+    unsafe {
+        command.pre_exec(|| {
+            close_standard();
+            Ok(())
+        })
+    };
+    let status = command.status().unwrap();
+    let outcome = std::fs::read_to_string(&path);
+    let _ = std::fs::remove_file(&path);
+    assert_eq!(outcome.unwrap_or_else(|_| status.to_string()), "none");
+}
+
+fn close_standard() {
+    // SAFETY: numbers of a process that has nothing else under them.
+    (0..3).for_each(|number| _ = unsafe { libc::close(number) });
+}
+
+fn link(number: i32) -> Option<String> {
+    Some(std::fs::read_link(format!("/proc/self/fd/{number}")).ok()?.display().to_string())
+}
+
+fn program() {
+    // What was free when `main` began, Rust has filled; what this library took before that, it has not.
+    let at_load: Vec<_> = (0..3).filter_map(link).filter(|path| path != "/dev/null").collect();
+    assert!(at_load.is_empty(), "when it was loaded: {at_load:?}");
+    close_standard();
+    let folder = std::env::temp_dir().join(format!("warpipe-standard-{}.d", std::process::id()));
+    let outcome = std::panic::catch_unwind(|| open_everything(&folder));
+    let _ = std::fs::remove_dir_all(&folder);
+    outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+}
+
+/// Opens each kind of endpoint, and sees after each that the numbers are free.
+fn open_everything(folder: &Path) {
+    let domain = none_taken("a domain", Domain::at(folder).unwrap());
+    let (domain, device) = (&domain, &Device::host());
+    let stream = device.stream().unwrap();
+    let publisher = Publisher::builder("a").domain(domain).device(device).build().unwrap();
+    let publisher = none_taken("a publisher", publisher);
+    let subscriber = Subscriber::builder("a").domain(domain).device(device).build().unwrap();
+    let mut subscriber = none_taken("a subscriber", subscriber);
+    publisher.wait_for_subscribers(1, WAIT).unwrap();
+    publisher.send_bytes(&stream, b"x").unwrap();
+    let sample = none_taken("a sample", subscriber.receive(&stream).unwrap());
+    let timeline = Timeline::create(domain, "timeline", device).unwrap();
+    let guest = Timeline::open(domain, "timeline", device).unwrap();
+    let _timeline = none_taken("a timeline", (timeline, guest));
+    let semaphore = Semaphore::create(domain, "semaphore", device, 1).unwrap();
+    let guest = Semaphore::open(domain, "semaphore", device).unwrap();
+    let _semaphore = none_taken("a semaphore", (semaphore, guest));
+    let _event = none_taken("an event", Event::create(domain, device).unwrap());
+    let members = Members::watch(domain).unwrap();
+    let _members = none_taken("members", (Member::join(domain, "m", "role").unwrap(), members));
+    let memory = none_taken("memory", Memory::allocate(device, 4096).unwrap());
+    let export = none_taken("a descriptor of it", memory.export().unwrap());
+    let opened = Memory::import_fd(device, &export.fd, &export.info, Access::Read).unwrap();
+    let _opened = none_taken("opened memory", opened);
+    let queue = Queue::builder("queue").domain(domain).device(device).build().unwrap();
+    let worker = Worker::builder("queue").domain(domain).device(device).build().unwrap();
+    let _queue = none_taken("a queue", (worker, queue));
+    let pool = Pool::builder("pool").domain(domain).device(device).build().unwrap();
+    let _pool = none_taken("a pool", (pool.allocate(4096).unwrap(), pool));
+    let ticket = Ticket::to(domain, "nobody").unwrap();
+    ticket.write_file(folder.join("ticket")).unwrap();
+    none_taken("a ticket's file", ());
+    sample.finish(WAIT).unwrap();
+}
+
+/// A number that is taken for a moment, by a file which is read, is nobody's.
+fn none_taken<T>(what: &str, made: T) -> T {
+    let start = Instant::now();
+    loop {
+        let taken: Vec<_> = (0..3).filter_map(link).collect();
+        if taken.is_empty() {
+            return made;
+        }
+        assert!(start.elapsed() < WAIT / 2, "{what}: {taken:?}");
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+}
