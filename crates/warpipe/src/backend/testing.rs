@@ -114,6 +114,56 @@ impl Hook for Failing {
     }
 }
 
+/// Holds up the calls of one method, as a driver does whose launch queue is full.
+#[cfg(test)]
+#[derive(Debug, Default)]
+pub(crate) struct Holding {
+    /// The method, and how many of its calls have been held up.
+    state: Mutex<(Option<&'static str>, usize)>,
+    changed: std::sync::Condvar,
+}
+
+#[cfg(test)]
+impl Holding {
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, (Option<&'static str>, usize)> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on, calls of `method` do not return.
+    pub(crate) fn hold(&self, method: &'static str) {
+        *self.lock() = (Some(method), 0);
+    }
+
+    /// Waits until `calls` calls are held up.
+    pub(crate) fn wait_for(&self, calls: usize) {
+        let waited = self.changed.wait_timeout_while(self.lock(), Holding::LIMIT, |(_, held)| *held < calls);
+        assert!(waited.unwrap_or_else(PoisonError::into_inner).0.1 >= calls, "nothing comes to be held up");
+    }
+
+    /// Lets all calls go on, now and later.
+    pub(crate) fn let_go(&self) {
+        self.lock().0 = None;
+        self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+impl Hook for Holding {
+    fn before(&self, method: &'static str) -> Result<()> {
+        let mut state = self.lock();
+        if state.0 == Some(method) {
+            state.1 += 1;
+            self.changed.notify_all();
+            let is_held = |(aim, _): &mut (Option<&'static str>, usize)| *aim == Some(method);
+            let waited = self.changed.wait_timeout_while(state, Holding::LIMIT, is_held);
+            assert!(!waited.unwrap_or_else(PoisonError::into_inner).1.timed_out(), "nobody lets {method} go");
+        }
+        Ok(())
+    }
+}
+
 /// Makes every signal late, so that who does not wait for it reads too early. With `waits` off it also drops
 /// every wait: the negative control of a synchronisation test.
 #[derive(Debug)]

@@ -4,6 +4,8 @@ mod delivery;
 mod direct;
 mod reception;
 mod room;
+#[cfg(test)]
+mod tests;
 mod turn;
 
 pub(super) use direct::Recipients;

@@ -54,8 +54,8 @@ impl Publisher {
 }
 
 impl SampleMut {
-    /// Waits until every subscriber whose policy is [`Policy::Block`](crate::Policy::Block) has room for one more sample, at
-    /// most `timeout`. Sends nothing: another thread's send may take the room first.
+    /// Waits until every subscriber whose policy is [`Policy::Block`](crate::Policy::Block) has room for one more sample,
+    /// and no other thread's send is under way, at most `timeout`. Sends nothing: another thread's send may come first.
     ///
     /// # Errors
     /// [`Error::Timeout`](crate::Error::Timeout); [`Error::PublisherGone`](crate::Error::PublisherGone) when the publisher was closed;

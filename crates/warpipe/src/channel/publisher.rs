@@ -347,7 +347,7 @@ impl Publisher {
         // As a loan would, but by hand: a loan carries its layout along, and nobody sees this one.
         let (slot, address) = self.core.take_slot(layout.bytes())?;
         let sent = self.fill(stream, address, bytes).map_err(Unsent::Untold);
-        let sent = sent.and_then(|()| self.core.send(slot, layout, &Metadata::EMPTY, stream));
+        let sent = sent.and_then(|()| self.core.send(slot, layout, &Metadata::EMPTY, stream, None));
         sent.map_err(|unsent| match unsent {
             Unsent::Untold(error) => {
                 // Behind the copy, which may be on its way whatever failed.

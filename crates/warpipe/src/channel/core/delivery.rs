@@ -5,18 +5,20 @@ use crate::link::ring;
 use crate::link::segment::Segment;
 
 impl Core {
-    /// Sends what lies in `slot` to every subscriber, behind the work enqueued on `stream`.
+    /// Sends what lies in `slot` to every subscriber, behind the work enqueued on `stream`. `limit` replaces the timeout
+    /// of the subscribers' policies, and that of the turn.
     pub(in crate::channel) fn send(
         &self,
         slot: SlotId,
         layout: &Layout,
         metadata: &Metadata,
         stream: &Stream,
+        limit: Option<Duration>,
     ) -> Result<u64, Unsent> {
         let _range = nvtx::range(nvtx::SEND);
         stream.check_usable(&self.device).map_err(Unsent::Untold)?;
         self.note(stream);
-        let mut turn = self.make_room(Recipients::All).map_err(Unsent::Untold)?;
+        let mut turn = self.make_room_within(Recipients::All, limit).map_err(Unsent::Untold)?;
         let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, Recipients::All)?;
         turn.arena.let_go(slot);
         Ok(sequence)

@@ -19,7 +19,7 @@ impl Core {
     }
 
     /// `limit` replaces the timeout of the subscribers' policies, and that of the turn.
-    fn make_room_within(&self, to: Recipients, limit: Option<Duration>) -> Result<Turn<'_>> {
+    pub(super) fn make_room_within(&self, to: Recipients, limit: Option<Duration>) -> Result<Turn<'_>> {
         self.home.check()?;
         let mut clock = Stopwatch::default();
         let mut backoff = Backoff::spinning(LOOKS);

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use crate::backend::DevicePtr;
 use crate::channel::core::{Core, Unsent};
@@ -114,10 +115,24 @@ impl SampleMut {
     /// [`Error::Forked`]. When the driver itself fails ([`Error::Driver`]) there is
     /// no loan to give back: subscribers are told that the sample is lost. While another thread's send of the same
     /// publisher is held up by the driver (its stream's launch queue is full), `Timeout` after 10 s.
-    pub fn send(mut self, stream: &Stream) -> Result<u64, SendError> {
+    pub fn send(self, stream: &Stream) -> Result<u64, SendError> {
+        self.send_within(stream, None)
+    }
+
+    /// [`send`](Self::send) with another wait for room, and for another thread's send: `timeout` takes the place of that
+    /// of [`Policy::Block`](crate::Policy::Block), and of the 10 s.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    pub fn send_timeout(self, stream: &Stream, timeout: Duration) -> Result<u64, SendError> {
+        self.send_within(stream, Some(timeout))
+    }
+
+    #[inline]
+    fn send_within(mut self, stream: &Stream, limit: Option<Duration>) -> Result<u64, SendError> {
         let gathered = self.gather(stream);
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");
-        let sent = gathered.and_then(|()| self.core.send(slot, &self.layout, &self.metadata, stream));
+        let sent = gathered.and_then(|()| self.core.send(slot, &self.layout, &self.metadata, stream, limit));
         sent.map_err(|unsent| self.unsent(slot, unsent, stream))
     }
 
