@@ -87,6 +87,7 @@
 //!   with it safe code can break memory safety.
 #![deny(missing_docs)]
 
+mod atomic;
 pub mod backend;
 mod channel;
 pub mod clock;

@@ -1,8 +1,8 @@
 //! The 64-bit timeline word that devices and processes order themselves by.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::Ordering;
 
-use rustix::thread::futex;
+use crate::atomic::{self, AtomicU32, AtomicU64, fence};
 
 /// A 64-bit value in shared memory that only grows, and beside it the count of CPU threads parked on it.
 ///
@@ -60,7 +60,7 @@ impl TimelineWord {
 
     #[cold]
     fn wake(&self) {
-        let _ = futex::wake(self.low_half(), futex::Flags::empty(), u32::MAX >> 1);
+        atomic::wake(atomic::low_half(&self.value));
     }
 
     /// Parks this thread until the value may have changed or `limit` has passed. Wakes spuriously.
@@ -69,17 +69,8 @@ impl TimelineWord {
         fence(Ordering::SeqCst);
         let seen = self.value.load(Ordering::Acquire);
         if (seen.wrapping_sub(value) as i64) < 0 {
-            let limit = rustix::thread::Timespec { tv_sec: limit.as_secs() as _, tv_nsec: limit.subsec_nanos() as _ };
-            let _ = futex::wait(self.low_half(), futex::Flags::empty(), seen as u32, Some(&limit));
+            atomic::wait(atomic::low_half(&self.value), seen as u32, limit);
         }
         self.parked.fetch_sub(1, Ordering::Relaxed);
-    }
-
-    /// The futex word: the half of `value` that every step of a timeline changes.
-    fn low_half(&self) -> &AtomicU32 {
-        let base = std::ptr::from_ref(&self.value).cast::<AtomicU32>();
-        // SAFETY: `value` is 8 aligned bytes, so each half is a valid, aligned AtomicU32 that lives as long as
-        // self; the futex only compares it, and no Rust code writes it through this type.
-        unsafe { &*base.add(usize::from(cfg!(target_endian = "big"))) }
     }
 }

@@ -26,6 +26,7 @@ use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::{Peer, Sign};
 use crate::link::proof::{Proof, Streams};
 use crate::link::pulse::Pulse;
+use crate::link::ring::count_release;
 use crate::link::segment::Segment;
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Usage, Watch, Watched, Watcher};
@@ -345,11 +346,7 @@ impl Inlet {
     /// Counts a release and wakes the publisher if it waits for one.
     #[inline]
     fn tell_release(&self) {
-        let header = self.segment().header();
-        // Pairs with the fence in `Outlet::set_asleep`: in the one order of these two and that fence, either we see the
-        // sleeper or it sees the count (and, if not the word yet, that it is due; see `Outlet::device_owes`).
-        header.receiver.released.fetch_add(1, SeqCst);
-        if header.sender.asleep.load(SeqCst) != 0 {
+        if count_release(self.segment()) {
             self.wake.ring();
         }
     }

@@ -3,8 +3,7 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
-use std::sync::atomic::fence;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::time::{Duration, Instant};
 
 use super::publisher::{Policy, SubscriberInfo};
@@ -281,8 +280,7 @@ impl Outlet {
 
     /// Tells the subscriber to wake this end with its releases, or no longer.
     pub(super) fn set_asleep(&self, asleep: bool) {
-        self.ring.segment().header().sender.asleep.store(u32::from(asleep), Release);
-        fence(SeqCst);
+        self.ring.set_asleep(asleep);
     }
 
     /// Writes this end's heartbeat.

@@ -17,10 +17,10 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
-use std::sync::atomic::fence;
 
 use super::entry::{Allegation, Description, Violation};
 use super::segment::Segment;
+use crate::atomic::fence;
 
 const PUBLISHED: u64 = 0;
 const TAKEN: u64 = 1;
@@ -107,6 +107,12 @@ impl SenderRing {
         Room::Full
     }
 
+    /// Tells the receiver to wake this end with its releases, or no longer. Look once more before sleeping.
+    pub(crate) fn set_asleep(&self, asleep: bool) {
+        self.segment.header().sender.asleep.store(u32::from(asleep), Release);
+        fence(SeqCst);
+    }
+
     /// Publishes at a position that [`room`](Self::room) gave just now. Returns whether the receiver sleeps.
     #[inline]
     pub(crate) fn publish(&mut self, position: u64, description: &Description) -> bool {
@@ -174,6 +180,16 @@ impl SenderRing {
 /// is to be stored when nothing writes the slot any more.
 pub(crate) fn give_up(segment: &Segment, position: u64) {
     segment.entry(position).aborted.store(position, Release);
+}
+
+/// Counts a release of the receiver's. Returns whether the sender sleeps.
+#[inline]
+pub(crate) fn count_release(segment: &Segment) -> bool {
+    let header = segment.header();
+    // Pairs with the fence in `SenderRing::set_asleep`: in the one order of these two and that fence, either we see the
+    // sleeper or it sees the count (and, if not the word yet, that it is due; see `Outlet::device_owes`).
+    header.receiver.released.fetch_add(1, SeqCst);
+    header.sender.asleep.load(SeqCst) != 0
 }
 
 /// The receiver's end.

@@ -7,11 +7,11 @@
 //! Who was let go asks for the [`Verdict`].
 
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::page::{Page, Shared};
+use crate::atomic::{AtomicU32, AtomicU64};
 use crate::backend::{StreamOp, TimelineWord};
 use crate::device::Device;
 use crate::error::Result;

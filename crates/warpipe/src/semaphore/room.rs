@@ -20,11 +20,9 @@
 //! unchecked, and every loop here has a bound.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
-use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::time::Duration;
 
-use rustix::thread::futex;
-
+use crate::atomic::{self, AtomicU32, AtomicU64};
 use crate::backend::{DevicePtr, TimelineWord};
 use crate::memory::page::{PAGE_BYTES, Page};
 
@@ -363,7 +361,7 @@ impl Room {
     fn ring(&self, place: u32) {
         let bell = self.in_place::<AtomicU32>(place, BELL);
         bell.fetch_add(1, SeqCst);
-        let _ = futex::wake(bell, futex::Flags::empty(), u32::MAX >> 1);
+        atomic::wake(bell);
     }
 
     /// Wakes all who wait for `me`, so that they look at what this process knows.
@@ -381,8 +379,7 @@ impl Room {
         if is_due() || phase_of(self.place_state(place.index).load(SeqCst)) != WAITING {
             return;
         }
-        let limit = rustix::thread::Timespec { tv_sec: limit.as_secs() as _, tv_nsec: limit.subsec_nanos() as _ };
-        let _ = futex::wait(bell, futex::Flags::empty(), seen, Some(&limit));
+        atomic::wait(bell, seen, limit);
     }
 
     /// Takes back what belongs to nobody who is here. By the creator alone, and by one thread of it at a time.

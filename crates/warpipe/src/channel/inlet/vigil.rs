@@ -4,10 +4,10 @@
 //! It is kept until those streams are past the link, which may be long after the subscriber and its samples are gone.
 
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64};
 use std::sync::{Arc, OnceLock, Weak};
 
 use super::Inlet;
+use crate::atomic::{AtomicBool, AtomicU8, AtomicU64};
 use crate::fork::Home;
 use crate::link::entry::Completion;
 use crate::link::segment::Segment;
