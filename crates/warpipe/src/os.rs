@@ -2,7 +2,31 @@
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
+use rustix::fs::{AtFlags, FileType, OFlags, StatxFlags};
 use rustix::io::Errno;
+
+/// A descriptor, as far as it can be known without asking a file system: a file on FUSE would have its server asked, which
+/// answers as late as it likes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Kind {
+    pub(crate) file: FileType,
+    /// Of the file system, not of a device file.
+    pub(crate) device: (u32, u32),
+    /// How it was opened.
+    pub(crate) flags: OFlags,
+}
+
+/// What a descriptor is that a peer sent. Before that is known, nothing else is to be asked of it: `fstat`, `fstatfs`,
+/// `poll`, `ioctl` and `mmap` may all ask a file system.
+pub(crate) fn kind_of(fd: BorrowedFd<'_>) -> Result<Kind, Errno> {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let status = rustix::fs::statx(fd, c"", flags, StatxFlags::TYPE)?;
+    Ok(Kind {
+        file: FileType::from_raw_mode(status.stx_mode.into()),
+        device: (status.stx_dev_major, status.stx_dev_minor),
+        flags: rustix::fs::fcntl_getfl(fd)?,
+    })
+}
 
 /// `fcntl(fd, F_OFD_SETLK)` with a write lock on one byte: it belongs to the open file description, so it ends with the
 /// last descriptor of its owner, however that dies. `fcntl_locking(2)`.

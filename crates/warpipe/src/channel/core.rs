@@ -154,7 +154,7 @@ struct Greeting {
     watch: Watch,
     since: Instant,
     peer: Peer,
-    socket: PeerSocket,
+    socket: Arc<PeerSocket>,
     /// From its `Hello` on.
     seat: Option<Seat>,
 }

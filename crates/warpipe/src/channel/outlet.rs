@@ -63,22 +63,24 @@ pub(super) struct Outlet {
     releases_seen: u64,
     dropped: u64,
     /// Its place among those that the publisher may have.
-    pub(super) seat: Option<Seat>,
+    #[expect(dead_code, reason = "held, not used")]
+    seat: Option<Seat>,
     /// What it said in its greeting that it is.
     pub(super) generation: [u8; 16],
     /// The positions that were taken back when it left.
     pub(super) untaken: Vec<u64>,
     /// The subscriber is to be woken.
     sleeps: bool,
-    pub(super) socket: PeerSocket,
+    pub(super) socket: Arc<PeerSocket>,
     /// The segment's file, until the link is live.
     segment_fd: Option<PrivateFd>,
 }
 
 /// What a new link is made of, before anybody knows of it.
 pub(super) struct Parts {
-    pub(super) peer: Peer,
-    pub(super) socket: PeerSocket,
+    peer: Peer,
+    socket: Arc<PeerSocket>,
+    seat: Option<Seat>,
     ring: SenderRing,
     wake: Wake,
     segment_fd: PrivateFd,
@@ -92,16 +94,17 @@ impl Parts {
         depth: u32,
         generation: [u8; 16],
         peer: Peer,
-        socket: PeerSocket,
-    ) -> Result<Parts, Box<(crate::Error, PeerSocket)>> {
-        let made = Segment::create(device, depth, generation).and_then(|segment| Ok((segment, Wake::pair()?)));
-        match made {
-            Ok(((segment, segment_fd), (wake, their_wake))) => {
-                let ring = SenderRing::new(Arc::new(segment));
-                Ok(Parts { peer, socket, ring, wake, segment_fd, their_wake })
-            }
-            Err(error) => Err(Box::new((error, socket))),
-        }
+        socket: Arc<PeerSocket>,
+    ) -> Result<Parts> {
+        let (segment, segment_fd) = Segment::create(device, depth, generation)?;
+        let (wake, their_wake) = Wake::pair()?;
+        let ring = SenderRing::new(Arc::new(segment));
+        Ok(Parts { peer, socket, seat: None, ring, wake, segment_fd, their_wake })
+    }
+
+    /// What it counts for, until the link is over.
+    pub(super) fn seated(self, seat: Option<Seat>) -> Parts {
+        Parts { seat, ..self }
     }
 
     /// Sends `welcome` with the link's descriptors and every region so far. The peer's copies are ours no more. What
@@ -132,7 +135,7 @@ impl Parts {
             in_flight: VecDeque::new(),
             releases_seen: 0,
             dropped: 0,
-            seat: None,
+            seat: self.seat,
             generation: [0; 16],
             untaken: Vec::new(),
             sleeps: false,

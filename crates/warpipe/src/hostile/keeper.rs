@@ -17,8 +17,8 @@ use crate::{Error, HandshakeFault, Result};
 
 /// Counts its visitors; answers with what it is asked.
 #[derive(Default)]
-struct Book {
-    here: AtomicU64,
+pub(super) struct Book {
+    pub(super) here: AtomicU64,
     suspects: AtomicU64,
 }
 
@@ -49,13 +49,13 @@ struct Deaf;
 
 impl Visit for Deaf {}
 
-fn open(scratch: &Scratch, admission: Admission) -> (Keeper, Arc<Book>) {
+pub(super) fn open(scratch: &Scratch, admission: Admission) -> (Keeper, Arc<Book>) {
     let book = Arc::new(Book::default());
     let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
     (Keeper::open(&at, admission, book.clone()).unwrap(), book)
 }
 
-fn attach(scratch: &Scratch) -> Result<Visitor> {
+pub(super) fn attach(scratch: &Scratch) -> Result<Visitor> {
     let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
     let (visitor, _) = Visitor::attach(&at, None, b"", Duration::ZERO)?;
     visitor.listen(Arc::new(Deaf))?;
@@ -66,7 +66,7 @@ fn assert_answers(visitor: &Visitor) {
     assert_eq!(visitor.ask(b"hello", LONG).unwrap().body, b"hello");
 }
 
-fn visit() -> Message {
+pub(super) fn visit() -> Message {
     Message::Visit { generation: [7; 16], device: None, kind: Kind::Pool, body: vec![] }
 }
 

@@ -96,14 +96,14 @@ fn throw(socket: impl AsFd, bytes: &[u8], thrown: &mut Vec<Lingering>) -> bool {
 }
 
 /// Runs `work` on a thread of its own, since what is to be shown is that it returns.
-fn returns<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+pub(super) fn returns<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (tell, hears) = mpsc::channel();
     std::thread::spawn(move || tell.send(work()));
     hears.recv_timeout(LONG).unwrap_or_else(|error| panic!("{what}: {error}"))
 }
 
 /// That threads of this process which hang show nowhere but in the count.
-fn assert_all_goes_on(victim: Victim, scratch: &Scratch, publisher: &Publisher, good: &mut Subscriber) {
+pub(super) fn assert_all_goes_on(victim: Victim, scratch: &Scratch, publisher: &Publisher, good: &mut Subscriber) {
     assert_delivers(publisher, good, b"delivers");
     let beat = |publisher: &Publisher| publisher.subscribers().iter().map(|it| it.silent_for).min().unwrap();
     eventually("the watcher writes heartbeats", || beat(publisher) < Duration::from_millis(500));
@@ -116,17 +116,17 @@ fn assert_all_goes_on(victim: Victim, scratch: &Scratch, publisher: &Publisher, 
 
 /// A publisher in another process, which announces a sample that is never complete. Started before anything lingers: a
 /// child has copies of all that is open here, and `exec` closes them.
-struct Victim {
+pub(super) struct Victim {
     scratch: Scratch,
     process: super::stage::Guarded,
 }
 
 impl Victim {
-    fn start(test: &str) -> Victim {
+    pub(super) fn start(module: &str, test: &str) -> Victim {
         use std::io::{BufRead, BufReader};
         use std::process::Stdio;
         let scratch = Scratch::new();
-        let mut command = super::stage::command(module_path!(), test, "victim");
+        let mut command = super::stage::command(module, test, "victim");
         command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(Stdio::piped()).stdin(Stdio::piped());
         let mut process = super::stage::Guarded(command.spawn().unwrap());
         let mut lines = BufReader::new(process.0.stdout.take().unwrap()).lines();
@@ -145,7 +145,7 @@ impl Victim {
 }
 
 /// Announces a sample that is never complete, and waits to be killed.
-fn victim() {
+pub(super) fn victim() {
     let domain = crate::Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
     let publisher = Publisher::builder("a").domain(&domain).device(&Device::host()).build().unwrap();
     println!("ready");
@@ -163,7 +163,7 @@ fn victim() {
 fn lingering_descriptors_hold_no_publisher_up() {
     let test = "lingering_descriptors_hold_no_publisher_up";
     on_both_kernels(test, || {
-        let (scratch, victim) = (Scratch::new(), Victim::start(test));
+        let (scratch, victim) = (Scratch::new(), Victim::start(module_path!(), test));
         let publisher = scratch.publisher(|it| it.handshake_timeout(Duration::from_millis(300)));
         let mut good = scratch.subscriber();
         let (mut thrown, mut came) = (Vec::new(), 0);
@@ -210,7 +210,7 @@ fn lingering_descriptors_hold_no_publisher_up() {
 }
 
 /// Lets everybody in.
-struct Open;
+pub(super) struct Open;
 
 impl Keep for Open {
     fn admit(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
@@ -229,7 +229,7 @@ impl Keep for Open {
 }
 
 /// As one that the watcher itself answers for.
-struct Quick;
+pub(super) struct Quick;
 
 impl Keep for Quick {
     fn admit(&self, desk: &Desk, caller: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
@@ -257,7 +257,7 @@ fn lingering_descriptors_hold_no_keeper_up() {
     on_both_kernels(test, || {
         let keeps: [Arc<dyn Keep>; 2] = [Arc::new(Open), Arc::new(Quick)];
         for keep in keeps {
-            let (scratch, elsewhere, victim) = (Scratch::new(), Scratch::new(), Victim::start(test));
+            let (scratch, elsewhere, victim) = (Scratch::new(), Scratch::new(), Victim::start(module_path!(), test));
             let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
             let keeper = Keeper::open(&at, Admission::default(), keep).unwrap();
             let publisher = elsewhere.publisher(|it| it);
@@ -283,7 +283,7 @@ fn lingering_descriptors_hold_no_keeper_up() {
 }
 
 /// Attaches to a publisher that then does what it likes with the link: its socket, and both ends of the wake channel.
-fn misled(scratch: &Scratch, mislead: impl FnOnce(&OwnedFd, &Offer) + Send) -> Subscriber {
+pub(super) fn misled(scratch: &Scratch, mislead: impl FnOnce(&OwnedFd, &Offer) + Send) -> Subscriber {
     let subscriber = meet(scratch, LONG, |socket| {
         let mut offer = Offer::new();
         offer.regions = 1;
@@ -302,7 +302,11 @@ fn misled(scratch: &Scratch, mislead: impl FnOnce(&OwnedFd, &Offer) + Send) -> S
 fn lingering_descriptors_hold_no_subscriber_up() {
     let test = "lingering_descriptors_hold_no_subscriber_up";
     on_both_kernels(test, || {
-        let [one, two, three] = [Victim::start(test), Victim::start(test), Victim::start(test)];
+        let [one, two, three] = [
+            Victim::start(module_path!(), test),
+            Victim::start(module_path!(), test),
+            Victim::start(module_path!(), test),
+        ];
         let (scratch, elsewhere) = (Scratch::new(), Scratch::new());
         let publisher = elsewhere.publisher(|it| it);
         let (mut good, mut thrown) = (elsewhere.subscriber(), Vec::new());
@@ -360,7 +364,7 @@ fn more_lingering_descriptors_than_threads_wait_and_are_closed_in_the_end() {
     let test = "more_lingering_descriptors_than_threads_wait_and_are_closed_in_the_end";
     on_both_kernels(test, || {
         IS_OLD_KERNEL.store(true, SeqCst);
-        let (scratch, victim) = (Scratch::new(), Victim::start(test));
+        let (scratch, victim) = (Scratch::new(), Victim::start(module_path!(), test));
         let publisher = scratch.publisher(|it| it);
         let (mut good, mut thrown) = (scratch.subscriber(), Vec::new());
         // Of some of them this test has the last copy: its threads hang then.

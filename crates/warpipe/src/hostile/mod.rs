@@ -4,6 +4,7 @@
 
 mod children;
 mod files;
+mod fuse;
 mod fuzz;
 pub(crate) mod holes;
 mod keeper;
@@ -16,8 +17,10 @@ mod receiver;
 mod ring_model;
 mod scribbler;
 mod sender;
+mod silent;
 mod stage;
 mod subscriber_handshake;
+mod unread;
 mod users;
 
 pub(crate) use stage::send_raw;

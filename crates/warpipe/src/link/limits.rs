@@ -52,9 +52,14 @@ impl Default for PeerLimits {
 #[derive(Debug)]
 pub(crate) struct Seats {
     limits: PeerLimits,
-    taken: Arc<Mutex<Taken>>,
+    books: Arc<Books>,
+}
+
+#[derive(Debug, Default)]
+struct Books {
+    taken: Mutex<Taken>,
     /// Links that ended before their peers had read what was sent to them.
-    unread: Mutex<Vec<(Arc<PeerSocket>, Seat)>>,
+    unread: Mutex<Vec<(Arc<PeerSocket>, Place)>>,
 }
 
 #[derive(Debug, Default)]
@@ -67,22 +72,30 @@ struct Taken {
 /// A process: whether it is known by its number alone, and that number or its pidfd's inode.
 type Process = (bool, u64);
 
-/// One link's place, until it is dropped.
-#[derive(Debug)]
-pub(crate) struct Seat {
-    taken: Arc<Mutex<Taken>>,
+/// What a link counts for.
+#[derive(Debug, Clone, Copy)]
+struct Place {
     uid: u32,
     process: Process,
 }
 
+/// One link's place. What its peer has not read stays in the peer's queue when the link ends, with the descriptors, which
+/// count for this user: so the place is taken, however the link ended, until the peer has read or closed.
+#[derive(Debug)]
+pub(crate) struct Seat {
+    books: Arc<Books>,
+    place: Place,
+    socket: Arc<PeerSocket>,
+}
+
 impl Seats {
     pub(crate) fn new(limits: PeerLimits) -> Seats {
-        Seats { limits, taken: Arc::default(), unread: Mutex::default() }
+        Seats { limits, books: Arc::default() }
     }
 
-    /// A place for a link to `peer`, or the limit that it has met, and what that is. Within this process and user only
-    /// the limits of others are none.
-    pub(crate) fn take(&self, peer: &Peer) -> Result<Seat, (PeerLimit, u32)> {
+    /// A place for a link to `peer` over `socket`, or the limit that it has met, and what that is. Within this process and
+    /// user only the limits of others are none.
+    pub(crate) fn take(&self, peer: &Peer, socket: &Arc<PeerSocket>) -> Result<Seat, (PeerLimit, u32)> {
         self.settle();
         // Those that this PID namespace does not see, on kernels before 6.9, count as one.
         let process = match peer.id {
@@ -92,7 +105,7 @@ impl Seats {
         let uid = peer.uid;
         let is_foreign = uid != rustix::process::geteuid().as_raw();
         let is_other = !peer.is_own();
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self.books.taken.lock().unwrap_or_else(PoisonError::into_inner);
         let of_user = taken.users.get(&uid).copied().unwrap_or(0);
         let of_process = taken.processes.get(&process).copied().unwrap_or(0);
         let checks = [
@@ -106,37 +119,37 @@ impl Seats {
         taken.all += 1;
         *taken.users.entry(uid).or_default() += 1;
         *taken.processes.entry(process).or_default() += 1;
-        Ok(Seat { taken: self.taken.clone(), uid, process })
-    }
-}
-
-impl Seats {
-    /// A link is over. What its peer has not read stays in the peer's queue, with the descriptors, which count for this user:
-    /// so it keeps its place until the peer has read or closed.
-    pub(crate) fn leave(&self, socket: Arc<PeerSocket>, seat: Option<Seat>) {
-        let Some(seat) = seat else { return };
-        let _ = rustix::net::shutdown(&*socket, rustix::net::Shutdown::Both);
-        if unread_by_peer(socket.as_fd()) > 0 {
-            self.unread.lock().unwrap_or_else(PoisonError::into_inner).push((socket, seat));
-        }
+        Ok(Seat { books: self.books.clone(), place: Place { uid, process }, socket: socket.clone() })
     }
 
     /// Gives back the places of those who have read or closed by now.
     pub(crate) fn settle(&self) {
-        let mut unread = self.unread.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unread = self.books.unread.lock().unwrap_or_else(PoisonError::into_inner);
         let read: Vec<_> = unread.extract_if(.., |(socket, _)| unread_by_peer(socket.as_fd()) == 0).collect();
         drop(unread);
-        drop(read);
+        read.iter().for_each(|(_, place)| self.books.give_back(*place));
     }
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
+        // From here on nothing comes to what is unread.
+        let _ = rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Both);
+        if unread_by_peer(self.socket.as_fd()) == 0 {
+            return self.books.give_back(self.place);
+        }
+        let mut unread = self.books.unread.lock().unwrap_or_else(PoisonError::into_inner);
+        unread.push((self.socket.clone(), self.place));
+    }
+}
+
+impl Books {
+    fn give_back(&self, place: Place) {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         taken.all -= 1;
         let Taken { users, processes, .. } = &mut *taken;
-        one_less(users, self.uid);
-        one_less(processes, self.process);
+        one_less(users, place.uid);
+        one_less(processes, place.process);
     }
 }
 

@@ -419,13 +419,12 @@ fn pipes(lifeline: [PeerFd; 2]) -> Result<[PrivateFd; 2], HandshakeFault> {
 
 /// Our own lifeline's pipes say where pipes live.
 fn check_pipe(fd: &PeerFd) -> Result<(), String> {
-    let stat = rustix::fs::fstat(fd).map_err(|error| error.to_string())?;
-    let own = Lifeline::of_process().and_then(|own| rustix::fs::fstat(&own.end)).map_err(|error| error.to_string())?;
-    let flags = rustix::fs::fcntl_getfl(fd).map_err(|error| error.to_string())?;
-    if FileType::from_raw_mode(stat.st_mode) != FileType::Fifo || stat.st_dev != own.st_dev {
+    let kind = os::kind_of(fd.as_fd()).map_err(|error| error.to_string())?;
+    let own = Lifeline::of_process().and_then(|own| os::kind_of(own.end.as_fd())).map_err(|error| error.to_string())?;
+    if kind.file != FileType::Fifo || kind.device != own.device {
         return Err("no pipe".into());
     }
-    if flags & OFlags::ACCMODE != OFlags::RDONLY || flags.contains(OFlags::PATH) {
+    if kind.flags & OFlags::ACCMODE != OFlags::RDONLY || kind.flags.contains(OFlags::PATH) {
         return Err("not the read end of a pipe".into());
     }
     Ok(())

@@ -94,9 +94,9 @@ struct Guest {
     /// Declared first: they end before their descriptors are closed.
     watches: Vec<Watch>,
     socket: Arc<PeerSocket>,
-    peer: Peer,
+    peer: Arc<Peer>,
     phase: Phase,
-    /// From its first words on.
+    /// From its first words on: held, not used.
     seat: Option<Seat>,
 }
 
@@ -231,7 +231,8 @@ impl Desk {
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let phase = Phase::Mute { since: Instant::now() };
-        guests.insert(id, Guest { watches: Vec::new(), socket: Arc::new(socket), peer, phase, seat: None });
+        let (socket, peer) = (Arc::new(socket), Arc::new(peer));
+        guests.insert(id, Guest { watches: Vec::new(), socket, peer, phase, seat: None });
         drop(guests);
         // Mostly it has said by now what it comes for: to hear that from the watcher would cost two threads' turns.
         if self.on_socket(id) == Next::Keep {
@@ -357,10 +358,12 @@ impl Desk {
         device: Option<crate::backend::DeviceId>,
         lifeline: [PeerFd; 2],
     ) -> Result<Option<Caller>, Refusal> {
+        let Some(peer) = self.lock().get(&id).map(|guest| guest.peer.clone()) else { return Ok(None) };
+        // Without the lock, which every tick takes: it looks at what the visitor sent.
+        peer.adopt(lifeline)?;
         let mut guests = self.lock();
         let Some(guest) = guests.get_mut(&id) else { return Ok(None) };
-        guest.peer.adopt(lifeline)?;
-        match self.seats.take(&guest.peer) {
+        match self.seats.take(&guest.peer, &guest.socket) {
             Ok(seat) => guest.seat = Some(seat),
             Err((limit, max)) => {
                 let full = HandshakeFault::Full { limit, max }.to_string();
@@ -396,7 +399,6 @@ impl Desk {
                 let caller = caller.clone();
                 if !holds {
                     drop(guests);
-                    self.seats.leave(guest.socket.clone(), guest.seat.take());
                     self.keep.gone(self, &caller, Ending::Left);
                     return Next::Stop;
                 }

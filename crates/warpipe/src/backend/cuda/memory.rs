@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
-use rustix::fs::{AtFlags, FileType, StatxFlags};
+use rustix::fs::{FileType, OFlags};
 use rustix::io::FdFlags;
 
 use super::backend::CudaBackend;
@@ -12,6 +12,7 @@ use super::fault::Fault;
 use super::sys::*;
 use crate::backend::{Access, DeviceId, DeviceKind, RawRegion};
 use crate::error::{Error, Result};
+use crate::os;
 
 /// What an importer expects of a descriptor.
 const WANTED: &str = "CUDA memory";
@@ -259,18 +260,19 @@ fn import_error(fault: Fault) -> Error {
     if fault.is(&NOT_SUCH_MEMORY) { not_memory(fault.words()) } else { fault.into() }
 }
 
-/// What plainly is no memory never reaches the driver, which would have to make sense of a peer's pipe.
+/// What is no memory of a driver never reaches it, who would have to make sense of a peer's pipe, or ask a file system.
+/// The driver exports a device file; its test double a memfd, which is known by its seals.
 fn refuse_plain_files(fd: BorrowedFd<'_>) -> Result<()> {
-    // Of what is known here: a file on FUSE would have its server asked, which answers as late as it likes.
-    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    let status = rustix::fs::statx(fd, c"", flags, StatxFlags::TYPE)
-        .map_err(|error| Error::os("statx", "a received descriptor", error))?;
-    let found = match FileType::from_raw_mode(status.stx_mode.into()) {
+    let kind = os::kind_of(fd).map_err(|error| Error::os("statx", "a received descriptor", error))?;
+    let found = match kind.file {
+        _ if kind.flags.contains(OFlags::PATH) => "a descriptor that was not opened",
+        FileType::CharacterDevice => return Ok(()),
         FileType::Fifo => "a pipe",
         FileType::Socket => "a socket",
         FileType::Directory => "a directory",
         FileType::BlockDevice => "a block device",
-        _ => return Ok(()),
+        _ if rustix::fs::fcntl_get_seals(fd).is_ok() => return Ok(()),
+        _ => "a file",
     };
     Err(not_memory(found.into()))
 }

@@ -17,7 +17,7 @@ impl Core {
         for _ in 0..ACCEPTED_AT_ONCE {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             match PrivateFd::open(|| accept_with(&self.claim.listener, flags)) {
-                Ok(socket) => self.greet(PeerSocket::from(socket)),
+                Ok(socket) => self.greet(Arc::new(PeerSocket::from(socket))),
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
                 Err(_) => {
                     self.is_deaf.store(true, Ordering::Relaxed);
@@ -41,7 +41,7 @@ impl Core {
     }
 
     /// Looks who is there, before a byte is read, and waits for its `Hello`.
-    fn greet(&self, socket: PeerSocket) {
+    fn greet(&self, socket: Arc<PeerSocket>) {
         let peer = match Peer::of(socket.as_fd(), &self.name) {
             Ok(peer) => peer,
             Err(error) => return refuse(&socket, false, error),
@@ -87,7 +87,7 @@ impl Core {
                     refuse(&greeting.socket, false, fault);
                     return Next::Stop;
                 }
-                match self.seats.take(&greeting.peer) {
+                match self.seats.take(&greeting.peer, &greeting.socket) {
                     Ok(seat) => greeting.seat = Some(seat),
                     Err((limit, max)) => {
                         let _ = message::send(greeting.socket.as_fd(), &Message::Full { limit, max }, &[]);
@@ -129,12 +129,9 @@ impl Core {
             return refuse(&socket, false, fault);
         }
         let policy = self.options.policy_for(&peer);
-        let parts = match Parts::new(&self.device, self.options.depth, self.generation, peer, socket) {
-            Ok(parts) => parts,
-            Err(failed) => {
-                let (error, socket) = *failed;
-                return refuse(&socket, false, error);
-            }
+        let parts = match Parts::new(&self.device, self.options.depth, self.generation, peer, socket.clone()) {
+            Ok(parts) => parts.seated(seat),
+            Err(error) => return refuse(&socket, false, error),
         };
         let mut state = self.lock();
         let welcome = Message::Welcome {
@@ -158,7 +155,6 @@ impl Core {
         {
             outlet.watches.extend([socket, suspect, proven]);
             outlet.generation = generation;
-            outlet.seat = seat;
             state.outlets.push(outlet);
         } else {
             self.watcher.bury(Box::new(outlet));
@@ -280,7 +276,7 @@ impl Core {
         outlet.watches.clear();
         // The segment alone: what waits for a stream must not keep descriptors.
         let segment = outlet.ring.segment().clone();
-        self.seats.leave(Arc::new(outlet.socket), outlet.seat);
+        drop(outlet);
         let mut past = self.past_signals();
         self.watcher.retire(move || if Arc::strong_count(&segment) > 1 { Usage::Held } else { past().into() });
     }

@@ -1,0 +1,123 @@
+//! A file of a FUSE file system whose server does not answer. **This module is marked for unsafe**: it mounts.
+//!
+//! Whoever asks such a file anything (`fstat`, `fstatfs`, `poll`, `ioctl`, a read) waits until the connection ends, which
+//! it does with the last descriptor of `/dev/fuse`: this one's, or when the process is killed.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rustix::fs::{CWD, Mode, OFlags};
+
+/// The opcodes that are answered: `linux/fuse.h`.
+const INIT: u32 = 26;
+const OPEN: u32 = 14;
+
+/// A silent server's file, opened as often as it is asked for.
+pub(super) struct Silent {
+    device: File,
+    path: PathBuf,
+}
+
+impl Silent {
+    /// Mounts it where a file of a scratch directory lies. `None`, and why, where that is not permitted.
+    pub(super) fn new() -> Option<Silent> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("warpipe-silent-{}-{number}", std::process::id()));
+        let device = File::options().read(true).write(true).open("/dev/fuse");
+        let mounted = device.and_then(|device| {
+            File::create(&path)?;
+            mount(&device, &path).map(|()| device)
+        });
+        match mounted {
+            Ok(device) => Some(Silent { device, path }),
+            Err(error) => {
+                let _ = std::fs::remove_file(&path);
+                println!("skipped: no FUSE file system can be mounted here: {error}");
+                None
+            }
+        }
+    }
+
+    /// A descriptor of it. From then on the server is silent, and the file has no name. To close one asks nobody.
+    pub(super) fn open(&self) -> OwnedFd {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        let open = || rustix::fs::openat(CWD, &self.path, flags, Mode::empty()).unwrap();
+        std::thread::scope(|scope| {
+            let server = scope.spawn(|| self.serve());
+            let file = open();
+            // At a `close` it is asked once, and not again: it does not know what it is asked.
+            drop(open());
+            server.join().unwrap();
+            self.unmount();
+            file
+        })
+    }
+
+    /// A descriptor that is not open for anything: it takes no server to make one.
+    pub(super) fn locate(&self) -> OwnedFd {
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        rustix::fs::openat(CWD, &self.path, flags, Mode::empty()).unwrap()
+    }
+
+    /// Answers until it is asked what it does not know.
+    fn serve(&self) {
+        let (mut request, mut knows) = (vec![0; 1 << 17], true);
+        while knows {
+            let length = (&self.device).read(&mut request).unwrap();
+            assert!(length >= 40);
+            let word = |at: usize| u32::from_le_bytes(request[at..at + 4].try_into().unwrap());
+            let (error, body) = match word(4) {
+                INIT => (0, init()),
+                OPEN => (0, vec![0; 16]),
+                _ => {
+                    knows = false;
+                    (-libc::ENOSYS, vec![])
+                }
+            };
+            let mut answer = (16 + body.len() as u32).to_le_bytes().to_vec();
+            answer.extend(error.to_le_bytes());
+            answer.extend(&request[8..16]);
+            answer.extend(body);
+            (&self.device).write_all(&answer).unwrap();
+        }
+    }
+
+    /// Files that are open stay so.
+    fn unmount(&self) {
+        let path = std::ffi::CString::new(self.path.as_os_str().as_encoded_bytes()).unwrap();
+        // SAFETY: reads the path, which lives across the call.
+        unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
+        let _ = std::fs::remove_file(&self.path);
+    }
+
+    /// Ends the connection: whoever waits for an answer gets an error.
+    pub(super) fn abort(self) {}
+}
+
+impl Drop for Silent {
+    fn drop(&mut self) {
+        self.unmount();
+    }
+}
+
+/// `struct fuse_init_out` of version 7.31.
+fn init() -> Vec<u8> {
+    let mut body: Vec<u8> = [7u32, 31, 0, 0].iter().flat_map(|word| word.to_le_bytes()).collect();
+    body.extend([1, 0, 1, 0]);
+    body.extend(4096u32.to_le_bytes());
+    body.resize(64, 0);
+    body
+}
+
+fn mount(device: &File, path: &Path) -> std::io::Result<()> {
+    let options = format!("fd={},rootmode=100000,user_id=0,group_id=0,allow_other", device.as_raw_fd());
+    let [path, options] = [path.as_os_str().as_encoded_bytes(), options.as_bytes()]
+        .map(|text| std::ffi::CString::new(text).expect("no zeros in it"));
+    // SAFETY: reads four strings, which live across the call.
+    let code = unsafe { libc::mount(c"silent".as_ptr(), path.as_ptr(), c"fuse".as_ptr(), 0, options.as_ptr().cast()) };
+    if code == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}

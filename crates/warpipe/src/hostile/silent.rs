@@ -1,0 +1,216 @@
+//! Descriptors of a file system that does not answer: they hold up nobody, since nobody asks it.
+//!
+//! What fails here hangs: on a thread of its own, which the end of the process takes along.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::process::PidfdFlags;
+
+use super::fuse::Silent;
+use super::lingering::{Open, Quick, Victim, assert_all_goes_on, misled, returns, victim};
+use super::publisher_handshake::hello;
+use super::stage::{LONG, SIZE_SEALS, Scratch, alone, hear, memfd, name, packet, pipe, role, send_raw, stream};
+use super::subscriber_handshake::{Offer, meet};
+use crate::backend::{Access, DeviceId};
+use crate::fork::PrivateFd;
+use crate::link::closer::PeerFd;
+use crate::link::message::{Message, Received};
+use crate::link::peer::Process;
+use crate::link::wake::Wake;
+use crate::memory::board::Board;
+use crate::memory::page::{Draft, PAGE_BYTES, Page};
+use crate::memory::region::Region;
+use crate::rendezvous::{Address, Admission, Keep, Keeper, Kind, Visitor};
+use crate::{Device, Subscriber};
+
+/// Two descriptors of such a file: opened, and merely located.
+fn silent() -> Option<(Silent, [OwnedFd; 2])> {
+    let silent = Silent::new()?;
+    let located = silent.locate();
+    let opened = silent.open();
+    Some((silent, [opened, located]))
+}
+
+/// As [`alone`], with a part for the process that is to be rescued from.
+fn in_a_process(test: &str, body: impl Fn(Silent, [OwnedFd; 2])) {
+    if role().as_deref() == Some("victim") {
+        return victim();
+    }
+    alone(module_path!(), test, || silent().into_iter().for_each(|(silent, files)| body(silent, files)));
+}
+
+fn start(test: &str) -> Victim {
+    Victim::start(module_path!(), test)
+}
+
+#[test]
+fn whatever_a_descriptor_is_taken_for_no_file_system_is_asked_first() {
+    let test = "whatever_a_descriptor_is_taken_for_no_file_system_is_asked_first";
+    in_a_process(test, |silent, files| {
+        type Taker = fn(&dyn Fn() -> PeerFd) -> bool;
+        let takers: [(&str, Taker); 7] = [
+            ("a page", |fd| Page::open(None, fd(), PAGE_BYTES, "test").is_err()),
+            ("a page to be read", |fd| Page::read(fd(), PAGE_BYTES, "test").is_err()),
+            ("a page of two", |fd| Draft::open(fd(), PAGE_BYTES, "test").is_err()),
+            ("the words of a history", |fd| Board::read(fd(), PAGE_BYTES as u64, "test").is_err()),
+            ("a region", |fd| {
+                let owner: DeviceId = Device::host().info().id;
+                Region::import(&Device::host(), fd().as_fd(), 2 << 20, Access::Read, owner).is_err()
+            }),
+            ("a wake channel", |fd| Wake::adopt(fd()).is_err()),
+            ("a process", |fd| {
+                let own = || {
+                    let own = rustix::process::getpid();
+                    PeerFd::from(PrivateFd::open(|| rustix::process::pidfd_open(own, PidfdFlags::empty())).unwrap())
+                };
+                let live = || PeerFd::from(PrivateFd::new(pipe()).unwrap());
+                [[fd(), live(), live()], [own(), fd(), live()], [own(), live(), fd()]]
+                    .into_iter()
+                    .all(|process| Process::relayed(process).is_err())
+            }),
+        ];
+        for (what, take) in takers {
+            for file in &files {
+                let file = file.try_clone().unwrap();
+                let copy = move || PeerFd::from(PrivateFd::duplicate(&file).unwrap());
+                assert!(returns(what, move || take(&copy)), "{what}");
+            }
+        }
+        drop(files);
+        silent.abort();
+    });
+}
+
+#[test]
+fn files_that_do_not_answer_hold_no_publisher_up() {
+    let test = "files_that_do_not_answer_hold_no_publisher_up";
+    in_a_process(test, |silent, files| {
+        let (scratch, victim) = (Scratch::new(), start(test));
+        let publisher = scratch.publisher(|it| it);
+        let (mut good, live) = (scratch.subscriber(), pipe());
+        for file in &files {
+            for lifeline in [[file.as_fd(), file.as_fd()], [live.as_fd(), file.as_fd()]] {
+                let socket = scratch.connection();
+                send_raw(&socket, &packet(&hello()), &lifeline).unwrap();
+                assert!(matches!(hear(&socket), Received::Message(Message::Refused { .. }, _)));
+            }
+        }
+        assert_all_goes_on(victim, &scratch, &publisher, &mut good);
+        silent.abort();
+    });
+}
+
+#[test]
+fn files_that_do_not_answer_hold_no_keeper_up() {
+    let test = "files_that_do_not_answer_hold_no_keeper_up";
+    in_a_process(test, |silent, files| {
+        let keeps: [Arc<dyn Keep>; 2] = [Arc::new(Open), Arc::new(Quick)];
+        for keep in keeps {
+            let (scratch, elsewhere, victim) = (Scratch::new(), Scratch::new(), start(test));
+            let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
+            let keeper = Keeper::open(&at, Admission::default(), keep).unwrap();
+            let publisher = elsewhere.publisher(|it| it);
+            let mut good = elsewhere.subscriber();
+            let visit = Message::Visit { generation: [7; 16], device: None, kind: Kind::Pool, body: vec![] };
+            for file in &files {
+                let socket = scratch.connection();
+                send_raw(&socket, &packet(&visit), &[file.as_fd(), file.as_fd()]).unwrap();
+                assert!(matches!(hear(&socket), Received::Message(Message::Refused { .. }, _)));
+            }
+            assert_all_goes_on(victim, &elsewhere, &publisher, &mut good);
+            drop(Visitor::attach(&at, None, b"", Duration::ZERO).unwrap());
+            drop(keeper);
+        }
+        silent.abort();
+    });
+}
+
+/// A publisher of which one descriptor of its welcome, or its region's, is that file.
+fn offered(file: OwnedFd, place: usize) -> crate::Result<Subscriber> {
+    let scratch = Scratch::new();
+    meet(&scratch, Duration::from_secs(2), |socket| {
+        let mut offer = Offer::new();
+        let ends = [pipe(), pipe()];
+        offer.fds.extend(ends);
+        offer.regions = 1;
+        if place < 4 {
+            offer.fds[place] = file;
+            return offer.send(socket);
+        }
+        // The lifeline of this process: that of a pipe whose writer is closed has ended.
+        offer.fds.truncate(2);
+        offer.send(socket);
+        let due = [Message::Region { id: 0, bytes: 2 << 20 }, Message::Completions { bytes: 4096 }];
+        send_raw(socket, &packet(&due[place - 4]), &[file.as_fd()]).unwrap();
+    })
+}
+
+#[test]
+fn files_that_do_not_answer_hold_no_subscriber_up() {
+    let test = "files_that_do_not_answer_hold_no_subscriber_up";
+    in_a_process(test, |silent, files| {
+        let [one, two] = [start(test), start(test)];
+        let (scratch, elsewhere) = (Scratch::new(), Scratch::new());
+        let publisher = elsewhere.publisher(|it| it);
+        let mut good = elsewhere.subscriber();
+        for place in 0..6 {
+            for file in &files {
+                let file = file.try_clone().unwrap();
+                assert!(returns("a handshake", move || offered(file, place)).is_err(), "{place}");
+            }
+        }
+        assert_all_goes_on(one, &elsewhere, &publisher, &mut good);
+        // A region on a link that stands is the attendant's.
+        for file in &files {
+            let mut misled = misled(&scratch, |socket, _| {
+                send_raw(socket, &packet(&Message::Region { id: 1, bytes: 2 << 20 }), &[file.as_fd()]).unwrap();
+            });
+            let end = returns("a link's end", move || (misled.receive_timeout(&stream(), LONG).map(drop), misled));
+            assert!(end.0.is_err());
+        }
+        assert_all_goes_on(two, &elsewhere, &publisher, &mut good);
+        silent.abort();
+    });
+}
+
+/// What comes of a visit to a keeper that admits with these descriptors, the last two for its lifeline.
+fn visited(fds: Vec<OwnedFd>) -> crate::Result<()> {
+    let scratch = Scratch::new();
+    let claim = scratch.domain.claim(&name(), false)?;
+    std::thread::scope(|scope| {
+        let keeper = scope.spawn(|| {
+            assert!(crate::link::message::wait_readable(claim.listener.as_fd(), LONG));
+            let socket = rustix::net::accept(&claim.listener).unwrap();
+            assert!(matches!(hear(&socket), Received::Message(Message::Visit { .. }, _)));
+            let granted = Message::Granted { generation: [7; 16], body: vec![], fds: fds.len() as u8 - 2 };
+            let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+            send_raw(&socket, &packet(&granted), &fds).unwrap();
+            socket
+        });
+        let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
+        let visit = Visitor::attach(&at, None, b"", Duration::ZERO).map(drop);
+        drop(keeper.join().unwrap());
+        visit
+    })
+}
+
+#[test]
+fn files_that_do_not_answer_hold_no_visitor_up() {
+    let test = "files_that_do_not_answer_hold_no_visitor_up";
+    in_a_process(test, |silent, files| {
+        let (scratch, victim) = (Scratch::new(), start(test));
+        let publisher = scratch.publisher(|it| it);
+        let mut good = scratch.subscriber();
+        for file in &files {
+            let copy = || file.try_clone().unwrap();
+            let [lifeline, all] = [vec![copy(), copy()], vec![memfd(4096, SIZE_SEALS), copy(), copy()]];
+            for fds in [lifeline, all] {
+                assert!(returns("a visit", move || visited(fds)).is_err());
+            }
+        }
+        assert_all_goes_on(victim, &scratch, &publisher, &mut good);
+        silent.abort();
+    });
+}
