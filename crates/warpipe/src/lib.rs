@@ -157,6 +157,7 @@ struct Readme;
 struct GuideToMembers;
 /// So are those of the guide.
 #[cfg(doctest)]
+#[doc = include_str!("../../../docs/guide/channels.md")]
 #[doc = include_str!("../../../docs/guide/timeline.md")]
 #[doc = include_str!("../../../docs/guide/events.md")]
 #[doc = include_str!("../../../docs/guide/legacy-handles.md")]
