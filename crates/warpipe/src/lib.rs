@@ -116,6 +116,7 @@ mod spin;
 mod stats;
 mod stream;
 pub mod tensor;
+mod timed;
 mod timeline;
 
 pub use channel::{

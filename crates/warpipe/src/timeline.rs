@@ -29,8 +29,9 @@ use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::proof::{Proof, Streams};
 use crate::link::watcher::{Usage, Watcher};
-use crate::memory::lane::{LANE_BYTES, Lane, Raiser, VALUE_MAX, Verdict};
+use crate::memory::lane::{LANE_BYTES, Lane, VALUE_MAX, Verdict};
 use crate::memory::page::{Draft, Page};
+use crate::memory::raiser::Raiser;
 use crate::rendezvous::{
     ANSWER_TIMEOUT, Address, Admission, Answer, Caller, Desk, Ending, Gift, Keep, Keeper, Kind, Refusal, Visit,
     Visitor, decode, encode,
@@ -182,7 +183,8 @@ impl Timeline {
     /// # Errors
     /// [`Error::NotOwner`]; [`Error::Backwards`] unless it is above the last value; [`Error::Argument`] above
     /// [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device; [`Error::Capturing`] for one that is being
-    /// captured; [`Error::Driver`].
+    /// captured; [`Error::Timeout`] after 10 s in which the driver holds up another thread's signal (its stream's launch
+    /// queue is full); [`Error::Driver`].
     pub fn signal(&self, stream: &Stream, value: u64) -> Result<()> {
         self.home.check()?;
         let raiser = self.raiser()?;
@@ -403,11 +405,15 @@ impl Door {
         let Some(copy) = self.raiser.remove(caller.id) else { return };
         let (raiser, streams, mut proof) = (self.raiser.clone(), self.signalling.clone(), None);
         desk.watcher().retire(move || {
+            // Before the proof: a signal that is on its way to a stream holds it.
+            if Arc::strong_count(copy.page()) > 1 {
+                return Usage::Held;
+            }
             if !passed(&mut proof, &streams) {
                 return Usage::Busy;
             }
             copy.end_at(raiser.own().value());
-            if Arc::strong_count(copy.page()) > 1 { Usage::Held } else { Usage::Over }
+            Usage::Over
         });
     }
 }

@@ -211,7 +211,8 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `stream` came from `create_stream` and is destroyed once.
     unsafe fn destroy_stream(&self, stream: RawStream) -> Result<()>;
 
-    /// `cuStreamBatchMemOp`: enqueues the operations, in order, with as few driver calls as can be.
+    /// `cuStreamBatchMemOp`: enqueues the operations, in order, with as few driver calls as can be. Up to four signals,
+    /// with the waits before them, are taken whole or not at all; an error may leave a part of more than that enqueued.
     ///
     /// # Safety
     /// `stream` is live; every word lies in registered memory that outlives the operation.

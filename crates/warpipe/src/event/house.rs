@@ -18,8 +18,9 @@ use crate::fork::{self, Home};
 use crate::link::peer::{ORPHAN_TIMEOUT, Process, Sign};
 use crate::link::proof::{Proof, Streams};
 use crate::link::watcher::{Next, Usage, Watch, Watched, Watcher, new_generation};
-use crate::memory::lane::{Lane, Raiser};
+use crate::memory::lane::Lane;
 use crate::memory::page::Draft;
+use crate::memory::raiser::Raiser;
 use crate::rendezvous::{Address, Admission, Answer, Caller, Desk, Ending, Keep, Keeper, Kind, Refusal, decode};
 
 /// What a guest asks.
@@ -622,16 +623,12 @@ impl Rooms {
     fn open(&self, caller: &Caller, index: u32, serial: u64) -> Result<Answer, Refusal> {
         let mut state = self.lock();
         let opened = state.open(caller.id, index, serial);
-        if let Some(Some(Follow { raiser, lane })) = &opened {
-            drop(state);
-            // Without the lock: it takes that of who records, which is held across a call of the driver.
-            let is_up = raiser.add(caller.id, lane);
-            state = self.lock();
-            if !is_up {
-                state.late.push(raiser.clone());
-                let rooms = self.me.clone();
-                self.watcher.retire(move || rooms.upgrade().is_none_or(|rooms| rooms.lock().catch_up()));
-            }
+        if let Some(Some(Follow { raiser, lane })) = &opened
+            && !raiser.add(caller.id, lane)
+        {
+            state.late.push(raiser.clone());
+            let rooms = self.me.clone();
+            self.watcher.retire(move || rooms.upgrade().is_none_or(|rooms| rooms.lock().catch_up()));
         }
         self.forward(&mut state, index);
         Answer::new(&opened.is_some(), vec![])

@@ -10,8 +10,9 @@ use crate::backend::IPC_EVENTS_MAX;
 use crate::device::Device;
 use crate::error::Result;
 use crate::link::closer::PeerFd;
-use crate::memory::lane::{LANE_BYTES, Lane, Raiser};
+use crate::memory::lane::{LANE_BYTES, Lane};
 use crate::memory::page::{Draft, Page, Shared};
+use crate::memory::raiser::Raiser;
 
 /// Who may record one event: its maker (lane 0), and seven openings of it.
 pub(super) const LANES: usize = 8;

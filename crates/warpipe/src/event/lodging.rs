@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::fork::{self, Home};
 use crate::link::proof::Streams;
 use crate::link::watcher::{Next, Usage, Watched, Watcher};
-use crate::memory::lane::Raiser;
+use crate::memory::raiser::Raiser;
 use crate::rendezvous::{ANSWER_TIMEOUT, Address, Kind, Visit, Visitor, encode};
 
 /// A visit at another process's events, shared by all that this process has opened of them.

@@ -21,7 +21,7 @@ mod lodging;
 mod tests;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use self::handle::{Body, fault, halves};
@@ -36,8 +36,10 @@ use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::fork::Home;
 use crate::link::proof::Streams;
-use crate::memory::lane::{Lane, Raiser, Verdict};
+use crate::memory::lane::{Lane, Verdict};
+use crate::memory::raiser::Raiser;
 use crate::stream::Stream;
+use crate::timed::{LOCK_TIMEOUT, TimedLock};
 
 /// How long a process may be dying before its socket closes: 205 ms were seen under MPS.
 const DYING: Duration = Duration::from_millis(500);
@@ -99,7 +101,9 @@ struct Inner {
     serial: u64,
     spot: Spot,
     /// Where this handle records: of a guest, from its first time on.
-    lane: Mutex<Option<(usize, Arc<Raiser>)>>,
+    lane: OnceLock<(usize, Arc<Raiser>)>,
+    /// Held by who records.
+    recording: TimedLock,
     side: Side,
 }
 
@@ -126,7 +130,8 @@ impl Event {
                     index,
                     serial,
                     spot,
-                    lane: Mutex::new(Some((0, raiser))),
+                    lane: OnceLock::from((0, raiser)),
+                    recording: TimedLock::default(),
                     side: Side::Maker(house.clone()),
                 });
                 house.settle(index, &inner);
@@ -215,7 +220,8 @@ impl Event {
                     index: body.index,
                     serial: body.serial,
                     spot: opened.spot,
-                    lane: Mutex::default(),
+                    lane: OnceLock::new(),
+                    recording: TimedLock::default(),
                     side: Side::Guest(lodging, opened.entry),
                 };
                 Ok(Event { inner: Arc::new(inner) })
@@ -248,15 +254,25 @@ impl Event {
     /// # Errors
     /// [`Error::OwnerGone`] when its maker has died or dropped it; [`Error::Refused`] when seven others record it;
     /// [`Error::Argument`] for a stream of another device; [`Error::Capturing`] for one that is being captured;
-    /// [`Error::Driver`].
+    /// [`Error::Timeout`] after 10 s in which another thread's recording is held up, by the driver (its stream's launch
+    /// queue is full) or by the maker; [`Error::Driver`].
     pub fn record(&self, stream: &Stream) -> Result<Recording> {
+        self.record_within(stream, LOCK_TIMEOUT)
+    }
+
+    /// The same, with another limit for the wait for a thread that records.
+    fn record_within(&self, stream: &Stream, limit: Duration) -> Result<Recording> {
         let inner = &*self.inner;
         inner.home.check()?;
         stream.check_usable(&inner.device)?;
-        let mut mine = inner.lane.lock().unwrap_or_else(PoisonError::into_inner);
-        let (lane, raiser) = match &mut *mine {
+        // CUDA's own event and the lane are recorded in one order, and the lane is asked for once.
+        let _turn = inner.recording.lock(limit, || "recording".into())?;
+        let (lane, raiser) = match inner.lane.get() {
             Some(lane) => lane,
-            none => none.insert(inner.ask_for_lane()?),
+            None => {
+                let lane = inner.ask_for_lane()?;
+                inner.lane.get_or_init(|| lane)
+            }
         };
         if let Side::Guest(lodging, _) = &inner.side
             && (lodging.is_over() || inner.spot.lane(*lane).has_ended())
@@ -422,7 +438,7 @@ impl Drop for Inner {
             // SAFETY: ours, destroyed here only; what was recorded of it is the device's own.
             let _ = unsafe { self.device.backend().destroy_event(raw) };
         }
-        let lane = self.lane.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let lane = self.lane.take();
         match &self.side {
             Side::Maker(house) => house.release(self.index),
             Side::Guest(lodging, entry) => {

@@ -3,6 +3,7 @@
 use std::sync::mpsc::channel;
 
 use super::*;
+use crate::backend::testing::{Holding, Wrapped};
 
 const WAIT: Duration = Duration::from_secs(10);
 
@@ -276,4 +277,33 @@ fn a_handle_that_the_driver_cannot_open_because_its_maker_goes_is_told_as_that()
         opening.join().unwrap()
     });
     assert!(matches!(refused, Error::OwnerGone { .. }), "{refused}");
+}
+
+#[test]
+fn while_the_driver_holds_up_a_recording_guests_come_and_go_and_another_thread_is_told_so_in_time() {
+    let wrapped = Wrapped::new(Device::host().backend().clone(), Holding::default());
+    let (guests, mut stage) = (Stage::new("held"), Stage::new("held"));
+    stage.device = Device::from_backend(wrapped.clone());
+    let (event, early) = (stage.create(), stage.create());
+    let (writing, other, reading) = (stage.stream(), stage.stream(), guests.stream());
+    event.record(&writing).unwrap();
+    let leaver = guests.guest(&event);
+    wrapped.hook().hold("batch");
+    std::thread::scope(|scope| {
+        let held_up = scope.spawn(|| event.record(&writing));
+        wrapped.hook().wait_for(1);
+        let late = event.record_within(&other, Duration::from_millis(10)).unwrap_err();
+        assert!(matches!(late, Error::Timeout { .. }), "{late}");
+        drop(leaver);
+        let guest = guests.guest(&event);
+        assert!(matches!(guests.guest(&early).query(), Err(Error::EventNotRecorded { .. })), "the desk goes on");
+        let first = guest.wait(&reading).unwrap();
+        reading.synchronize(WAIT).unwrap();
+        wrapped.hook().let_go();
+        let second = held_up.join().unwrap().unwrap();
+        assert_eq!((first.count + 1, first.lane), (second.count, second.lane));
+        assert_eq!(guest.wait(&reading).unwrap(), second);
+        reading.synchronize(WAIT).unwrap();
+        assert!(guest.check(second).unwrap(), "a guest that came meanwhile gets it, too");
+    });
 }

@@ -6,8 +6,8 @@
 //! anybody can wait for: so every stream that waits is let go, now and later, by one store of whoever sees it first.
 //! Who was let go asks for the [`Verdict`].
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::page::{Page, Shared};
@@ -27,8 +27,8 @@ pub(crate) const ENDED: u64 = i64::MAX as u64;
 /// A lane's shared bytes.
 #[repr(C, align(16))]
 #[derive(Debug)]
-struct LaneWords {
-    word: TimelineWord,
+pub(super) struct LaneWords {
+    pub(super) word: TimelineWord,
     /// 0 while the lane may still be raised, then the last value and 1.
     last: AtomicU64,
     /// Its raiser's process id, for people.
@@ -44,6 +44,9 @@ const _: () = assert!(std::mem::offset_of!(LaneWords, last) == 16 && std::mem::o
 
 // SAFETY: atomics alone.
 unsafe impl Shared for LaneWords {}
+
+/// Attempts to bring a copy up against its other user, who may write there what it likes.
+const ATTEMPTS: u32 = 64;
 
 /// What is known of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,7 +72,7 @@ impl Lane {
         Lane { page: page.clone(), offset }
     }
 
-    fn words(&self) -> &LaneWords {
+    pub(super) fn words(&self) -> &LaneWords {
         self.page.at(self.offset)
     }
 
@@ -174,189 +177,8 @@ impl Lane {
         device.backend().wait_word(&self.words().word, value, timeout)
     }
 
-    fn word_ptr(&self) -> u64 {
+    pub(super) fn word_ptr(&self) -> u64 {
         self.page.device_ptr(self.offset).unwrap_or_default()
-    }
-}
-
-/// Who raises a lane: keeps its values in order, and tells others of them.
-///
-/// The values stand first of all in a lane of this process's own. No peer can set it back or take it away, so a stream
-/// of ours that waits for an earlier value of ours is let go whatever happens elsewhere. Each process that follows has
-/// a *copy* in a page of its own, which the same streams signal. Should they have to agree on the last value after this
-/// process's death, it also *publishes* the lane: no copy is ever ahead of what is published.
-#[derive(Debug)]
-pub(crate) struct Raiser {
-    own: Lane,
-    published: Option<Lane>,
-    raised: Mutex<Raised>,
-    /// Copies that were added while streams had yet to signal earlier values: up to this value they are the CPU's.
-    late: Mutex<Vec<(Lane, u64)>>,
-}
-
-#[derive(Debug)]
-struct Raised {
-    /// The highest value given to a stream, or stored.
-    last: u64,
-    /// The stream that it was given to.
-    stream: Option<Stream>,
-    /// By a number of the caller's.
-    copies: Vec<(u64, Lane)>,
-    /// Kept for its memory.
-    ops: Vec<StreamOp>,
-}
-
-/// Signals in one call of the driver that are executed in order; more may go out side by side.
-const ORDERED_MAX: usize = 4;
-
-/// Attempts to bring a copy up against its other user, who may write there what it likes.
-const ATTEMPTS: u32 = 64;
-
-impl Raiser {
-    /// The raiser of a lane that stands at `from`; `own` lies in memory of this process alone.
-    pub(crate) fn new(own: Lane, from: u64) -> Raiser {
-        own.words().word.store(from);
-        let raised = Raised { last: from, stream: None, copies: Vec::new(), ops: Vec::new() };
-        Raiser { own, published: None, raised: Mutex::new(raised), late: Mutex::default() }
-    }
-
-    /// Publishes it, too. To be called before it is raised.
-    pub(crate) fn publishing(self, lane: Lane) -> Raiser {
-        lane.sign();
-        lane.words().word.store(self.last());
-        Raiser { published: Some(lane), ..self }
-    }
-
-    /// The lane that no peer can write.
-    pub(crate) fn own(&self) -> &Lane {
-        &self.own
-    }
-
-    /// The highest value given to a stream, or stored.
-    pub(crate) fn last(&self) -> u64 {
-        self.lock().last
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Raised> {
-        self.raised.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Begins to signal a copy, too. True if it has every value that has been given out; else [`catch_up`] is to be
-    /// called until it has.
-    ///
-    /// [`catch_up`]: Self::catch_up
-    pub(crate) fn add(&self, number: u64, copy: &Lane) -> bool {
-        copy.sign();
-        let mut raised = self.lock();
-        raised.copies.push((number, copy.clone()));
-        let last = raised.last;
-        drop(raised);
-        // Whatever is raised from here on reaches the copy by itself.
-        self.late.lock().unwrap_or_else(PoisonError::into_inner).push((copy.clone(), last));
-        self.catch_up()
-    }
-
-    /// Brings copies up to what was raised before they were added, as far as it has been reached; true once all are.
-    /// CPU stores alone.
-    pub(crate) fn catch_up(&self) -> bool {
-        let mut late = self.late.lock().unwrap_or_else(PoisonError::into_inner);
-        let reached = self.own.words().word.load();
-        late.retain(|(copy, last)| {
-            copy.bring_up(reached.min(*last));
-            reached < *last
-        });
-        late.is_empty()
-    }
-
-    /// Signals a copy no more; what streams have been given for it is still to come.
-    pub(crate) fn remove(&self, number: u64) -> Option<Lane> {
-        let mut raised = self.lock();
-        let index = raised.copies.iter().position(|(known, _)| *known == number)?;
-        let copy = raised.copies.swap_remove(index).1;
-        drop(raised);
-        self.late.lock().unwrap_or_else(PoisonError::into_inner).retain(|(late, _)| !late.is_same(&copy));
-        Some(copy)
-    }
-
-    /// Raises the lane behind the work of `stream`, to what `choose` makes of the last value. Values on several streams
-    /// are reached one after the other.
-    pub(crate) fn raise(
-        &self,
-        stream: &Stream,
-        streams: &Streams,
-        choose: impl FnOnce(u64) -> Result<u64>,
-    ) -> Result<u64> {
-        self.raise_behind(stream, streams, &[], choose)
-    }
-
-    /// The same, with further operations before it, for which the caller answers.
-    pub(crate) fn raise_behind(
-        &self,
-        stream: &Stream,
-        streams: &Streams,
-        before: &[StreamOp],
-        choose: impl FnOnce(u64) -> Result<u64>,
-    ) -> Result<u64> {
-        let mut raised = self.lock();
-        let value = choose(raised.last)?;
-        let is_behind = raised.stream.as_ref().is_none_or(|last| last.is_same(stream)) || self.is_done(&raised);
-        let wait = (!is_behind).then_some(StreamOp::Wait { word: self.own.word_ptr(), value: raised.last });
-        let signal = |lane: &Lane| StreamOp::Signal { word: lane.word_ptr(), value };
-        let Raised { copies, ops, .. } = &mut *raised;
-        ops.clear();
-        ops.extend_from_slice(before);
-        ops.extend(wait);
-        ops.extend(self.published.as_ref().map(signal));
-        streams.note(stream);
-        let signals = before.len() + copies.len() + 1 + usize::from(self.published.is_some());
-        let is_ordered = signals <= ORDERED_MAX;
-        if !is_ordered {
-            // SAFETY: as below.
-            unsafe { stream.batch(ops)? };
-            ops.clear();
-        }
-        ops.extend(copies.iter().map(|(_, copy)| signal(copy)));
-        // The own word comes last: whoever sees it reached, here or on another stream, is behind the copies.
-        if !is_ordered {
-            // SAFETY: as below.
-            unsafe { stream.batch(ops)? };
-            ops.clear();
-        }
-        ops.push(signal(&self.own));
-        // SAFETY: the pages are let go only when this stream, noted above, is proven to be past the operations (whoever
-        // holds `streams` retires them with it).
-        unsafe { stream.batch(ops)? };
-        (raised.last, raised.stream) = (value, Some(stream.clone()));
-        Ok(value)
-    }
-
-    /// Raises the lane now. `choose` gets the last value, and the one that has been reached.
-    pub(crate) fn raise_now(&self, choose: impl FnOnce(u64, u64) -> Result<u64>) -> Result<()> {
-        let mut raised = self.lock();
-        let value = choose(raised.last, self.own.words().word.load())?;
-        let copies = raised.copies.iter().map(|(_, copy)| copy);
-        self.published.iter().chain(copies).chain([&self.own]).for_each(|lane| lane.words().word.store(value));
-        (raised.last, raised.stream) = (value, None);
-        Ok(())
-    }
-
-    /// Ends the lane and all copies. To be called when all streams are past what they were given.
-    pub(crate) fn end(&self) {
-        let raised = self.lock();
-        let copies = raised.copies.iter().map(|(_, copy)| copy);
-        self.published.iter().chain(copies).chain([&self.own]).for_each(|lane| lane.end_at(raised.last));
-    }
-
-    /// What a stream of a process that dies leaves: it has come to what is published and to some of the copies.
-    #[cfg(test)]
-    pub(crate) fn reach_in_part(&self, value: u64, copies: usize) {
-        let raised = self.lock();
-        let reached = raised.copies.iter().take(copies).map(|(_, copy)| copy);
-        self.published.iter().chain(reached).for_each(|lane| lane.words().word.store(value));
-    }
-
-    fn is_done(&self, raised: &Raised) -> bool {
-        self.own.words().word.reached(raised.last)
     }
 }
 
@@ -368,19 +190,13 @@ mod tests {
         Lane::new(&Arc::new(Page::private(&Device::host(), LANE_BYTES).unwrap()), 0)
     }
 
-    fn raiser(copy: &Lane) -> Raiser {
-        let raiser = Raiser::new(lane(), 0);
-        assert!(raiser.add(1, copy));
-        raiser
-    }
-
     const WAIT: Duration = Duration::from_secs(10);
 
     #[test]
     fn an_ended_lane_keeps_its_last_value_and_lets_everybody_go() {
         let (device, lane) = (Device::host(), lane());
         let (stream, streams) = (device.stream().unwrap(), Streams::default());
-        raiser(&lane).raise_now(|_, _| Ok(5)).unwrap();
+        lane.words().word.store(5);
         lane.wait(&stream, VALUE_MAX, &streams).unwrap();
         assert!(!stream.is_idle().unwrap());
         assert_eq!((lane.verdict(5), lane.verdict(6)), (Verdict::Reached, Verdict::Due));
@@ -391,58 +207,6 @@ mod tests {
         assert_eq!((lane.value(), lane.has_ended()), (5, true));
         lane.wait(&stream, 7, &streams).unwrap();
         stream.synchronize(WAIT).unwrap();
-    }
-
-    #[test]
-    fn values_on_two_streams_are_reached_in_order() {
-        let (device, lane) = (Device::host(), lane());
-        let (slow, quick, streams) = (device.stream().unwrap(), device.stream().unwrap(), Streams::default());
-        let raiser = raiser(&lane);
-        let (go, held) = std::sync::mpsc::channel::<()>();
-        slow.call(move || assert!(held.recv().is_err())).unwrap();
-        raiser.raise(&slow, &streams, |last| Ok(last + 1)).unwrap();
-        raiser.raise(&quick, &streams, |last| Ok(last + 1)).unwrap();
-        assert_eq!((lane.value(), raiser.last()), (0, 2), "the second waits for the first");
-        drop(go);
-        assert!(lane.wait_host(&device, 2, WAIT).unwrap());
-        slow.synchronize(WAIT).unwrap();
-        assert_eq!(lane.value(), 2, "and is not set back by it");
-    }
-
-    #[test]
-    fn a_copy_that_comes_late_gets_each_value_as_it_is_reached() {
-        let (device, copies) = (Device::host(), [lane(), lane()]);
-        let (slow, slower, streams) = (device.stream().unwrap(), device.stream().unwrap(), Streams::default());
-        let raiser = raiser(&copies[0]);
-        let ((go, held), (go_on, held_on)) = (std::sync::mpsc::channel::<()>(), std::sync::mpsc::channel::<()>());
-        slow.call(move || assert!(held.recv().is_err())).unwrap();
-        slower.call(move || assert!(held_on.recv().is_err())).unwrap();
-        raiser.raise(&slow, &streams, |last| Ok(last + 1)).unwrap();
-        raiser.raise(&slower, &streams, |last| Ok(last + 1)).unwrap();
-        assert!(!raiser.add(2, &copies[1]));
-        raiser.raise(&slower, &streams, |last| Ok(last + 1)).unwrap();
-        drop(go);
-        assert!(raiser.own().wait_host(&device, 1, WAIT).unwrap());
-        assert!(!raiser.catch_up());
-        assert_eq!(copies[1].value(), 1, "what is reached between is there, too");
-        drop(go_on);
-        slower.synchronize(WAIT).unwrap();
-        assert!(raiser.catch_up());
-        assert_eq!(copies.each_ref().map(Lane::value), [3, 3]);
-    }
-
-    #[test]
-    fn many_copies_have_every_value_before_the_own_lane_has() {
-        let (device, copies, published) = (Device::host(), [0; 9].map(|_| lane()), lane());
-        let (stream, streams) = (device.stream().unwrap(), Streams::default());
-        let raiser = raiser(&copies[0]).publishing(published.clone());
-        (1..9).for_each(|index| assert!(raiser.add(index as u64 + 1, &copies[index])));
-        raiser.raise(&stream, &streams, |_| Ok(4)).unwrap();
-        assert!(raiser.own().wait_host(&device, 4, WAIT).unwrap());
-        assert_eq!(copies.each_ref().map(Lane::value), [4; 9]);
-        assert!(raiser.remove(3).unwrap().is_same(&copies[2]));
-        raiser.raise_now(|_, _| Ok(5)).unwrap();
-        assert_eq!((copies[2].value(), copies[3].value(), published.value()), (4, 5, 5));
     }
 
     #[test]

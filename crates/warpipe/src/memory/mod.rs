@@ -10,6 +10,7 @@ pub(crate) mod mapping;
 mod owned;
 pub(crate) mod page;
 mod published;
+pub(crate) mod raiser;
 pub(crate) mod region;
 mod shared;
 pub(crate) mod shelf;

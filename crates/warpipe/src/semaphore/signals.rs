@@ -24,8 +24,9 @@ use crate::error::{Error, Result};
 use crate::link::closer::PeerFd;
 use crate::link::proof::Streams;
 use crate::link::watcher::{Usage, Watcher};
-use crate::memory::lane::{LANE_BYTES, Lane, Raiser};
+use crate::memory::lane::{LANE_BYTES, Lane};
 use crate::memory::page::{Draft, Page};
+use crate::memory::raiser::Raiser;
 use crate::stream::{Backoff, Stream};
 
 /// The most members that listen to one: the creator and all others.

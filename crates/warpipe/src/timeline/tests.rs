@@ -3,6 +3,7 @@
 use std::sync::mpsc::{Sender, channel};
 
 use super::*;
+use crate::backend::testing::{Holding, Wrapped};
 
 const WAIT: Duration = Duration::from_secs(10);
 
@@ -260,4 +261,30 @@ fn a_guest_that_comes_late_sees_values_between_as_they_are_reached() {
     drop(go_on);
     guest.wait_host(5, WAIT).unwrap();
     slower.synchronize(WAIT).unwrap();
+}
+
+#[test]
+fn while_the_driver_holds_up_a_signal_guests_come_and_go_and_miss_nothing() {
+    let stage = Stage::new("held-up");
+    let wrapped = Wrapped::new(stage.device.backend().clone(), Holding::default());
+    let device = Device::from_backend(wrapped.clone());
+    let owner = Timeline::create(&stage.domain, "steps", &device).unwrap();
+    let (writing, reading) = (device.stream().unwrap(), stage.stream());
+    let leaver = stage.open();
+    owner.signal(&writing, 3).unwrap();
+    wrapped.hook().hold("batch");
+    std::thread::scope(|scope| {
+        let held_up = scope.spawn(|| owner.signal(&writing, 5));
+        wrapped.hook().wait_for(1);
+        drop(leaver);
+        let guest = stage.open();
+        guest.wait_host(3, WAIT).unwrap();
+        assert!(!guest.check(4).unwrap(), "before its time");
+        guest.wait(&reading, 5).unwrap();
+        drop(stage.open());
+        wrapped.hook().let_go();
+        held_up.join().unwrap().unwrap();
+        reading.synchronize(WAIT).unwrap();
+        assert!(guest.check(5).unwrap() && !guest.check(6).unwrap());
+    });
 }

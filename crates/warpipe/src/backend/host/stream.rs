@@ -136,17 +136,22 @@ impl HostStream {
     }
 
     pub(super) fn push(&self, op: Op) -> Result<()> {
+        self.push_all(1, std::iter::once(op))
+    }
+
+    /// Enqueues all of `count` operations, or none.
+    fn push_all(&self, count: usize, ops: impl Iterator<Item = Op>) -> Result<()> {
         let calls = self.calls();
         let (max, limit) = if calls.is_some() { (LAUNCH_QUEUE, LAUNCH_TIMEOUT) } else { (QUEUE_MAX, ROOM_TIMEOUT) };
         let queue = self.lock();
-        let full = |queue: &mut Queue| queue.ops.len() >= max;
+        let full = |queue: &mut Queue| queue.ops.len() + count.min(max) > max;
         let (mut queue, waited) =
             self.changed.wait_timeout_while(queue, limit, full).unwrap_or_else(PoisonError::into_inner);
         if waited.timed_out() {
             return Err(Error::Timeout { what: "room in the stream's queue".into(), waited: limit });
         }
-        queue.ops.push_back(op);
-        self.unfinished.fetch_add(1, Ordering::Relaxed);
+        queue.ops.extend(ops);
+        self.unfinished.fetch_add(count, Ordering::Relaxed);
         self.changed.notify_all();
         Ok(())
     }
@@ -157,14 +162,13 @@ impl HostStream {
     /// Every word lies in memory that outlives the operation.
     #[inline]
     pub(super) unsafe fn batch(&self, ops: &[StreamOp]) -> Result<()> {
-        for &op in ops {
-            // SAFETY: the caller's promise for every word.
-            if self.is_idle() && unsafe { try_now_or_soon(op) } {
-                continue;
-            }
-            self.push(Op::Memory(op))?;
+        // SAFETY: the caller's promise for every word.
+        let done = ops.iter().take_while(|&&op| self.is_idle() && unsafe { try_now_or_soon(op) }).count();
+        let rest = &ops[done..];
+        if rest.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        self.push_all(rest.len(), rest.iter().map(|&op| Op::Memory(op)))
     }
 
     /// Copies `src` in stream order; an idle stream takes it at once, a busy one takes a copy along.

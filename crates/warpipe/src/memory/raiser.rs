@@ -1,0 +1,420 @@
+//! Who raises a [lane](super::lane). **This module is marked for unsafe**: it hands words to streams.
+//!
+//! No lock is held while a stream is given work: a full launch queue holds such a call up until the stream goes on, and the
+//! attendant, who lets guests in, and the watcher take the lock of who raises. So one thread raises at a time
+//! ([`TimedLock`]): it takes down what is to be signalled, has the stream signal it without the lock, and then says so. A
+//! copy that is added meanwhile is brought up to that value by the CPU, when the own lane has reached it, and has the later
+//! ones signalled; one that is removed meanwhile is kept mapped by the list that was taken down.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::lane::Lane;
+use crate::backend::StreamOp;
+use crate::error::{Error, Result};
+use crate::link::proof::{Proof, Streams};
+use crate::link::watcher::{Usage, Watcher};
+use crate::stream::Stream;
+use crate::timed::{LOCK_TIMEOUT, TimedLock};
+
+/// Who raises a lane: keeps its values in order, and tells others of them.
+///
+/// The values stand first of all in a lane of this process's own. No peer can set it back or take it away, so a stream
+/// of ours that waits for an earlier value of ours is let go whatever happens elsewhere. Each process that follows has
+/// a *copy* in a page of its own, which the same streams signal. Should they have to agree on the last value after this
+/// process's death, it also *publishes* the lane: no copy is ever ahead of what is published.
+#[derive(Debug)]
+pub(crate) struct Raiser {
+    own: Lane,
+    published: Option<Lane>,
+    /// Held by who raises.
+    turn: TimedLock,
+    /// Never held across a call of the driver.
+    raised: Mutex<Raised>,
+}
+
+/// Copies, by a number of the caller's.
+type Copies = Vec<(u64, Lane)>;
+
+#[derive(Debug)]
+struct Raised {
+    /// The highest value given to a stream, or stored.
+    last: u64,
+    /// What is being given to a stream now; else the same.
+    next: u64,
+    /// The stream that the last one was given to.
+    stream: Option<Stream>,
+    /// Whoever raises has the list as it was, and so keeps the pages of what is removed meanwhile.
+    copies: Arc<Copies>,
+    /// Copies that were added while streams had yet to signal earlier values: up to this value they are the CPU's.
+    late: Vec<(Lane, u64)>,
+    /// Kept for its memory.
+    ops: Vec<StreamOp>,
+}
+
+/// What became of a value that a stream was to signal.
+enum Unsignalled {
+    /// The stream has been given nothing of it.
+    Nothing(Error),
+    /// It has been given a part.
+    InPart,
+}
+
+/// Signals that one call of the driver takes whole or not at all, and that are executed in order; more may go out side by
+/// side.
+const ORDERED_MAX: usize = 4;
+
+impl Raiser {
+    /// The raiser of a lane that stands at `from`; `own` lies in memory of this process alone.
+    pub(crate) fn new(own: Lane, from: u64) -> Raiser {
+        own.words().word.store(from);
+        let (copies, late, ops) = Default::default();
+        let raised = Raised { last: from, next: from, stream: None, copies, late, ops };
+        Raiser { own, published: None, turn: TimedLock::default(), raised: Mutex::new(raised) }
+    }
+
+    /// Publishes it, too. To be called before it is raised.
+    pub(crate) fn publishing(self, lane: Lane) -> Raiser {
+        lane.sign();
+        lane.words().word.store(self.last());
+        Raiser { published: Some(lane), ..self }
+    }
+
+    /// The lane that no peer can write.
+    pub(crate) fn own(&self) -> &Lane {
+        &self.own
+    }
+
+    /// The highest value given to a stream, or stored.
+    pub(crate) fn last(&self) -> u64 {
+        self.lock().last
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Raised> {
+        self.raised.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins to signal a copy, too. True if it has every value that has been given out; else [`catch_up`] is to be
+    /// called until it has.
+    ///
+    /// [`catch_up`]: Self::catch_up
+    pub(crate) fn add(&self, number: u64, copy: &Lane) -> bool {
+        copy.sign();
+        let mut raised = self.lock();
+        // Whatever is raised from here on reaches the copy by itself.
+        Arc::make_mut(&mut raised.copies).push((number, copy.clone()));
+        let next = raised.next;
+        raised.late.push((copy.clone(), next));
+        self.bring_up_late(&mut raised)
+    }
+
+    /// Brings copies up to what was raised before they were added, as far as it has been reached; true once all are.
+    /// CPU stores alone.
+    pub(crate) fn catch_up(&self) -> bool {
+        self.bring_up_late(&mut self.lock())
+    }
+
+    fn bring_up_late(&self, raised: &mut Raised) -> bool {
+        let reached = self.own.words().word.load();
+        raised.late.retain(|(copy, last)| {
+            copy.bring_up(reached.min(*last));
+            reached < *last
+        });
+        raised.late.is_empty()
+    }
+
+    /// Signals a copy no more; what streams have been given for it is still to come. So is what they are being given just
+    /// now: its page may go when nobody else here holds it, and then a proof of the streams has passed.
+    pub(crate) fn remove(&self, number: u64) -> Option<Lane> {
+        let mut raised = self.lock();
+        let index = raised.copies.iter().position(|(known, _)| *known == number)?;
+        let copy = Arc::make_mut(&mut raised.copies).swap_remove(index).1;
+        raised.late.retain(|(late, _)| !late.is_same(&copy));
+        Some(copy)
+    }
+
+    /// Raises the lane behind the work of `stream`, to what `choose` makes of the last value. Values on several streams
+    /// are reached one after the other.
+    pub(crate) fn raise(
+        &self,
+        stream: &Stream,
+        streams: &Streams,
+        choose: impl FnOnce(u64) -> Result<u64>,
+    ) -> Result<u64> {
+        self.raise_behind(stream, streams, &[], choose)
+    }
+
+    /// The same, with further operations before it, for which the caller answers.
+    pub(crate) fn raise_behind(
+        &self,
+        stream: &Stream,
+        streams: &Streams,
+        before: &[StreamOp],
+        choose: impl FnOnce(u64) -> Result<u64>,
+    ) -> Result<u64> {
+        self.raise_within(LOCK_TIMEOUT, stream, streams, before, choose)
+    }
+
+    /// The same, with another limit for the wait for a thread that raises.
+    fn raise_within(
+        &self,
+        limit: Duration,
+        stream: &Stream,
+        streams: &Streams,
+        before: &[StreamOp],
+        choose: impl FnOnce(u64) -> Result<u64>,
+    ) -> Result<u64> {
+        // First: it may ask other streams, which a full launch queue holds up.
+        streams.note(stream);
+        let _turn = self.turn.lock(limit, || "signal".into())?;
+        let mut raised = self.lock();
+        let value = choose(raised.last)?;
+        let is_behind = raised.stream.as_ref().is_none_or(|last| last.is_same(stream)) || self.is_done(&raised);
+        let wait = (!is_behind).then_some(StreamOp::Wait { word: self.own.word_ptr(), value: raised.last });
+        let (copies, mut ops) = (raised.copies.clone(), std::mem::take(&mut raised.ops));
+        raised.next = value;
+        drop(raised);
+        ops.clear();
+        ops.extend(before.iter().copied().chain(wait));
+        let given = self.give(stream, value, &copies, &mut ops, before.len());
+        if matches!(given, Err(Unsignalled::InPart)) {
+            self.complete_behind(stream, value, &copies);
+        }
+        let mut raised = self.lock();
+        raised.ops = ops;
+        if let Err(Unsignalled::Nothing(error)) = given {
+            let last = raised.last;
+            raised.next = last;
+            raised.late.iter_mut().for_each(|(_, up_to)| *up_to = last.min(*up_to));
+            return Err(error);
+        }
+        (raised.last, raised.stream) = (value, Some(stream.clone()));
+        Ok(value)
+    }
+
+    /// Has the stream signal `value` behind `ops`, of which `signals` may be signals.
+    fn give(
+        &self,
+        stream: &Stream,
+        value: u64,
+        copies: &Copies,
+        ops: &mut Vec<StreamOp>,
+        signals: usize,
+    ) -> Result<(), Unsignalled> {
+        let signal = |lane: &Lane| StreamOp::Signal { word: lane.word_ptr(), value };
+        // SAFETY: the pages are let go only when nobody holds them, as this thread does, and then this stream, noted by the
+        // caller, is proven to be past the operations (whoever holds `streams` retires them with it).
+        let give = |ops: &[StreamOp]| unsafe { stream.batch(ops) };
+        ops.extend(self.published.as_ref().map(signal));
+        let is_ordered = signals + copies.len() + 1 + usize::from(self.published.is_some()) <= ORDERED_MAX;
+        if !is_ordered {
+            if !ops.is_empty() {
+                give(ops).map_err(Unsignalled::Nothing)?;
+            }
+            ops.clear();
+        }
+        ops.extend(copies.iter().map(|(_, copy)| signal(copy)));
+        // The own word comes last: whoever sees it reached, here or on another stream, is behind the copies.
+        if !is_ordered {
+            give(ops).map_err(|_| Unsignalled::InPart)?;
+            ops.clear();
+        }
+        ops.push(signal(&self.own));
+        give(ops).map_err(|error| if is_ordered { Unsignalled::Nothing(error) } else { Unsignalled::InPart })
+    }
+
+    /// Somebody gets a value of which the driver has taken a part alone, so all get it: by the CPU, once the stream is
+    /// proven to be past what it was given.
+    fn complete_behind(&self, stream: &Stream, value: u64, copies: &Copies) {
+        // It runs, since somebody else follows this lane.
+        let Ok(watcher) = Watcher::of_process() else { return };
+        let copies = copies.iter().map(|(_, copy)| copy);
+        let lanes: Vec<Lane> = self.published.iter().chain(copies).chain([&self.own]).cloned().collect();
+        let mut proof = Proof::behind(stream);
+        watcher.retire(move || {
+            let is_past = proof.is_passed();
+            if is_past {
+                lanes.iter().for_each(|lane| lane.bring_up(value));
+            }
+            Usage::from(is_past)
+        });
+    }
+
+    /// Raises the lane now. `choose` gets the last value, and the one that has been reached.
+    pub(crate) fn raise_now(&self, choose: impl FnOnce(u64, u64) -> Result<u64>) -> Result<()> {
+        let _turn = self.turn.lock(LOCK_TIMEOUT, || "signal".into())?;
+        let mut raised = self.lock();
+        let value = choose(raised.last, self.own.words().word.load())?;
+        let copies = raised.copies.iter().map(|(_, copy)| copy);
+        self.published.iter().chain(copies).chain([&self.own]).for_each(|lane| lane.words().word.store(value));
+        (raised.last, raised.next, raised.stream) = (value, value, None);
+        Ok(())
+    }
+
+    /// Ends the lane and all copies. To be called when all streams are past what they were given.
+    pub(crate) fn end(&self) {
+        let raised = self.lock();
+        let copies = raised.copies.iter().map(|(_, copy)| copy);
+        self.published.iter().chain(copies).chain([&self.own]).for_each(|lane| lane.end_at(raised.last));
+    }
+
+    /// What a stream of a process that dies leaves: it has come to what is published and to some of the copies.
+    #[cfg(test)]
+    pub(crate) fn reach_in_part(&self, value: u64, copies: usize) {
+        let raised = self.lock();
+        let reached = raised.copies.iter().take(copies).map(|(_, copy)| copy);
+        self.published.iter().chain(reached).for_each(|lane| lane.words().word.store(value));
+    }
+
+    fn is_done(&self, raised: &Raised) -> bool {
+        self.own.words().word.reached(raised.last)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::testing::{Failing, Holding, Wrapped};
+    use crate::device::Device;
+    use crate::memory::lane::LANE_BYTES;
+    use crate::memory::page::Page;
+
+    fn lane() -> Lane {
+        Lane::new(&Arc::new(Page::private(&Device::host(), LANE_BYTES).unwrap()), 0)
+    }
+
+    fn raiser(copy: &Lane) -> Raiser {
+        let raiser = Raiser::new(lane(), 0);
+        assert!(raiser.add(1, copy));
+        raiser
+    }
+
+    fn next(last: u64) -> Result<u64> {
+        Ok(last + 1)
+    }
+
+    const WAIT: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn values_on_two_streams_are_reached_in_order() {
+        let (device, lane) = (Device::host(), lane());
+        let (slow, quick, streams) = (device.stream().unwrap(), device.stream().unwrap(), Streams::default());
+        let raiser = raiser(&lane);
+        let (go, held) = std::sync::mpsc::channel::<()>();
+        slow.call(move || assert!(held.recv().is_err())).unwrap();
+        raiser.raise(&slow, &streams, |last| Ok(last + 1)).unwrap();
+        raiser.raise(&quick, &streams, |last| Ok(last + 1)).unwrap();
+        assert_eq!((lane.value(), raiser.last()), (0, 2), "the second waits for the first");
+        drop(go);
+        assert!(lane.wait_host(&device, 2, WAIT).unwrap());
+        slow.synchronize(WAIT).unwrap();
+        assert_eq!(lane.value(), 2, "and is not set back by it");
+    }
+
+    #[test]
+    fn a_copy_that_comes_late_gets_each_value_as_it_is_reached() {
+        let (device, copies) = (Device::host(), [lane(), lane()]);
+        let (slow, slower, streams) = (device.stream().unwrap(), device.stream().unwrap(), Streams::default());
+        let raiser = raiser(&copies[0]);
+        let ((go, held), (go_on, held_on)) = (std::sync::mpsc::channel::<()>(), std::sync::mpsc::channel::<()>());
+        slow.call(move || assert!(held.recv().is_err())).unwrap();
+        slower.call(move || assert!(held_on.recv().is_err())).unwrap();
+        raiser.raise(&slow, &streams, |last| Ok(last + 1)).unwrap();
+        raiser.raise(&slower, &streams, |last| Ok(last + 1)).unwrap();
+        assert!(!raiser.add(2, &copies[1]));
+        raiser.raise(&slower, &streams, |last| Ok(last + 1)).unwrap();
+        drop(go);
+        assert!(raiser.own().wait_host(&device, 1, WAIT).unwrap());
+        assert!(!raiser.catch_up());
+        assert_eq!(copies[1].value(), 1, "what is reached between is there, too");
+        drop(go_on);
+        slower.synchronize(WAIT).unwrap();
+        assert!(raiser.catch_up());
+        assert_eq!(copies.each_ref().map(Lane::value), [3, 3]);
+    }
+
+    #[test]
+    fn many_copies_have_every_value_before_the_own_lane_has() {
+        let (device, copies, published) = (Device::host(), [0; 9].map(|_| lane()), lane());
+        let (stream, streams) = (device.stream().unwrap(), Streams::default());
+        let raiser = raiser(&copies[0]).publishing(published.clone());
+        (1..9).for_each(|index| assert!(raiser.add(index as u64 + 1, &copies[index])));
+        raiser.raise(&stream, &streams, |_| Ok(4)).unwrap();
+        assert!(raiser.own().wait_host(&device, 4, WAIT).unwrap());
+        assert_eq!(copies.each_ref().map(Lane::value), [4; 9]);
+        assert!(raiser.remove(3).unwrap().is_same(&copies[2]));
+        raiser.raise_now(|_, _| Ok(5)).unwrap();
+        assert_eq!((copies[2].value(), copies[3].value(), published.value()), (4, 5, 5));
+    }
+
+    #[test]
+    fn while_a_signal_is_held_up_copies_come_and_go_and_get_its_value_no_sooner_than_it_is_reached() {
+        let wrapped = Wrapped::new(Device::host().backend().clone(), Holding::default());
+        let device = Device::from_backend(wrapped.clone());
+        let (copies, late) = ([lane(), lane()], lane());
+        let (stream, other, streams) = (device.stream().unwrap(), device.stream().unwrap(), Streams::default());
+        let raiser = raiser(&copies[0]);
+        assert!(raiser.add(2, &copies[1]));
+        raiser.raise(&stream, &streams, next).unwrap();
+        wrapped.hook().hold("batch");
+        std::thread::scope(|scope| {
+            let held_up = scope.spawn(|| raiser.raise(&stream, &streams, next));
+            wrapped.hook().wait_for(1);
+            assert!(!raiser.add(3, &late), "the value that is on its way is still to come");
+            assert_eq!((late.value(), raiser.last()), (1, 1));
+            assert!(raiser.remove(2).unwrap().is_same(&copies[1]));
+            assert_eq!(Arc::strong_count(copies[1].page()), 2, "the stream is about to be given a word of its page");
+            let second = raiser.raise_within(Duration::from_millis(10), &other, &streams, &[], next).unwrap_err();
+            assert!(matches!(second, Error::Timeout { .. }), "{second}");
+            wrapped.hook().let_go();
+            assert_eq!(held_up.join().unwrap().unwrap(), 2);
+        });
+        assert!(raiser.own().wait_host(&device, 2, WAIT).unwrap() && raiser.catch_up());
+        assert_eq!((late.value(), Arc::strong_count(copies[1].page())), (2, 1));
+        assert_eq!(raiser.raise(&other, &streams, next).unwrap(), 3);
+        assert!(raiser.own().wait_host(&device, 3, WAIT).unwrap());
+        assert_eq!((copies[0].value(), copies[1].value(), late.value()), (3, 2, 3));
+    }
+
+    #[test]
+    fn a_value_that_the_driver_takes_nothing_of_is_as_if_never_raised() {
+        let wrapped = Wrapped::new(Device::host().backend().clone(), Failing::default());
+        let device = Device::from_backend(wrapped.clone());
+        let (copy, late) = (lane(), lane());
+        let (stream, streams) = (device.stream().unwrap(), Streams::default());
+        let raiser = raiser(&copy);
+        wrapped.hook().aim("batch", 1);
+        let refused = raiser.raise(&stream, &streams, |last| {
+            assert_eq!(last, 0);
+            Ok(5)
+        });
+        assert!(matches!(refused, Err(Error::Injected { .. })), "{refused:?}");
+        assert!(raiser.add(2, &late), "nothing is to come");
+        raiser.raise(&stream, &streams, next).unwrap();
+        assert!(raiser.own().wait_host(&device, 1, WAIT).unwrap());
+        assert_eq!((copy.value(), late.value(), raiser.last()), (1, 1, 1));
+    }
+
+    #[test]
+    fn a_value_of_which_the_driver_takes_a_part_comes_to_all_behind_the_streams_work() {
+        let wrapped = Wrapped::new(Device::host().backend().clone(), Failing::default());
+        let device = Device::from_backend(wrapped.clone());
+        for call in [2, 3] {
+            let (copies, published) = ([0; 9].map(|_| lane()), lane());
+            let (stream, other, streams) = (device.stream().unwrap(), device.stream().unwrap(), Streams::default());
+            let raiser = raiser(&copies[0]).publishing(published.clone());
+            (1..9).for_each(|index| assert!(raiser.add(index as u64 + 1, &copies[index])));
+            let (go, held) = std::sync::mpsc::channel::<()>();
+            stream.call(move || assert!(held.recv().is_err())).unwrap();
+            wrapped.hook().aim("batch", call);
+            assert_eq!(raiser.raise(&stream, &streams, next).unwrap(), 1);
+            assert!(wrapped.hook().has_struck());
+            raiser.raise(&other, &streams, next).unwrap();
+            assert_eq!(copies.each_ref().map(Lane::value), [0; 9], "the work before it is not done");
+            drop(go);
+            assert!(raiser.own().wait_host(&device, 2, WAIT).unwrap());
+            assert_eq!(copies.each_ref().map(Lane::value), [2; 9]);
+            assert_eq!(published.value(), 2);
+        }
+    }
+}
