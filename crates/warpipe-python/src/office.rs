@@ -250,7 +250,10 @@ impl Office {
             let Some(ours) = loan.take() else { return Err(Error::Forked.into()) };
             match enter(&end, ours, &stream) {
                 Ok(entered) => Ok(Some(entered)),
-                Err(SubmitError { error: error @ Error::QueueFull { .. }, loan: Some(back) }) => {
+                Err(SubmitError {
+                    error: error @ (Error::QueueFull { .. } | Error::Timeout { .. }),
+                    loan: Some(back),
+                }) => {
                     (loan, full) = (Some(*back), Some(error));
                     Ok(None)
                 }
@@ -267,6 +270,9 @@ impl Office {
         let late = || match full {
             Some(Error::QueueFull { name, limit, .. }) => {
                 Fault::from(Error::QueueFull { name, limit, waited: patience.unwrap_or_default() })
+            }
+            Some(Error::Timeout { what, .. }) => {
+                Fault::from(Error::Timeout { what, waited: patience.unwrap_or_default() })
             }
             _ => Fault::from(Error::Forked),
         };

@@ -147,8 +147,9 @@ impl Queue {
     ///
     /// ``metadata``: a dict (as JSON) or bytes, at most 200 bytes, for the worker.
     ///
-    /// Raises ``QueueFullError``; ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
-    /// ``MetadataError``; ``MemoryLimitError``, ``QueueClosedError``, ``DriverError``.
+    /// Raises ``QueueFullError``; ``TimeoutError`` if the driver holds up another thread's ``submit``; ``NotATensorError``,
+    /// ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``MetadataError``; ``MemoryLimitError``, ``QueueClosedError``,
+    /// ``DriverError``.
     #[pyo3(signature = (tensor, *, metadata = None, stream = None, timeout = Timeout::Usual),
         text_signature = "($self, tensor, *, metadata=None, stream=None, timeout=...)")]
     fn submit(

@@ -4,6 +4,9 @@
 //! one, by operations on words that are nowhere or by a device that is not what it says: this is for tests and measurements
 //! alone, behind the feature `testing`.
 
+#[cfg(test)]
+mod full_queue;
+
 use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,6 +19,9 @@ use super::{
 };
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
+
+#[cfg(test)]
+pub(crate) use self::full_queue::FullQueue;
 
 /// What a wrapper does before each call of the backend inside.
 pub trait Hook: Send + Sync + std::fmt::Debug {

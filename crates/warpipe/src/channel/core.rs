@@ -130,6 +130,8 @@ struct Place {
     index: usize,
     id: u64,
     position: u64,
+    /// The entry has been published there.
+    is_told: bool,
 }
 
 /// A sample of the history.
@@ -422,7 +424,12 @@ impl State {
         let is_meant = |outlet: &Outlet| outlet.is_live() && to.include(outlet);
         for (index, outlet) in outlets.iter_mut().enumerate().filter(|(_, outlet)| is_meant(outlet)) {
             let id = outlet.id;
-            places.extend(outlet.place(|slot| arena.let_go(slot)).map(|position| Place { index, id, position }));
+            places.extend(outlet.place(|slot| arena.let_go(slot)).map(|position| Place {
+                index,
+                id,
+                position,
+                is_told: false,
+            }));
         }
     }
 

@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 
 use super::answers_of;
+use super::giving::Books;
 use super::handle::JobResult;
-use super::ledger::{Ledger, Outcome};
+use super::ledger::Ledger;
 use super::owner::QueueBuilder;
 use super::recruit::Recruits;
 use super::seat::{Finding, Seat};
@@ -107,7 +108,12 @@ impl Desk {
         Ok(desk)
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Ledger> {
+    pub(super) fn lock(&self) -> Books<'_> {
+        Books::new(self, self.lock_ledger())
+    }
+
+    /// Never held across a call of the driver that gives a stream work: see [`giving`](super::giving).
+    pub(super) fn lock_ledger(&self) -> MutexGuard<'_, Ledger> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -119,7 +125,7 @@ impl Desk {
     pub(super) fn attend<T>(
         self: &Arc<Self>,
         timeout: Duration,
-        mut look: impl FnMut(&mut Ledger) -> Option<Result<T>>,
+        mut look: impl FnMut(&mut Books<'_>) -> Option<Result<T>>,
         what: impl FnOnce() -> Error,
     ) -> Result<T> {
         self.home.check()?;
@@ -153,7 +159,7 @@ impl Desk {
             if waited >= timeout {
                 break Err(what());
             }
-            ledger = self.pause(ledger, waited, timeout - waited, &mut pace);
+            self.pause(&mut ledger, waited, timeout - waited, &mut pace);
         };
         self.end_polling(&mut ledger);
         found
@@ -163,28 +169,23 @@ impl Desk {
     pub(super) fn put_back(&self, result: JobResult) -> Result<bool> {
         let mut ledger = self.lock();
         if ledger.is_closed {
+            // First the lock goes, then the result.
+            drop(ledger);
             return Err(self.gone());
         }
-        let is_back = ledger.put_back(result);
+        let refused = ledger.put_back(result).err();
         self.tell_sleepers(&mut ledger);
-        Ok(is_back)
+        drop(ledger);
+        Ok(refused.is_none())
     }
 
-    fn pause<'a>(
-        &'a self,
-        mut ledger: MutexGuard<'a, Ledger>,
-        waited: Duration,
-        left: Duration,
-        pace: &mut Pace,
-    ) -> MutexGuard<'a, Ledger> {
+    fn pause(&self, ledger: &mut Books<'_>, waited: Duration, left: Duration, pace: &mut Pace) {
         let is_nearly_there = ledger.seats.iter().any(|seat| !seat.unready.is_empty());
         if pace.words > 0
             && let Some(word) = ledger.only_unready()
         {
             pace.words -= 1;
-            drop(ledger);
-            word.wait(NEARLY.min(left));
-            return self.lock();
+            return ledger.unlocked(|| word.wait(NEARLY.min(left)));
         }
         let pause = match is_nearly_there {
             true => pace.backoff.step(),
@@ -192,44 +193,36 @@ impl Desk {
             false => SLICE,
         };
         if pause.is_zero() {
-            drop(ledger);
-            (0..8).for_each(|_| std::hint::spin_loop());
-            return self.lock();
+            return ledger.unlocked(|| (0..8).for_each(|_| std::hint::spin_loop()));
         }
         if !is_nearly_there {
             pace.asleep = Some(Instant::now());
-            self.end_polling(&mut ledger);
+            self.end_polling(ledger);
         }
-        let mut ledger = match is_nearly_there || ledger.has_leader {
+        match is_nearly_there || ledger.has_leader {
             true => self.follow(ledger, pause.min(left)),
             false => self.lead(ledger, pause.min(left)),
-        };
-        if !is_nearly_there {
-            self.begin_polling(&mut ledger);
         }
-        ledger
+        if !is_nearly_there {
+            self.begin_polling(ledger);
+        }
     }
 
     /// Sleeps until somebody who looked has found something.
-    fn follow<'a>(&'a self, mut ledger: MutexGuard<'a, Ledger>, limit: Duration) -> MutexGuard<'a, Ledger> {
+    pub(super) fn follow(&self, ledger: &mut Books<'_>, limit: Duration) {
         ledger.sleepers += 1;
-        let slept = self.changed.wait_timeout(ledger, limit);
-        let mut ledger = slept.unwrap_or_else(PoisonError::into_inner).0;
+        ledger.sleep(&self.changed, limit);
         ledger.sleepers -= 1;
-        ledger
     }
 
     /// Sleeps on the descriptors itself: to be woken by the queue's thread would cost a second wake-up.
-    fn lead<'a>(&'a self, mut ledger: MutexGuard<'a, Ledger>, limit: Duration) -> MutexGuard<'a, Ledger> {
+    fn lead(&self, ledger: &mut Books<'_>, limit: Duration) {
         ledger.has_leader = true;
-        drop(ledger);
-        self.sleep(limit);
-        let mut ledger = self.lock();
+        ledger.unlocked(|| self.sleep(limit));
         ledger.has_leader = false;
         if ledger.is_parked {
             self.resume.notify_one();
         }
-        ledger
     }
 
     /// Sleeps until a worker or the queue itself rings, and takes in what rang. Each ring wakes one sleeper, who then
@@ -278,7 +271,8 @@ impl Desk {
     }
 
     /// Everything that is to be done just now.
-    pub(super) fn work(self: &Arc<Self>, ledger: &mut Ledger) {
+    pub(super) fn work(self: &Arc<Self>, books: &mut Books<'_>) {
+        let ledger = &mut **books;
         if ledger.is_closed {
             return;
         }
@@ -302,10 +296,10 @@ impl Desk {
         if ledger.seats.iter().any(|seat| seat.end.is_some()) {
             self.part(ledger, &mut findings);
         }
-        findings.into_iter().for_each(|finding| conclude(ledger, finding));
-        self.dispatch(ledger);
-        if ledger.changes != before {
-            self.tell_sleepers(ledger);
+        findings.into_iter().for_each(|finding| ledger.take_in(finding));
+        self.dispatch(books);
+        if books.changes != before {
+            self.tell_sleepers(books);
         }
     }
 
@@ -318,6 +312,14 @@ impl Desk {
         if ledger.has_leader {
             self.observer.bell.ring();
         }
+    }
+
+    /// Wakes whoever waits until a job has been given out, and somebody to give out the next.
+    pub(super) fn tell_waiters(&self, ledger: &mut Ledger) {
+        if ledger.sleepers > 0 {
+            self.changed.notify_all();
+        }
+        self.observer.bell.ring();
     }
 
     /// Subscribers came or went.
@@ -359,8 +361,8 @@ impl Desk {
             }
         }
         self.bid_farewell(ledger, findings);
-        for mut seat in ledger.seats.extract_if(.., |seat| seat.is_over()) {
-            seat.leave(findings);
+        for mut seat in ledger.seats.extract_if(.., |seat| seat.is_over()).collect::<Vec<_>>() {
+            ledger.note_end(seat.id, seat.leave(findings));
             let _ = epoll::delete(&self.readable, seat.subscriber.descriptor());
         }
     }
@@ -371,6 +373,7 @@ impl Desk {
         let departures = self.publisher.take_departures(false);
         for &(id, position) in &departures.untaken {
             ledger.seat(id).into_iter().for_each(|seat| seat.untake(position, findings));
+            ledger.note_untaken(id, position);
         }
         self.clear_away(departures);
     }
@@ -389,28 +392,6 @@ impl Desk {
         }
     }
 
-    /// Gives out what waits, as long as there is somebody with credit.
-    fn dispatch(&self, ledger: &mut Ledger) {
-        let mut passed_over = Vec::new();
-        while let Some(waiting) = ledger.first_waiting() {
-            let Some(id) = ledger.choose(waiting, &passed_over) else { return };
-            let Some((ticket, job)) = ledger.next_ticket(waiting) else { return };
-            let metadata = ticket.encode(&job.metadata);
-            let Some(parcel) = job.parcel.clone() else { return };
-            match metadata.and_then(|metadata| parcel.forward(id, &metadata)) {
-                Ok(Some(position)) => {
-                    ledger.hand_out(ticket);
-                    ledger.seat(id).into_iter().for_each(|seat| seat.lease(ticket, position));
-                }
-                Ok(None) => passed_over.push(id),
-                Err(error) => {
-                    ledger.hand_out(ticket);
-                    ledger.charge(ticket.job, format!("it could not be given out: {error}"));
-                }
-            }
-        }
-    }
-
     /// The queue's own thread.
     fn run(self: Arc<Self>) {
         let mut has_rung = false;
@@ -423,6 +404,9 @@ impl Desk {
                     return self.observer.bell.ring();
                 }
                 self.work(&mut ledger);
+                if ledger.is_closed {
+                    continue;
+                }
                 if ledger.has_leader {
                     self.park(ledger, has_rung);
                     has_rung = false;
@@ -437,13 +421,13 @@ impl Desk {
     }
 
     /// Leaves the descriptors to a user's thread. What rang here may have been meant for that.
-    fn park(&self, mut ledger: MutexGuard<'_, Ledger>, has_rung: bool) {
+    fn park(&self, mut ledger: Books<'_>, has_rung: bool) {
         if has_rung {
             self.observer.bell.ring();
         }
         ledger.is_parked = true;
-        let parked = self.resume.wait_timeout(ledger, SLICE);
-        parked.unwrap_or_else(PoisonError::into_inner).0.is_parked = false;
+        ledger.sleep(&self.resume, SLICE);
+        ledger.is_parked = false;
     }
 
     /// Ends everything: who waits is told, workers are told, and nothing is kept for jobs that are not done.
@@ -465,15 +449,5 @@ impl Desk {
         // Those who died just now, before anybody has seen it, are among those who are still here.
         self.clear_away(self.publisher.take_departures(true));
         self.observer.bell.ring();
-    }
-}
-
-fn conclude(ledger: &mut Ledger, finding: Finding) {
-    match finding {
-        Finding::Failed(job, reason) => ledger.charge(job, reason),
-        Finding::Returned(job) => ledger.give_back(job),
-        Finding::Rejected(job, reason) => ledger.conclude(job, Outcome::Rejected { reason }),
-        Finding::Expired(job) => ledger.conclude(job, Outcome::Expired),
-        Finding::Done { job, attempt, pid, arrival } => ledger.conclude(job, Outcome::Done { arrival, attempt, pid }),
     }
 }

@@ -76,7 +76,9 @@ impl JobHandle {
     /// [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn call_off(&self) -> Result<bool> {
         let desk = self.desk.upgrade().ok_or_else(|| Error::QueueClosed { name: self.name.clone() })?;
-        desk.attend(Duration::ZERO, |ledger| Some(Ok(ledger.call_off(self.id))), || desk.gone())
+        // Dropped here, without the lock.
+        let job = desk.attend(Duration::ZERO, |ledger| Some(Ok(ledger.call_off(self.id))), || desk.gone())?;
+        Ok(job.is_some())
     }
 
     fn look(&self, ledger: &mut Ledger) -> Option<Result<(u64, Outcome)>> {

@@ -4,9 +4,10 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use super::giving::Giving;
 use super::handle::JobResult;
 use super::owner::Order;
-use super::seat::Seat;
+use super::seat::{Finding, Seat};
 use super::wire::Ticket;
 use crate::channel::{Arrival, Awaited, Parcel};
 use crate::link::message::text;
@@ -63,6 +64,10 @@ pub(super) struct Rules {
 pub(super) struct Ledger {
     pub(super) rules: Rules,
     jobs: BTreeMap<u64, Job>,
+    /// A thread is giving a job out, without the lock.
+    pub(super) giving: Option<Giving>,
+    /// Threads that wait for that, to submit.
+    pub(super) awaiting: u32,
     /// Jobs to be given out, first first.
     pub(super) waiting: VecDeque<u64>,
     /// Jobs with an outcome, as they came; those that were taken by their handle are stepped over.
@@ -99,6 +104,8 @@ impl Ledger {
         Ledger {
             rules,
             jobs: BTreeMap::new(),
+            giving: None,
+            awaiting: 0,
             waiting: VecDeque::new(),
             finished: VecDeque::new(),
             unfinished: 0,
@@ -138,20 +145,31 @@ impl Ledger {
         (self.next_job, self.first_waiting().is_none())
     }
 
-    /// A number is spent, whatever became of its job.
-    pub(super) fn spend(&mut self) {
+    /// Takes in the next job. Its input is to be [kept](Self::keep), or the job is [withdrawn](Self::withdraw).
+    pub(super) fn enter(&mut self, metadata: Vec<u8>, deadline_ns: u64) {
+        let (parcel, tickets, reasons, outcome) = (None, 1, Vec::new(), None);
+        self.jobs.insert(self.next_job, Job { parcel, metadata, deadline_ns, tickets, reasons, outcome });
         self.next_job += 1;
+        self.unfinished += 1;
     }
 
-    /// Takes in the job with the number spent last. It was given out already, or waits.
-    pub(super) fn enter(&mut self, parcel: Parcel, metadata: Vec<u8>, deadline_ns: u64, is_out: bool) {
-        let id = self.next_job - 1;
-        let (parcel, tickets) = (Some(Arc::new(parcel)), u32::from(is_out));
-        self.jobs.insert(id, Job { parcel, metadata, deadline_ns, tickets, reasons: Vec::new(), outcome: None });
-        self.unfinished += 1;
+    /// Keeps the input of a job that was entered, until it has an outcome. It was given out already, or waits.
+    pub(super) fn keep(&mut self, id: u64, parcel: Parcel, is_out: bool) {
+        let Some(job) = self.open_job(id) else { return };
+        job.parcel = Some(Arc::new(parcel));
         if !is_out {
-            self.waiting.push_back(id);
+            job.tickets = 0;
+            self.wait_again(id);
         }
+    }
+
+    /// Forgets the job that was entered last. If nobody was told of it, its number is the next one's. Returns its
+    /// metadata.
+    pub(super) fn withdraw(&mut self, id: u64, is_untold: bool) -> Vec<u8> {
+        if is_untold {
+            self.next_job = id;
+        }
+        self.call_off(id).map_or_else(Vec::new, |job| job.metadata)
     }
 
     /// The first job that waits.
@@ -173,11 +191,19 @@ impl Ledger {
         ))
     }
 
-    /// The first job that waits has been given out.
+    /// The first job that waits is about to be given out.
     pub(super) fn hand_out(&mut self, ticket: Ticket) {
         self.waiting.pop_front();
         if let Some(job) = self.jobs.get_mut(&ticket.job) {
             job.tickets = ticket.number;
+        }
+    }
+
+    /// It was not: it waits as before.
+    pub(super) fn take_back(&mut self, ticket: Ticket) {
+        if let Some(job) = self.open_job(ticket.job) {
+            job.tickets = ticket.number - 1;
+            self.wait_again(ticket.job);
         }
     }
 
@@ -190,6 +216,17 @@ impl Ledger {
 
     pub(super) fn seat(&mut self, id: u64) -> Option<&mut Seat> {
         self.seats.iter_mut().find(|seat| seat.id == id)
+    }
+
+    /// What an answer, or the end of a worker, means for its job.
+    pub(super) fn take_in(&mut self, finding: Finding) {
+        match finding {
+            Finding::Failed(job, reason) => self.charge(job, reason),
+            Finding::Returned(job) => self.give_back(job),
+            Finding::Rejected(job, reason) => self.conclude(job, Outcome::Rejected { reason }),
+            Finding::Expired(job) => self.conclude(job, Outcome::Expired),
+            Finding::Done { job, attempt, pid, arrival } => self.conclude(job, Outcome::Done { arrival, attempt, pid }),
+        }
     }
 
     /// An attempt has failed: another one, or the end.
@@ -233,13 +270,14 @@ impl Ledger {
         self.jobs.get_mut(&id).filter(|job| job.outcome.is_none())
     }
 
-    /// Forgets a job, whatever becomes of it: an answer that still comes is discarded. False if it is not there.
-    pub(super) fn call_off(&mut self, id: u64) -> bool {
-        let Some(job) = self.jobs.remove(&id) else { return false };
+    /// Forgets a job, whatever becomes of it: an answer that still comes is discarded. `None` if it is not there. To be
+    /// dropped without the lock: a result that was put back gives its stream work.
+    pub(super) fn call_off(&mut self, id: u64) -> Option<Job> {
+        let job = self.jobs.remove(&id)?;
         self.unfinished -= usize::from(job.outcome.is_none());
         self.changes += 1;
         self.prune();
-        true
+        Some(job)
     }
 
     /// Whether the job has an outcome, or is no longer there.
@@ -255,7 +293,7 @@ impl Ledger {
     /// The outcome of one job, if it is there; an error word if the job is not.
     pub(super) fn take(&mut self, id: u64) -> Result<Option<(u64, Outcome)>, ()> {
         let job = self.jobs.get(&id).ok_or(())?;
-        if job.outcome.is_none() {
+        if job.outcome.is_none() || self.is_entering(id) {
             return Ok(None);
         }
         // Somebody may wait for the room.
@@ -264,11 +302,17 @@ impl Ledger {
         Ok(self.jobs.remove(&id).and_then(|job| job.outcome).map(|outcome| (id, outcome)))
     }
 
-    /// Puts back a result that was taken and not used. False if its job is there again already, or the queue is gone.
-    pub(super) fn put_back(&mut self, result: JobResult) -> bool {
+    /// Whether the job is being submitted: it may be withdrawn yet.
+    fn is_entering(&self, id: u64) -> bool {
+        self.giving.as_ref().is_some_and(|giving| giving.is_new && giving.ticket.job == id)
+    }
+
+    /// Puts back a result that was taken and not used. It is returned if its job is there again already, or the queue is
+    /// gone: to be dropped without the lock.
+    pub(super) fn put_back(&mut self, result: JobResult) -> Result<(), JobResult> {
         let id = result.job();
         if self.is_closed || id == 0 || id >= self.next_job || self.jobs.contains_key(&id) {
-            return false;
+            return Err(result);
         }
         let job = Job {
             parcel: None,
@@ -281,7 +325,7 @@ impl Ledger {
         self.jobs.insert(id, job);
         self.finished.push_front(id);
         self.changes += 1;
-        true
+        Ok(())
     }
 
     /// Drops the numbers that jobs which are not here any more have left, when they are the most.
@@ -302,7 +346,8 @@ impl Ledger {
                 while self.finished.front().is_some_and(|id| !self.jobs.contains_key(id)) {
                     self.finished.pop_front();
                 }
-                self.finished.pop_front()?
+                let index = self.finished.iter().position(|&id| !self.is_entering(id))?;
+                self.finished.remove(index)?
             }
         };
         self.take(id).ok().flatten()

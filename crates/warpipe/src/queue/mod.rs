@@ -11,7 +11,10 @@
 
 mod desk;
 mod duty;
+mod giving;
 mod handle;
+#[cfg(test)]
+mod held_up;
 mod ledger;
 mod loan;
 mod owner;

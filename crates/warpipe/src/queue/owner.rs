@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use super::answers_of;
 use super::desk::Desk;
+use super::giving::Books;
 use super::handle::{JobHandle, JobResult, receive};
 use super::ledger::{Ledger, Rules};
 use super::loan::Loan;
 use super::watch::QueueWatch;
-use super::wire::Ticket;
-use crate::channel::{Observer, Policy, Publisher, SendError};
+use crate::channel::{Observer, Policy, Publisher};
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
@@ -41,7 +41,7 @@ pub struct QueueBuilder {
     max_attempts: u32,
     lease_timeout: Option<Duration>,
     order: Order,
-    limit: usize,
+    pub(super) limit: usize,
     submit_timeout: Duration,
     memory_limit: u64,
     workers_max: u32,
@@ -267,7 +267,8 @@ impl Queue {
     /// Hands in a job behind the work enqueued on `stream`. Waits for room, not for a worker, nor for the device.
     ///
     /// # Errors
-    /// [`Error::QueueFull`] and, for a stream of another device, [`Error::Argument`], with the loan to try again with;
+    /// With the loan to try again with: [`Error::QueueFull`]; [`Error::Timeout`] while another thread's submit is held up
+    /// by the driver (its stream's launch queue is full); for a stream of another device, [`Error::Argument`].
     /// [`Error::QueueClosed`]; [`Error::Driver`]; [`Error::Forked`].
     pub fn submit(&self, input: Loan, stream: &Stream) -> Result<JobHandle, SubmitError> {
         self.submit_before(input, stream, 0, self.desk.options.submit_timeout)
@@ -285,12 +286,10 @@ impl Queue {
     /// first.
     ///
     /// # Errors
-    /// [`Error::QueueFull`]; [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`Error::QueueFull`]; [`Error::Timeout`], as [`submit`](Self::submit); [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
-        let limit = self.desk.options.limit;
-        let full = || Error::QueueFull { name: self.name().to_string(), limit, waited: timeout };
         // A queue that is shut refuses the job itself.
-        self.desk.attend(timeout, |ledger| (ledger.is_shut || ledger.len() < limit).then_some(Ok(())), full)
+        self.desk.attend_entry(timeout, |_| Some(()))
     }
 
     /// Puts back a result that was taken and not used: its [`JobHandle`], or [`next_result`](Self::next_result), gives it
@@ -325,26 +324,19 @@ impl Queue {
         deadline_ns: u64,
         timeout: Duration,
     ) -> Result<JobHandle, SubmitError> {
-        let (desk, limit) = (&self.desk, self.desk.options.limit);
+        let desk = &self.desk;
         if !desk.publisher.lent(&input.sample) {
             let error = Error::argument("input", "a loan of somebody else", "one of this queue's `loan`");
             return Err(SubmitError { error, loan: Some(Box::new(input)) });
         }
         let mut input = Some(input);
-        let enter = |ledger: &mut Ledger| {
-            if ledger.is_shut {
+        let enter = |books: &mut Books<'_>| {
+            if books.is_shut {
                 return Some(Err(SubmitError { error: desk.gone(), loan: None }));
             }
-            if ledger.len() >= limit {
-                return None;
-            }
-            let entered = enter(ledger, input.take()?, stream, deadline_ns);
-            desk.look_soon(ledger);
-            Some(entered)
+            Some(desk.enter(books, input.take()?, stream, deadline_ns))
         };
-        let full = || Error::QueueFull { name: self.name().to_string(), limit, waited: timeout };
-        let mut enter = enter;
-        let entered = desk.attend(timeout, |ledger| enter(ledger).map(Ok), full);
+        let entered = desk.attend_entry(timeout, enter);
         let failed = match entered {
             Ok(Ok(id)) => return Ok(JobHandle::new(&self.desk, id)),
             Ok(Err(failed)) => failed,
@@ -404,7 +396,7 @@ impl Queue {
     pub fn state(&self) -> Result<QueueState> {
         self.desk.home.check()?;
         let mut ledger = self.desk.lock();
-        self.desk.work(&mut ledger);
+        self.desk.catch_up(&mut ledger);
         Ok(QueueState {
             workers: ledger.seats.iter().filter(|seat| seat.is_open()).map(|seat| seat.pid).collect(),
             waiting: ledger.waiting(),
@@ -446,37 +438,6 @@ impl Drop for Queue {
         } else {
             // A forked child: the parent's queue is not ours to close.
             std::mem::forget(self.desk.clone());
-        }
-    }
-}
-
-/// Takes a job in, and gives it out at once if it is its turn and somebody has credit.
-fn enter(ledger: &mut Ledger, input: Loan, stream: &Stream, deadline_ns: u64) -> Result<u64, SubmitError> {
-    let Loan { sample, metadata } = input;
-    let (job, is_next) = ledger.next_job();
-    let ticket = Ticket { job, number: 1, attempt: 1, deadline_ns };
-    let encoded = match ticket.encode(&metadata) {
-        Ok(encoded) => encoded,
-        Err(error) => return Err(SubmitError { error, loan: Some(Box::new(Loan { sample, metadata })) }),
-    };
-    let to = if is_next { ledger.choose(job, &[]) } else { None };
-    match sample.post(to, &encoded, stream) {
-        Ok((parcel, position)) => {
-            ledger.spend();
-            ledger.enter(parcel, metadata, deadline_ns, position.is_some());
-            if let (Some(position), Some(seat)) = (position, to.and_then(|id| ledger.seat(id))) {
-                seat.lease(ticket, position);
-            }
-            Ok(job)
-        }
-        Err(SendError { error, sample: Some(sample) }) => {
-            Err(SubmitError { error, loan: Some(Box::new(Loan { sample: *sample, metadata })) })
-        }
-        Err(SendError { error, sample: None }) => {
-            // The worker may have been told of it: its answer is to find a lease, though no job.
-            ledger.spend();
-            to.and_then(|id| ledger.seat(id)).into_iter().for_each(|seat| seat.lease(ticket, 0));
-            Err(SubmitError { error, loan: None })
         }
     }
 }

@@ -18,12 +18,19 @@ const ANSWERS_AT_ONCE: usize = 64;
 #[derive(Debug)]
 pub(super) struct Record {
     pub(super) ticket: Ticket,
-    /// Where in the worker's ring it was put.
-    pub(super) position: u64,
+    /// Where in the worker's ring it was put; `None` while that is under way.
+    position: Option<u64>,
     since: Instant,
     /// It took too long, and the job is somebody else's by now.
     pub(super) is_late: bool,
     is_answered: bool,
+}
+
+impl Record {
+    /// Whether its time runs.
+    fn can_expire(&self) -> bool {
+        !self.is_late && self.position.is_some()
+    }
 }
 
 /// A result whose data is not complete yet.
@@ -92,14 +99,26 @@ impl Seat {
         !self.is_leaving && self.end.is_none()
     }
 
-    pub(super) fn lease(&mut self, ticket: Ticket, position: u64) {
+    pub(super) fn lease(&mut self, ticket: Ticket, position: Option<u64>) {
         let record = Record { ticket, position, since: Instant::now(), is_late: false, is_answered: false };
         self.leases.push(record);
     }
 
+    /// A lease that was under way is there. It may have been answered before.
+    pub(super) fn place(&mut self, ticket: Ticket, position: u64) {
+        if let Some(lease) = self.leases.iter_mut().find(|lease| lease.ticket == ticket) {
+            (lease.position, lease.since) = (Some(position), Instant::now());
+        }
+    }
+
+    /// It is not.
+    pub(super) fn unlease(&mut self, ticket: Ticket) {
+        self.leases.retain(|lease| lease.ticket != ticket);
+    }
+
     /// Since when the oldest lease has made no progress: an answer to one is a sign of life for all.
     pub(super) fn oldest_lease(&self) -> Option<Instant> {
-        let oldest = self.leases.iter().filter(|lease| !lease.is_late).map(|lease| lease.since).min()?;
+        let oldest = self.leases.iter().filter(|lease| lease.can_expire()).map(|lease| lease.since).min()?;
         Some(self.last_answer.map_or(oldest, |answer| answer.max(oldest)))
     }
 
@@ -185,7 +204,7 @@ impl Seat {
     pub(super) fn expire(&mut self, timeout: Duration, findings: &mut Vec<Finding>) {
         let now = Instant::now();
         let (last, pid) = (self.last_answer, self.pid);
-        for lease in self.leases.iter_mut().filter(|lease| !lease.is_late) {
+        for lease in self.leases.iter_mut().filter(|lease| lease.can_expire()) {
             let since = last.map_or(lease.since, |answer| answer.max(lease.since));
             if now.saturating_duration_since(since) >= timeout {
                 lease.is_late = true;
@@ -197,7 +216,8 @@ impl Seat {
 
     /// What it had been given and not taken comes back as if it had not been given.
     pub(super) fn untake(&mut self, position: u64, findings: &mut Vec<Finding>) {
-        if let Some(index) = self.leases.iter().position(|lease| lease.position == position && !lease.is_answered) {
+        let is_it = |lease: &Record| lease.position == Some(position) && !lease.is_answered;
+        if let Some(index) = self.leases.iter().position(is_it) {
             let record = self.leases.swap_remove(index);
             if !record.is_late {
                 findings.push(Finding::Returned(record.ticket.job));
@@ -212,12 +232,14 @@ impl Seat {
         (is_gone && self.unready.is_empty()) || (!self.has_left && since.elapsed() > GONE_AFTER)
     }
 
-    /// What it leaves undone.
-    pub(super) fn leave(&mut self, findings: &mut Vec<Finding>) {
+    /// What it leaves undone, for the reason that is returned. What is under way just now is for who gives it.
+    pub(super) fn leave(&mut self, findings: &mut Vec<Finding>) -> String {
         let why = self.end.as_ref().map_or_else(String::new, |(why, ..)| why.clone());
+        let reason = format!("process {} left it undone: {why}", self.pid);
         self.unready.clear();
-        for lease in self.leases.drain(..).filter(|lease| !lease.is_late) {
-            findings.push(Finding::Failed(lease.ticket.job, format!("process {} left it undone: {why}", self.pid)));
+        for lease in self.leases.drain(..).filter(|lease| !lease.is_late && lease.position.is_some()) {
+            findings.push(Finding::Failed(lease.ticket.job, reason.clone()));
         }
+        reason
     }
 }

@@ -102,11 +102,12 @@ impl Core {
             completion: None,
         };
         let State { arena, outlets, places, .. } = state;
-        for place in places.iter() {
+        for place in places.iter_mut() {
             match place.find(outlets) {
                 Some(outlet) if outlet.is_live() => {
                     arena.hold(slot);
                     outlet.publish(place.position, slot, &description);
+                    place.is_told = true;
                 }
                 // It has left since its place was found, and gets nothing more.
                 Some(outlet) => outlet.ring.forgo(place.position),

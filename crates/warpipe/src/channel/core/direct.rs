@@ -178,7 +178,8 @@ impl Core {
         let mut turn = self.make_room(Recipients::Nobody).map_err(Unsent::Untold)?;
         let to = to.filter(|&id| turn.has_room(id)).map_or(Recipients::Nobody, Recipients::One);
         self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
-        let position = turn.places.first().map(|place| place.position);
+        // One that has left meanwhile was told nothing.
+        let position = turn.places.first().filter(|place| place.is_told).map(|place| place.position);
         let core = self.this.upgrade().ok_or(Unsent::Untold(Error::Forked))?;
         Ok((Parcel { core, slot, layout: *layout }, position))
     }

@@ -15,7 +15,7 @@ use crate::link::peer::ProcessId;
 const LONG: Duration = Duration::from_secs(600);
 
 /// Makes the queue's own thread leave everything to a thread of a user's that does not exist.
-fn with_a_leader(queue: &Queue) -> MutexGuard<'_, Ledger> {
+fn with_a_leader(queue: &Queue) -> Books<'_> {
     let desk = &queue.desk;
     desk.lock().has_leader = true;
     desk.observer.bell.ring();
@@ -50,8 +50,9 @@ fn who_waits_for_room_is_woken_when_an_outcome_is_taken_or_a_job_called_off() {
     let (told, woken) = mpsc::channel();
     let desk = queue.desk.clone();
     std::thread::spawn(move || {
-        let ledger = desk.lock();
-        drop(desk.follow(ledger, LONG));
+        let mut ledger = desk.lock();
+        desk.follow(&mut ledger, LONG);
+        drop(ledger);
         let _ = told.send(());
     });
     while queue.desk.lock().sleepers == 0 {

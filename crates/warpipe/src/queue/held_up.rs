@@ -1,0 +1,226 @@
+//! What a queue's other calls do while the driver holds up one that gives a job out.
+
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use super::tests::Place;
+use super::{JobHandle, Loan, Queue, QueueBuilder, SubmitError, Worker};
+use crate::backend::testing::{FullQueue, Wrapped};
+use crate::error::Error;
+use crate::stream::Stream;
+use crate::tensor::Layout;
+
+/// How long a bounded call waits that is to time out.
+const SHORT: Duration = Duration::from_millis(50);
+
+/// A call that has not come back within this does not.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+type Submitted = Result<JobHandle, SubmitError>;
+
+/// A queue on a device that can hold up a call.
+struct Scene {
+    hook: Arc<Wrapped<FullQueue>>,
+    place: Place,
+    queue: Arc<Queue>,
+}
+
+impl Scene {
+    fn new(title: &str, choose: impl FnOnce(QueueBuilder) -> QueueBuilder) -> Scene {
+        let (hook, device) = FullQueue::device();
+        let place = Place::on(&format!("held-up-{title}"), device);
+        Scene { hook, queue: Arc::new(place.build(choose)), place }
+    }
+
+    fn worker(&self) -> Worker {
+        let count = self.queue.state().unwrap().workers.len() + 1;
+        let worker = self.place.worker();
+        self.queue.wait_for_workers(count, PATIENCE).unwrap();
+        worker
+    }
+
+    fn loan(&self, bytes: &[u8]) -> Loan {
+        let mut loan = self.queue.loan(&Layout::bytes_only(bytes.len() as u64).unwrap()).unwrap();
+        loan.write(&self.place.stream, bytes).unwrap();
+        loan
+    }
+
+    /// Submits on a thread of its own, which the driver holds up when this returns.
+    fn submit_held_up(&self) -> mpsc::Receiver<Submitted> {
+        let (queue, stuck) = (self.queue.clone(), self.place.device.stream().unwrap());
+        let (told, submitted) = mpsc::channel();
+        let loan = queue.loan(&Layout::bytes_only(4).unwrap()).unwrap();
+        self.hook.hook().hold(&stuck);
+        std::thread::spawn(move || told.send(queue.submit(loan, &stuck)));
+        self.hook.hook().wait_until_held_up();
+        submitted
+    }
+
+    /// Has the queue's own thread give out a job that is not complete before the sender is dropped: the driver holds it up
+    /// when this returns.
+    fn give_held_up(&self) -> (Worker, JobHandle, mpsc::Sender<()>) {
+        let (go, gate) = mpsc::channel::<()>();
+        self.place.stream.call(move || assert!(gate.recv().is_err())).unwrap();
+        let job = self.queue.submit_bytes(b"late", &self.place.stream).unwrap();
+        self.hook.hook().hold_waits();
+        let worker = self.place.worker();
+        self.hook.hook().wait_until_held_up();
+        (worker, job, go)
+    }
+
+    fn let_go(&self, submitted: &mpsc::Receiver<Submitted>) -> Submitted {
+        assert!(submitted.try_recv().is_err(), "nothing holds it up");
+        self.hook.hook().let_go();
+        submitted.recv_timeout(PATIENCE).unwrap()
+    }
+}
+
+/// What `call` on another thread gives, which must come back.
+fn in_time<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
+    let (told, done) = mpsc::channel();
+    std::thread::spawn(move || told.send(call()));
+    done.recv_timeout(PATIENCE).expect("it waits for what the driver holds up")
+}
+
+/// Leases one job and completes it. Gives the worker back.
+fn work(mut worker: Worker, stream: &Stream) -> (Worker, u64, Vec<u8>) {
+    let stream = stream.clone();
+    in_time(move || {
+        let lease = worker.lease_timeout(&stream, PATIENCE).unwrap();
+        let (job, bytes) = (lease.job(), lease.to_vec(PATIENCE).unwrap());
+        lease.complete(&stream).unwrap();
+        (worker, job, bytes)
+    })
+}
+
+#[test]
+fn other_calls_of_a_queue_go_on_while_a_full_launch_queue_holds_up_a_submit() {
+    let scene = Scene::new("submit", |it| it.credits(1));
+    let (queue, stream) = (scene.queue.clone(), scene.place.stream.clone());
+    let first = scene.worker();
+    let early = queue.submit_bytes(b"early", &stream).unwrap();
+    let second = scene.worker();
+    let submitted = scene.submit_held_up();
+    let state = in_time(move || queue.state().unwrap());
+    assert_eq!((state.workers.len(), state.waiting, state.leased), (2, 0, 2));
+    let (first, done, _) = work(first, &stream);
+    assert_eq!(done, early.id());
+    let on = stream.clone();
+    assert_eq!(in_time(move || early.wait(&on, PATIENCE).unwrap().job()), done);
+    let (queue, third) = (scene.queue.clone(), scene.place.worker());
+    in_time(move || queue.wait_for_workers(3, PATIENCE).unwrap());
+    for refused in [Queue::wait_for_room, Queue::shutdown] {
+        let queue = scene.queue.clone();
+        let late = in_time(move || refused(&queue, SHORT).unwrap_err());
+        assert!(matches!(late, Error::Timeout { .. }), "{late}");
+    }
+    let job = scene.let_go(&submitted).unwrap();
+    let (_second, done, _) = work(second, &stream);
+    assert_eq!(done, job.id());
+    scene.queue.shutdown(PATIENCE).unwrap();
+    assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
+    let state = scene.queue.state().unwrap();
+    assert_eq!((state.waiting, state.leased, state.finished), (0, 0, 0));
+    drop((first, third));
+}
+
+#[test]
+fn a_submit_behind_one_that_is_held_up_times_out_and_gives_its_loan_back_unharmed() {
+    let scene = Scene::new("loan", |it| it);
+    let stream = scene.place.stream.clone();
+    let worker = scene.worker();
+    let submitted = scene.submit_held_up();
+    let (queue, on, loan) = (scene.queue.clone(), stream.clone(), scene.loan(b"unharmed"));
+    let refused = in_time(move || queue.submit_timeout(loan, &on, SHORT).unwrap_err());
+    assert!(matches!(refused.error, Error::Timeout { .. }), "{}", refused.error);
+    let (queue, on, loan) = (scene.queue.clone(), stream.clone(), *refused.loan.unwrap());
+    let other = std::thread::spawn(move || queue.submit_timeout(loan, &on, PATIENCE).unwrap());
+    while scene.queue.desk.lock().awaiting == 0 {
+        std::thread::yield_now();
+    }
+    let job = scene.let_go(&submitted).unwrap();
+    let other = other.join().unwrap();
+    let (worker, done, _) = work(worker, &stream);
+    assert_eq!(done, job.id());
+    let (_worker, done, bytes) = work(worker, &stream);
+    assert_eq!((done, &bytes[..]), (other.id(), &b"unharmed"[..]));
+    assert_eq!(scene.queue.desk.lock().awaiting, 0);
+}
+
+#[test]
+fn a_worker_that_leaves_while_its_job_is_held_up_costs_the_job_no_attempt() {
+    let scene = Scene::new("leaver", |it| it.max_attempts(1));
+    let leaver = scene.worker();
+    let submitted = scene.submit_held_up();
+    drop(leaver);
+    let start = Instant::now();
+    while !scene.queue.desk.lock().seats.is_empty() {
+        let queue = scene.queue.clone();
+        let _ = in_time(move || queue.state().unwrap());
+        assert!(start.elapsed() < PATIENCE, "the worker does not leave");
+    }
+    let job = scene.let_go(&submitted).unwrap();
+    let (_worker, done, _) = work(scene.worker(), &scene.place.stream);
+    assert_eq!(done, job.id());
+    assert_eq!(job.wait(&scene.place.stream, PATIENCE).unwrap().attempt(), 1);
+}
+
+#[test]
+fn a_submit_that_the_driver_refuses_in_the_end_leaves_no_job_behind() {
+    for has_worker in [false, true] {
+        let scene = Scene::new(&format!("refused-{has_worker}"), |it| it);
+        let stream = scene.place.stream.clone();
+        let worker = has_worker.then(|| scene.worker());
+        let submitted = scene.submit_held_up();
+        scene.hook.hook().fail();
+        let refused = submitted.recv_timeout(PATIENCE).unwrap().unwrap_err();
+        assert!(matches!(refused.error, Error::Injected { .. }), "{}", refused.error);
+        scene.queue.drain(PATIENCE).unwrap();
+        let state = scene.queue.state().unwrap();
+        assert_eq!((state.waiting, state.finished), (0, 0));
+        let job = scene.queue.submit_bytes(b"next", &stream).unwrap();
+        let mut worker = worker.unwrap_or_else(|| scene.worker());
+        // It may have been told of the other one, whose data never comes.
+        while !job.is_done().unwrap() {
+            match worker.lease_timeout(&stream, SHORT) {
+                Ok(lease) => lease.complete(&stream).unwrap(),
+                Err(Error::Timeout { .. }) => {}
+                Err(other) => panic!("{other}"),
+            }
+        }
+        assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
+    }
+}
+
+#[test]
+fn a_job_whose_way_out_the_driver_holds_up_holds_up_nobody_else() {
+    let scene = Scene::new("given", |it| it);
+    let (worker, job, go) = scene.give_held_up();
+    let queue = scene.queue.clone();
+    let state = in_time(move || queue.state().unwrap());
+    assert_eq!((state.workers.len(), state.waiting, state.leased), (1, 0, 1));
+    let (queue, stream) = (scene.queue.clone(), scene.place.device.stream().unwrap());
+    let (loan, on) = (scene.queue.loan(&Layout::bytes_only(4).unwrap()).unwrap(), stream.clone());
+    let refused = in_time(move || queue.submit_timeout(loan, &on, SHORT).unwrap_err());
+    assert!(matches!(refused.error, Error::Timeout { .. }) && refused.loan.is_some(), "{}", refused.error);
+    scene.hook.hook().let_go();
+    drop(go);
+    let (_worker, done, bytes) = work(worker, &stream);
+    assert_eq!((done, &bytes[..]), (job.id(), &b"late"[..]));
+    assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
+}
+
+#[test]
+fn a_queue_ends_at_once_while_the_driver_holds_up_a_job_that_is_given_out() {
+    let scene = Scene::new("end", |it| it);
+    let (mut worker, job, go) = scene.give_held_up();
+    let (hook, stream) = (scene.hook.clone(), scene.place.device.stream().unwrap());
+    let Scene { queue, place, .. } = scene;
+    in_time(move || drop(queue));
+    let told = worker.lease_timeout(&stream, PATIENCE).unwrap_err();
+    assert!(matches!(told, Error::QueueGone { graceful: true, .. }), "{told}");
+    hook.hook().let_go();
+    drop(go);
+    assert!(matches!(job.wait(&stream, PATIENCE), Err(Error::QueueClosed { .. })));
+    drop(place);
+}
