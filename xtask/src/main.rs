@@ -1,11 +1,13 @@
-//! What the maintainers run: `cargo xtask test`, `ptx`, `wheel`, `gpu-bundle`.
+//! What the maintainers run: `cargo xtask test`, `verify`, `ptx`, `wheel`, `gpu-bundle`.
 
 mod bundle;
 mod counts;
 mod process;
 mod ptx;
 mod python;
+mod style;
 mod suite;
+mod verify;
 mod workspace;
 
 use std::process::ExitCode;
@@ -14,6 +16,8 @@ use workspace::Workspace;
 
 const USAGE: &str = "usage: cargo xtask COMMAND
   test [--long]   every check there is without a GPU; the last line sums them up
+  verify [--for DURATION] [--only style|model]
+                  the methods that find what tests cannot (docs/design/verification.md)
   ptx             compile every CUDA source under crates/ and rewrite the committed PTX
   python          build the Python package and run its tests on the host
   wheel           build the Python package as a manylinux wheel in target/wheels
@@ -22,20 +26,26 @@ const USAGE: &str = "usage: cargo xtask COMMAND
 /// A failure, as told to a person: what failed, and the next step.
 type Outcome<T> = Result<T, String>;
 
+fn usage() -> ExitCode {
+    eprintln!("{USAGE}");
+    ExitCode::from(2)
+}
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let outcome = match words.as_slice() {
         ["test"] => Workspace::find().map(|workspace| suite::run(&workspace, false)),
         ["test", "--long"] => Workspace::find().map(|workspace| suite::run(&workspace, true)),
+        ["verify", options @ ..] => match verify::Options::parse(options) {
+            Some(options) => Workspace::find().map(|workspace| verify::run(&workspace, &options)),
+            None => return usage(),
+        },
         ["ptx"] => Workspace::find().and_then(|workspace| ptx::rewrite(&workspace)).map(|()| true),
         ["python"] => Workspace::find().map(|workspace| suite::run_python(&workspace)),
         ["wheel"] => Workspace::find().and_then(|workspace| python::wheel(&workspace)).map(|_| true),
         ["gpu-bundle"] => Workspace::find().and_then(|workspace| bundle::assemble(&workspace)).map(|()| true),
-        _ => {
-            eprintln!("{USAGE}");
-            return ExitCode::from(2);
-        }
+        _ => return usage(),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,

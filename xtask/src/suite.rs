@@ -10,6 +10,7 @@ use crate::counts::{Counts, Dialect};
 use crate::process::Task;
 use crate::ptx;
 use crate::python;
+use crate::verify;
 use crate::workspace::{Workspace, cargo};
 
 const BUILD_LIMIT: Duration = Duration::from_secs(3600);
@@ -35,6 +36,7 @@ pub fn run(workspace: &Workspace, long: bool) -> bool {
     suite.static_checks();
     suite.tests();
     suite.conformance(long);
+    suite.verify();
     suite.python();
     suite.report()
 }
@@ -86,6 +88,13 @@ impl Suite<'_> {
                 self.program("examples, cuda over the double", examples, TEST_LIMIT, Dialect::CargoTest);
             }
             Err(message) => self.check("conformance, cuda over the double", |_| Err(message)),
+        }
+    }
+
+    /// The bounded part of `cargo xtask verify`.
+    fn verify(&mut self) {
+        for &(name, method) in verify::Method::BOUNDED {
+            self.step(&format!("verify, {name}"), |workspace| verify::apply(workspace, method, None));
         }
     }
 

@@ -1,0 +1,14 @@
+//! Stands for the seam to a device. The timeline word is the library's.
+
+#[path = "../../crates/warpipe/src/backend/word.rs"]
+mod word;
+
+pub(crate) use word::TimelineWord;
+
+pub(crate) type DevicePtr = u64;
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum StreamOp {
+    Wait { word: DevicePtr, value: u64 },
+    Signal { word: DevicePtr, value: u64 },
+}

@@ -1,0 +1,23 @@
+//! Stands for a link's receiving end, as far as the watch over its publisher's life knows it.
+
+use std::sync::Arc;
+
+use crate::link::watcher::{Next, Watcher};
+
+#[path = "../../../crates/warpipe/src/channel/inlet/vigil.rs"]
+pub(crate) mod vigil;
+
+#[derive(Debug)]
+pub(crate) struct Inlet {
+    pub(super) watcher: Arc<Watcher>,
+}
+
+impl Inlet {
+    fn on_message(&self) -> Next {
+        Next::Stop
+    }
+}
+
+#[cfg(not(miri))]
+#[path = "../models/rescue.rs"]
+pub mod model;

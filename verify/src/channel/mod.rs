@@ -1,0 +1,3 @@
+//! Stands for the channel: the watch over a publisher's life is the library's.
+
+pub(crate) mod inlet;

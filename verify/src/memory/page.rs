@@ -1,0 +1,65 @@
+//! Stands for a page of shared words: zeros on the heap.
+
+use std::alloc::Layout;
+
+use crate::atomic::{AtomicU32, AtomicU64};
+use crate::backend::{DevicePtr, TimelineWord};
+
+pub(crate) const PAGE_BYTES: usize = 4096;
+
+/// What may lie in shared memory.
+///
+/// # Safety
+/// Every bit pattern is valid, every field is an atomic (or an array of such), and nothing is dropped.
+pub(crate) unsafe trait Shared {}
+
+// SAFETY: atomics alone.
+unsafe impl Shared for TimelineWord {}
+// SAFETY: an atomic.
+unsafe impl Shared for AtomicU64 {}
+// SAFETY: an atomic.
+unsafe impl Shared for AtomicU32 {}
+
+#[derive(Debug)]
+pub(crate) struct Page {
+    base: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: memory of atomics alone, at a fixed address until drop.
+unsafe impl Send for Page {}
+// SAFETY: as above.
+unsafe impl Sync for Page {}
+
+fn layout(bytes: usize) -> Layout {
+    Layout::from_size_align(bytes, PAGE_BYTES).expect("a page")
+}
+
+impl Page {
+    pub(crate) fn new(bytes: usize) -> Page {
+        let bytes = bytes.next_multiple_of(PAGE_BYTES);
+        // SAFETY: of more than no bytes.
+        Page { base: unsafe { std::alloc::alloc_zeroed(layout(bytes)) }, bytes }
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(crate) fn at<T: Shared>(&self, offset: usize) -> &T {
+        assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.bytes);
+        // SAFETY: inside the allocation and aligned; of atomics for which every bit pattern is valid (`Shared`).
+        unsafe { &*self.base.add(offset).cast::<T>() }
+    }
+
+    pub(crate) fn device_ptr(&self, _: usize) -> Option<DevicePtr> {
+        None
+    }
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        // SAFETY: what `new` allocated.
+        unsafe { std::alloc::dealloc(self.base, layout(self.bytes)) };
+    }
+}

@@ -1,0 +1,97 @@
+//! How either end falls asleep and is woken. Sleeps have no limit here: who is not woken hangs.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Acquire;
+
+use super::Socket;
+use super::ring::description;
+use crate::link::ring::{ReceiverRing, Room, SenderRing, count_release};
+use crate::link::segment::Segment;
+use crate::models::Model;
+
+pub const RECEIVER: Model = Model { name: "a receiver that sleeps is woken by a sample", bound: 4, body: receiver };
+pub const SENDER: Model = Model { name: "a sender that sleeps is woken by a release", bound: 4, body: sender };
+pub const NEWCOMER: Model =
+    Model { name: "a receiver that sleeps is woken by its next sender", bound: 4, body: || newcomer(true) };
+/// As it was before a receiver told its new sender that it sleeps.
+pub const UNTOLD: Model =
+    Model { name: "a receiver that sleeps and does not say so is not woken", bound: 4, body: || newcomer(false) };
+
+fn publish(ring: &mut SenderRing, sequence: u64, socket: &Socket) {
+    let Room::At(position) = ring.room() else { panic!("an empty ring") };
+    if ring.publish(position, &description(sequence)) {
+        socket.ring();
+    }
+}
+
+/// As `Subscriber::receive_timeout` does.
+fn receive(ring: &mut ReceiverRing, socket: &Socket) -> u64 {
+    loop {
+        ring.fall_asleep();
+        let mut found = ring.take(|_| true).expect("an honest sender");
+        if found.is_none() {
+            socket.sleep();
+            ring.wake_up();
+            found = ring.take(|_| true).expect("an honest sender");
+        }
+        if let Some(position) = found {
+            return position;
+        }
+    }
+}
+
+fn receiver() {
+    let segment = Arc::new(Segment::new(2).touched());
+    let (mut ring, socket) = (SenderRing::new(segment.clone()), Socket::new());
+    let theirs = socket.clone();
+    let thread = loom::thread::spawn(move || {
+        let mut ring = ReceiverRing::new(segment);
+        assert_eq!(receive(&mut ring, &theirs), 1);
+        ring.wake_up();
+        assert_eq!(receive(&mut ring, &theirs), 2);
+    });
+    publish(&mut ring, 1, &socket);
+    publish(&mut ring, 2, &socket);
+    thread.join().expect("the receiver");
+}
+
+fn sender() {
+    let segment = Arc::new(Segment::new(1).touched());
+    let (ring, socket) = (SenderRing::new(segment.clone()), Socket::new());
+    let (theirs, words) = (socket.clone(), segment.clone());
+    let thread = loom::thread::spawn(move || {
+        // The device writes the word, at its leisure; that it is due is what must be seen.
+        if count_release(&words) {
+            theirs.ring();
+        }
+    });
+    // As `Core::wait_for_room` and `Outlet::device_owes` do.
+    let is_due = || segment.header().receiver.released.load(Acquire) > 0;
+    while !is_due() {
+        ring.set_asleep(true);
+        if !is_due() {
+            socket.sleep();
+        }
+        ring.set_asleep(false);
+    }
+    thread.join().expect("the receiver");
+}
+
+/// A receiver whose loop polls, as in `Subscriber::try_receive`: it is asleep whenever no call runs, and then its new
+/// sender's ring is there.
+fn newcomer(tells: bool) {
+    let segment = Arc::new(Segment::new(1).touched());
+    let (mut ring, socket) = (SenderRing::new(segment.clone()), Socket::new());
+    let theirs = socket.clone();
+    let thread = loom::thread::spawn(move || {
+        let mut ring = ReceiverRing::new(segment);
+        if tells {
+            ring.fall_asleep();
+        }
+        while ring.take(|_| true).expect("an honest sender").is_none() {
+            theirs.sleep();
+        }
+    });
+    publish(&mut ring, 1, &socket);
+    thread.join().expect("the receiver");
+}

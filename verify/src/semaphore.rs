@@ -1,0 +1,8 @@
+//! Stands for the semaphore: the shared words, and all that is done with them, are the library's.
+
+#[path = "../../crates/warpipe/src/semaphore/room.rs"]
+pub(crate) mod room;
+
+#[cfg(not(miri))]
+#[path = "models/room.rs"]
+pub mod model;

@@ -1,0 +1,17 @@
+//! Stands for a stream: nothing is given to one here.
+
+use crate::backend::StreamOp;
+use crate::error::Result;
+
+#[derive(Debug, Clone)]
+pub(crate) struct Stream;
+
+impl Stream {
+    pub(crate) fn is_same(&self, _: &Stream) -> bool {
+        true
+    }
+
+    pub(crate) unsafe fn batch(&self, _: &[StreamOp]) -> Result<()> {
+        Ok(())
+    }
+}
