@@ -84,8 +84,9 @@ impl PrivateFd {
         PrivateFd::open(|| Ok(fd))
     }
 
-    #[cfg(test)]
-    pub(crate) fn into_owned(mut self) -> OwnedFd {
+    /// For who closes it elsewhere: a child that is forked from here on keeps its copy.
+    pub(crate) fn release(mut self) -> OwnedFd {
+        let _section = Section::enter();
         let fd = self.fd.take().expect("present until dropped");
         OPEN.clear(fd.as_raw_fd());
         fd

@@ -68,6 +68,13 @@ pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Er
     Ok(credentials)
 }
 
+/// The user of it alone, as the kernel counts it in this user namespace, whether that is mapped or not.
+pub(crate) fn peer_uid(socket: BorrowedFd<'_>) -> Result<u32, Errno> {
+    let mut credentials = libc::ucred { pid: 0, uid: UNMAPPED, gid: UNMAPPED };
+    socket_option(socket, libc::SO_PEERCRED, &mut credentials)?;
+    Ok(credentials.uid)
+}
+
 /// No user and no group: `(uid_t) -1`, which nobody can have.
 pub(crate) const UNMAPPED: u32 = u32::MAX;
 

@@ -127,7 +127,7 @@ impl Inlet {
             return Err(Error::AccessDenied { name: name.to_string(), detail });
         }
         let greeter = Greeter { socket: &socket, name: name.as_str(), kind, start: Instant::now(), timeout };
-        greeter.say(&Message::Hello { generation, device: device.info().id, kind })?;
+        greeter.hello(&Message::Hello { generation, device: device.info().id, kind })?;
         let mut welcome = greeter.welcome(device, &peer)?;
         match greeter.settle(device, &mut welcome) {
             Ok(regions) => Inlet::assemble(welcome, regions, name, device, bell, socket, peer, watcher, orphan_timeout),

@@ -1,23 +1,37 @@
 //! A file of a FUSE file system whose server does not answer. **This module is marked for unsafe**: it mounts.
 //!
 //! Whoever asks such a file anything (`fstat`, `fstatfs`, `poll`, `ioctl`, a read) waits until the connection ends, which
-//! it does with the last descriptor of `/dev/fuse`: this one's, or when the process is killed.
+//! it does with the last descriptor of `/dev/fuse`. A process of its own has that, and ends after two minutes at the latest:
+//! this one could not be killed while it waits in a `close` for itself.
 
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::fs::{CWD, Mode, OFlags};
+
+use super::stage::Guarded;
 
 /// The opcodes that are answered: `linux/fuse.h`.
 const INIT: u32 = 26;
 const OPEN: u32 = 14;
 
-/// A silent server's file, opened as often as it is asked for.
+/// Whether `close` of a file asks the server, too, and waits for it.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Closing {
+    Returns,
+    Hangs,
+}
+
+/// A silent server's file.
 pub(super) struct Silent {
-    device: File,
+    /// Until the server is silent.
+    device: Option<File>,
+    /// Has the connection.
+    _guardian: Guarded,
     path: PathBuf,
 }
 
@@ -30,10 +44,12 @@ impl Silent {
         let device = File::options().read(true).write(true).open("/dev/fuse");
         let mounted = device.and_then(|device| {
             File::create(&path)?;
-            mount(&device, &path).map(|()| device)
+            let guardian = Command::new("sleep").arg("120").stdin(device.try_clone()?).stdout(Stdio::null()).spawn();
+            let guardian = Guarded(guardian?);
+            mount(&device, &path).map(|()| (device, guardian))
         });
         match mounted {
-            Ok(device) => Some(Silent { device, path }),
+            Ok((device, guardian)) => Some(Silent { device: Some(device), _guardian: guardian, path }),
             Err(error) => {
                 let _ = std::fs::remove_file(&path);
                 println!("skipped: no FUSE file system can be mounted here: {error}");
@@ -42,18 +58,22 @@ impl Silent {
         }
     }
 
-    /// A descriptor of it. From then on the server is silent, and the file has no name. To close one asks nobody.
-    pub(super) fn open(&self) -> OwnedFd {
+    /// `count` descriptors of it. From then on the server is silent, and the file has no name.
+    pub(super) fn open(&mut self, count: usize, closing: Closing) -> Vec<OwnedFd> {
+        let device = self.device.take().unwrap();
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         let open = || rustix::fs::openat(CWD, &self.path, flags, Mode::empty()).unwrap();
         std::thread::scope(|scope| {
-            let server = scope.spawn(|| self.serve());
-            let file = open();
-            // At a `close` it is asked once, and not again: it does not know what it is asked.
-            drop(open());
+            let opens = count + usize::from(closing == Closing::Returns);
+            let server = scope.spawn(move || serve(&device, opens, closing));
+            let files = (0..count).map(|_| open()).collect();
+            if closing == Closing::Returns {
+                // At a `close` it is asked once, and not again: it does not know what it is asked.
+                drop(open());
+            }
             server.join().unwrap();
             self.unmount();
-            file
+            files
         })
     }
 
@@ -61,29 +81,6 @@ impl Silent {
     pub(super) fn locate(&self) -> OwnedFd {
         let flags = OFlags::PATH | OFlags::CLOEXEC;
         rustix::fs::openat(CWD, &self.path, flags, Mode::empty()).unwrap()
-    }
-
-    /// Answers until it is asked what it does not know.
-    fn serve(&self) {
-        let (mut request, mut knows) = (vec![0; 1 << 17], true);
-        while knows {
-            let length = (&self.device).read(&mut request).unwrap();
-            assert!(length >= 40);
-            let word = |at: usize| u32::from_le_bytes(request[at..at + 4].try_into().unwrap());
-            let (error, body) = match word(4) {
-                INIT => (0, init()),
-                OPEN => (0, vec![0; 16]),
-                _ => {
-                    knows = false;
-                    (-libc::ENOSYS, vec![])
-                }
-            };
-            let mut answer = (16 + body.len() as u32).to_le_bytes().to_vec();
-            answer.extend(error.to_le_bytes());
-            answer.extend(&request[8..16]);
-            answer.extend(body);
-            (&self.device).write_all(&answer).unwrap();
-        }
     }
 
     /// Files that are open stay so.
@@ -101,6 +98,32 @@ impl Silent {
 impl Drop for Silent {
     fn drop(&mut self) {
         self.unmount();
+    }
+}
+
+/// Answers until it has been opened so often, and, where `close` returns, asked what it does not know.
+fn serve(mut device: &File, mut opens: usize, closing: Closing) {
+    let (mut request, mut closes) = (vec![0; 1 << 17], usize::from(closing == Closing::Returns));
+    while opens + closes > 0 {
+        let length = device.read(&mut request).unwrap();
+        assert!(length >= 40);
+        let word = |at: usize| u32::from_le_bytes(request[at..at + 4].try_into().unwrap());
+        let (error, body) = match word(4) {
+            INIT => (0, init()),
+            OPEN => {
+                opens -= 1;
+                (0, vec![0; 16])
+            }
+            _ => {
+                closes = 0;
+                (-libc::ENOSYS, vec![])
+            }
+        };
+        let mut answer = (16 + body.len() as u32).to_le_bytes().to_vec();
+        answer.extend(error.to_le_bytes());
+        answer.extend(&request[8..16]);
+        answer.extend(body);
+        device.write_all(&answer).unwrap();
     }
 }
 

@@ -75,7 +75,7 @@ fn welcomed(scratch: &Scratch) -> (OwnedFd, OwnedFd) {
     send_raw(&socket, &packet(&hello()), &[]).unwrap();
     let Received::Message(Message::Welcome { regions, .. }, mut fds) = hear(&socket) else { panic!("no welcome") };
     (0..regions).for_each(|_| assert!(matches!(hear(&socket), Received::Message(Message::Region { .. }, _))));
-    (socket, fds.swap_remove(0).accept().into_owned())
+    (socket, fds.swap_remove(0).accept().release())
 }
 
 #[test]

@@ -19,20 +19,20 @@ use super::stage::{
 };
 use super::subscriber_handshake::{Offer, meet};
 use crate::link::PeerState;
-use crate::link::closer::{THREADS_MAX, pending_closes};
+use crate::link::closer::{LANE_THREADS, pending_closes};
 use crate::link::message::{Message, Received};
 use crate::os::IS_OLD_KERNEL;
 use crate::rendezvous::{Address, Admission, Answer, Caller, Desk, Ending, Keep, Keeper, Kind, Refusal, Visitor};
 use crate::{Device, Error, Publisher, Subscriber};
 
 /// A TCP socket with `SO_LINGER` and data that nobody reads: its last `close` returns when this is dropped.
-struct Lingering {
+pub(super) struct Lingering {
     socket: Option<OwnedFd>,
     _reader: TcpStream,
 }
 
 impl Lingering {
-    fn new() -> Lingering {
+    pub(super) fn new() -> Lingering {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         // Its connections take no more than this in, however long they are given.
         rustix::net::sockopt::set_socket_recv_buffer_size(&listener, 1024).unwrap();
@@ -86,7 +86,7 @@ fn on_both_kernels(test: &str, body: impl Fn()) {
 }
 
 /// Sends a lingering descriptor with a packet. Whether it came through: a kernel may refuse it.
-fn throw(socket: impl AsFd, bytes: &[u8], thrown: &mut Vec<Lingering>) -> bool {
+pub(super) fn throw(socket: impl AsFd, bytes: &[u8], thrown: &mut Vec<Lingering>) -> bool {
     let mut lingering = Lingering::new();
     let sent = send_raw(socket, bytes, &[lingering.fd()]);
     assert!(matches!(sent, Ok(()) | Err(Errno::PERM | Errno::PIPE | Errno::CONNRESET)), "{sent:?}");
@@ -370,7 +370,7 @@ fn more_lingering_descriptors_than_threads_wait_and_are_closed_in_the_end() {
         // Of some of them this test has the last copy: its threads hang then.
         eventually("more hang than there are threads for", || {
             assert!(throw(scratch.connection(), b"nonsense", &mut thrown));
-            pending_closes() > THREADS_MAX
+            pending_closes() > LANE_THREADS
         });
         assert_all_goes_on(victim, &scratch, &publisher, &mut good);
         thrown.clear();

@@ -3,6 +3,7 @@
 //! Each test checks the type of the error, that nothing was lost or left, and that both sides still work.
 
 mod children;
+mod crowd;
 mod files;
 mod fuse;
 mod fuzz;

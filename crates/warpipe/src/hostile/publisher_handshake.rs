@@ -261,7 +261,7 @@ fn a_limit_of_one_admits_one_of_many_that_come_at_once() {
 fn a_link_whose_descriptors_nobody_reads_keeps_its_place_until_they_are_in_flight_no_more() {
     use rustix::event::{PollFd, PollFlags, poll};
     let scratch = Scratch::new();
-    let publisher = scratch.publisher(|it| it.subscribers_max(2).handshake_timeout(Duration::from_millis(200)));
+    let publisher = scratch.publisher(|it| it.subscribers_max(2).handshake_timeout(Duration::from_secs(2)));
     let crowd: Vec<OwnedFd> = (0..2).map(|_| scratch.connection()).collect();
     crowd.iter().for_each(|socket| send_raw(socket, &packet(&hello()), &[]).unwrap());
     for socket in &crowd {

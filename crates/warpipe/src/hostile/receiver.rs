@@ -42,7 +42,7 @@ impl Liar {
                 other => panic!("{other:?}"),
             }
         }
-        Liar { socket, words, fds: fds.into_iter().map(|fd| fd.accept().into_owned()).collect() }
+        Liar { socket, words, fds: fds.into_iter().map(|fd| fd.accept().release()).collect() }
     }
 
     /// The segment's inode.

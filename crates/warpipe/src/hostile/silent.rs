@@ -1,22 +1,26 @@
 //! Descriptors of a file system that does not answer: they hold up nobody, since nobody asks it.
 //!
-//! What fails here hangs: on a thread of its own, which the end of the process takes along.
+//! **This module is marked for unsafe**: it forks. What fails here hangs: on a thread of its own, which the end of the process takes along.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::pipe::PipeFlags;
 use rustix::process::PidfdFlags;
 
-use super::fuse::Silent;
+use super::fuse::{Closing, Silent};
 use super::lingering::{Open, Quick, Victim, assert_all_goes_on, misled, returns, victim};
 use super::publisher_handshake::hello;
-use super::stage::{LONG, SIZE_SEALS, Scratch, alone, hear, memfd, name, packet, pipe, role, send_raw, stream};
+use super::stage::{
+    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, memfd, name, packet, pipe, role, send_raw,
+    stream,
+};
 use super::subscriber_handshake::{Offer, meet};
 use crate::backend::{Access, DeviceId};
 use crate::fork::PrivateFd;
-use crate::link::closer::PeerFd;
-use crate::link::message::{Message, Received};
+use crate::link::closer::{PeerFd, pending_closes};
+use crate::link::message::{Message, Received, wait_readable};
 use crate::link::peer::Process;
 use crate::link::wake::Wake;
 use crate::memory::board::Board;
@@ -27,9 +31,9 @@ use crate::{Device, Subscriber};
 
 /// Two descriptors of such a file: opened, and merely located.
 fn silent() -> Option<(Silent, [OwnedFd; 2])> {
-    let silent = Silent::new()?;
+    let mut silent = Silent::new()?;
     let located = silent.locate();
-    let opened = silent.open();
+    let opened = silent.open(1, Closing::Returns).remove(0);
     Some((silent, [opened, located]))
 }
 
@@ -181,7 +185,7 @@ fn visited(fds: Vec<OwnedFd>) -> crate::Result<()> {
     let claim = scratch.domain.claim(&name(), false)?;
     std::thread::scope(|scope| {
         let keeper = scope.spawn(|| {
-            assert!(crate::link::message::wait_readable(claim.listener.as_fd(), LONG));
+            assert!(wait_readable(claim.listener.as_fd(), LONG));
             let socket = rustix::net::accept(&claim.listener).unwrap();
             assert!(matches!(hear(&socket), Received::Message(Message::Visit { .. }, _)));
             let granted = Message::Granted { generation: [7; 16], body: vec![], fds: fds.len() as u8 - 2 };
@@ -212,5 +216,44 @@ fn files_that_do_not_answer_hold_no_visitor_up() {
         }
         assert_all_goes_on(victim, &scratch, &publisher, &mut good);
         silent.abort();
+    });
+}
+
+#[test]
+fn a_process_forks_while_many_files_cannot_be_closed() {
+    const LIFELINES: usize = 20;
+    alone(module_path!(), "a_process_forks_while_many_files_cannot_be_closed", || {
+        let Some(mut silent) = Silent::new() else { return };
+        let mut files = silent.open(1, Closing::Hangs);
+        let file = files.remove(0);
+        let scratch = Scratch::new();
+        let publisher = scratch.publisher(|it| it);
+        let mut good = scratch.subscriber();
+        for _ in 0..LIFELINES {
+            let socket = scratch.connection();
+            send_raw(&socket, &packet(&hello()), &[file.as_fd(), file.as_fd()]).unwrap();
+            assert!(matches!(hear(&socket), Received::Message(Message::Refused { .. }, _)));
+        }
+        eventually("all of them wait", || pending_closes() == 2 * LIFELINES);
+        let (told, tells) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).unwrap();
+        let child = returns("fork", move || {
+            // SAFETY: the child makes system calls alone.
+            match unsafe { libc::fork() } {
+                0 => {
+                    let _ = rustix::io::write(&tells, b"x");
+                    // SAFETY: ends the process, or waits, as it has those files, for the end of the connection.
+                    unsafe { libc::_exit(0) }
+                }
+                child => child,
+            }
+        });
+        assert!(wait_readable(told.as_fd(), LONG), "the child is there");
+        assert_eq!(rustix::io::read(&told, &mut [0; 2]), Ok(1));
+        assert_delivers(&publisher, &mut good, b"and so is its parent");
+        silent.abort();
+        // SAFETY: waits for a child of this process.
+        assert_eq!(unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) }, child);
+        eventually("what hung is closed", || pending_closes() == 0);
+        drop(file);
     });
 }

@@ -35,7 +35,7 @@ impl Offer {
         let (segment, segment_fd) = Segment::create(&Device::host(), depth, generation).unwrap();
         let (wake, their_wake) = Wake::pair().unwrap();
         let device = DeviceId { kind: DeviceKind::Host, uuid: [0; 16] };
-        let fds = vec![segment_fd.into_owned(), their_wake.into_owned()];
+        let fds = vec![segment_fd.release(), their_wake.release()];
         Offer { generation, device, depth, lossless: true, regions: 0, fds, segment: Arc::new(segment), wake }
     }
 

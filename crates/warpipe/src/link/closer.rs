@@ -9,23 +9,42 @@
 //! * [`message::receive`](super::message::receive) looks with `MSG_PEEK` first and consumes only what drops nothing.
 //! * A [`PeerSocket`] is closed here and now if nothing is unread in it, and nothing can come any more; else by a thread
 //!   of this module, which may hang. A [`PeerFd`] is closed by such a thread unless it was [approved](PeerFd::approve).
+//! * A forked child closes its copy only of what asks nobody at a `close` that is not the last one, as a file on FUSE does.
 //!
-//! Up to [`THREADS_MAX`] threads may hang at once; what comes then waits for one of them, and its owner does not.
+//! Each user's descriptors wait in a lane, with up to [`LANE_THREADS`] threads that may hang at once: what one user sends
+//! delays nobody else's. Who has sent more than [`pending_max`] that do not come to an end is [refused](overdrawn).
 
-use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rustix::fs::{FileType, OFlags};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, ReturnFlags, Shutdown};
+use rustix::net::{AddressFamily, RecvFlags, ReturnFlags, Shutdown, sockopt};
 
 use super::message::FIRST_BRINGS_DESCRIPTORS;
-use crate::fork::{self, Home, PrivateFd};
+use super::peer::Peer;
+use crate::fork::{self, Home, PrivateFd, Section};
+use crate::os;
 
-/// The most threads that may hang in `close`.
-pub(crate) const THREADS_MAX: usize = 16;
+/// The most threads of one lane that may hang in `close`.
+pub(crate) const LANE_THREADS: usize = 4;
+
+/// Lanes: one for what is this library's own, one for peers of this user, the others for all other users.
+const LANES: usize = 16;
+const OWN_LANE: usize = 0;
+const USER_LANE: usize = 1;
+
+/// The most descriptors of peers of this user that may wait to be closed before newcomers are refused.
+const PENDING_MAX: usize = 256;
+
+/// The same of each other user.
+pub(crate) const PENDING_OF_OTHERS_MAX: usize = 64;
+
+/// How long a lane closes nothing before it counts as stuck: many that wait for a moment are nothing.
+const STUCK_AFTER: Duration = Duration::from_secs(1);
 
 /// How long a thread waits for more before it ends: long enough for the sockets of one peer, short beside a process.
 const IDLE_MAX: Duration = Duration::from_millis(100);
@@ -58,7 +77,7 @@ impl Drop for PeerSocket {
         let Some(fd) = self.fd.take() else { return };
         // In a forked child the connection is the parent's.
         if self.home.is_here() && !end(fd.as_fd()) {
-            hand_over(fd);
+            hand_over(peer_of(fd.as_fd()), Held::Private(fd));
         }
     }
 }
@@ -71,14 +90,51 @@ pub(crate) struct Listener {
     fd: Option<PrivateFd>,
     /// Where the kernel cannot keep them out, they may lie in connections that nobody has accepted.
     lets_descriptors_in: bool,
+    /// It lets none in, for the time being.
+    is_wary: AtomicBool,
     home: Home,
 }
 
 impl Listener {
     /// Before it listens.
     pub(crate) fn new(fd: PrivateFd) -> Listener {
-        let lets_descriptors_in = FIRST_BRINGS_DESCRIPTORS || !crate::os::let_descriptors_in(fd.as_fd(), false);
-        Listener { fd: Some(fd), lets_descriptors_in, home: Home::here() }
+        let lets_descriptors_in = FIRST_BRINGS_DESCRIPTORS || !os::let_descriptors_in(fd.as_fd(), false);
+        Listener { fd: Some(fd), lets_descriptors_in, is_wary: AtomicBool::new(false), home: Home::here() }
+    }
+
+    /// With each tick. While the descriptors of some user are [too many](overdrawn), none come in (Linux 6.16) before it has
+    /// been [seen](Self::screen) whose they are.
+    pub(crate) fn look(&self) {
+        self.beware(is_anybody_overdrawn());
+    }
+
+    fn beware(&self, is_wary: bool) {
+        if self.is_wary.swap(is_wary, Relaxed) != is_wary {
+            os::let_descriptors_in(self.as_fd(), FIRST_BRINGS_DESCRIPTORS && !is_wary);
+        }
+    }
+
+    /// Lets in who connected, or says why not, and whether that is for ever.
+    pub(crate) fn screen(
+        &self,
+        socket: BorrowedFd<'_>,
+        peer: &Peer,
+        is_admitted: impl FnOnce() -> bool,
+    ) -> Result<(), (bool, String)> {
+        let overdrawn = overdrawn(peer.uid);
+        if overdrawn.is_some() {
+            self.beware(true);
+        }
+        if !is_admitted() {
+            return Err((true, format!("uid {} is not on its list", peer.uid)));
+        }
+        if let Some(count) = overdrawn {
+            return Err((false, format!("{count} descriptors that uid {} sent cannot be closed", peer.uid)));
+        }
+        if self.is_wary.load(Relaxed) {
+            os::let_descriptors_in(socket, FIRST_BRINGS_DESCRIPTORS);
+        }
+        Ok(())
     }
 }
 
@@ -95,7 +151,7 @@ impl Drop for Listener {
             && self.lets_descriptors_in
         {
             let _ = rustix::net::shutdown(&fd, Shutdown::Both);
-            hand_over(fd);
+            hand_over(None, Held::Private(fd));
         }
     }
 }
@@ -104,18 +160,37 @@ impl Drop for Listener {
 #[derive(Debug)]
 pub(crate) struct PeerFd {
     /// `None` only while dropping.
-    fd: Option<PrivateFd>,
+    fd: Option<Held>,
+    /// Its sender's user, if that is known.
+    uid: Option<u32>,
     is_approved: AtomicBool,
     home: Home,
 }
 
+#[derive(Debug)]
+enum Held {
+    /// Of a kind that a forked child closes.
+    Private(PrivateFd),
+    /// Of another one, for which a child would wait.
+    Loose(OwnedFd),
+}
+
 impl From<PrivateFd> for PeerFd {
     fn from(fd: PrivateFd) -> PeerFd {
-        PeerFd { fd: Some(fd), is_approved: AtomicBool::new(false), home: Home::here() }
+        PeerFd { fd: Some(Held::Private(fd)), uid: None, is_approved: AtomicBool::new(false), home: Home::here() }
     }
 }
 
 impl PeerFd {
+    /// One that came in this section, from a peer of that user.
+    pub(crate) fn received(section: &Section, fd: OwnedFd, uid: Option<u32>) -> PeerFd {
+        let held = match closes_at_once_elsewhere(fd.as_fd()) {
+            true => Held::Private(section.adopt_from_peer(fd)),
+            false => Held::Loose(fd),
+        };
+        PeerFd { fd: Some(held), uid, is_approved: AtomicBool::new(false), home: Home::here() }
+    }
+
     /// It is of a kind whose `close` does not block (a memfd, a pidfd, memory of a device): it needs no thread for that.
     pub(crate) fn approve(&self) {
         self.is_approved.store(true, Relaxed);
@@ -123,24 +198,42 @@ impl PeerFd {
 
     /// The same, to keep it.
     pub(crate) fn accept(mut self) -> PrivateFd {
-        self.fd.take().expect("present until dropped")
+        match self.fd.take().expect("present until dropped") {
+            Held::Private(fd) => fd,
+            Held::Loose(fd) => Section::enter().adopt_from_peer(fd),
+        }
     }
 }
 
 impl AsFd for PeerFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_ref().expect("present until dropped").as_fd()
+        match self.fd.as_ref().expect("present until dropped") {
+            Held::Private(fd) => fd.as_fd(),
+            Held::Loose(fd) => fd.as_fd(),
+        }
     }
 }
 
 impl Drop for PeerFd {
     fn drop(&mut self) {
-        if let Some(fd) = self.fd.take()
-            && self.home.is_here()
-            && !self.is_approved.load(Relaxed)
-        {
-            hand_over(fd);
+        match self.fd.take() {
+            Some(held) if self.home.is_here() && !self.is_approved.load(Relaxed) => hand_over(self.uid, held),
+            // It is the parent's.
+            Some(Held::Loose(fd)) if !self.home.is_here() => std::mem::forget(fd),
+            _ => {}
         }
+    }
+}
+
+/// Whether `close` of a copy that is not the last one returns at once. Asks no file system, and waits for nobody.
+fn closes_at_once_elsewhere(fd: BorrowedFd<'_>) -> bool {
+    let Ok(kind) = os::kind_of(fd) else { return false };
+    match kind.file {
+        _ if kind.flags.contains(OFlags::PATH) => true,
+        FileType::Fifo | FileType::CharacterDevice | FileType::Unknown => true,
+        FileType::Socket => sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX),
+        FileType::RegularFile => rustix::fs::fcntl_get_seals(fd).is_ok(),
+        _ => false,
     }
 }
 
@@ -172,45 +265,117 @@ pub(super) fn peek(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<(usize, R
     Ok((got.bytes, got.flags))
 }
 
-/// Leaves it to a thread to close this.
-pub(crate) fn hand_over(fd: PrivateFd) {
+/// The user at the other end of a socket.
+pub(super) fn peer_of(socket: BorrowedFd<'_>) -> Option<u32> {
+    os::peer_uid(socket).ok()
+}
+
+/// Leaves it to a thread to close this, which a peer of that user has sent; `None` of what is this library's own.
+fn hand_over(uid: Option<u32>, fd: Held) {
     let closer = Closer::of_process();
     let mut state = closer.lock();
-    state.waiting.push_back(fd);
-    if state.waiting.len() <= state.idle {
-        return closer.wanted.notify_one();
+    let lane = lane_of(uid);
+    uid.into_iter().for_each(|uid| *state.pending.entry(uid).or_default() += 1);
+    let it = &mut state.lanes[lane];
+    if it.closing == 0 && it.waiting.is_empty() {
+        it.moved = Some(Instant::now());
+    }
+    it.waiting.push_back((uid, fd));
+    if it.waiting.len() <= it.idle {
+        return closer.wanted[lane].notify_one();
     }
     // Without a thread, for want of memory say, the next that is handed over tries again.
-    if state.threads < THREADS_MAX {
+    if it.threads < LANE_THREADS {
         let runner = closer.clone();
-        let spawned = std::thread::Builder::new().name("warpipe-closer".into()).spawn(move || runner.run());
-        state.threads += usize::from(spawned.is_ok());
+        let spawned = std::thread::Builder::new().name("warpipe-closer".into()).spawn(move || runner.run(lane));
+        it.threads += usize::from(spawned.is_ok());
     }
+}
+
+fn lane_of(uid: Option<u32>) -> usize {
+    match uid {
+        None => OWN_LANE,
+        Some(uid) if is_own(uid) => USER_LANE,
+        Some(uid) => USER_LANE + 1 + uid as usize % (LANES - USER_LANE - 1),
+    }
+}
+
+fn is_own(uid: u32) -> bool {
+    uid == rustix::process::geteuid().as_raw()
+}
+
+fn pending_max(uid: u32) -> usize {
+    if is_own(uid) { PENDING_MAX } else { PENDING_OF_OTHERS_MAX }
+}
+
+/// How many of that user's descriptors cannot be closed, if these are too many for a newcomer of that user.
+pub(crate) fn overdrawn(uid: u32) -> Option<usize> {
+    Closer::of_process().lock().overdrawn(uid)
+}
+
+/// Whether there is such a user.
+pub(crate) fn is_anybody_overdrawn() -> bool {
+    let closer = Closer::of_process();
+    let state = closer.lock();
+    state.pending.keys().any(|&uid| state.overdrawn(uid).is_some())
 }
 
 /// Descriptors from peers whose `close` has not returned. A few for a moment are nothing; a number that stays is a peer
 /// that sends what takes long to close (a socket that lingers, a file on FUSE), and costs this process a descriptor
-/// each, and a thread for each of the first 16.
+/// each, and a thread for each of the first 4 of a user. From 64 of another user on (256 of this one), newcomers of that
+/// user are refused.
 pub fn pending_closes() -> usize {
     let closer = Closer::of_process();
     let state = closer.lock();
-    state.closing + state.waiting.len()
+    state.lanes.iter().map(|lane| lane.closing + lane.waiting.len()).sum()
 }
 
 #[derive(Default)]
 struct Closer {
     state: Mutex<State>,
-    wanted: Condvar,
+    wanted: [Condvar; LANES],
 }
 
 #[derive(Default)]
 struct State {
-    waiting: VecDeque<PrivateFd>,
+    lanes: [Lane; LANES],
+    /// Of each user.
+    pending: HashMap<u32, usize>,
+}
+
+#[derive(Default)]
+struct Lane {
+    waiting: VecDeque<(Option<u32>, Held)>,
     threads: usize,
     /// Those that wait for something to do.
     idle: usize,
     /// Those that are in `close`.
     closing: usize,
+    /// When it closed something last, or began to.
+    moved: Option<Instant>,
+}
+
+impl State {
+    fn overdrawn(&self, uid: u32) -> Option<usize> {
+        let count = self.pending.get(&uid).copied().filter(|&count| count >= pending_max(uid))?;
+        self.lanes[lane_of(Some(uid))].is_stuck().then_some(count)
+    }
+}
+
+impl Lane {
+    fn is_stuck(&self) -> bool {
+        self.moved.is_some_and(|moved| moved.elapsed() > STUCK_AFTER)
+    }
+}
+
+impl Held {
+    /// Of a lane that is stuck. A child that is forked meanwhile may have the last copy of what hangs, and keeps it.
+    fn loosened(self) -> Held {
+        match self {
+            Held::Private(fd) => Held::Loose(fd.release()),
+            loose => loose,
+        }
+    }
 }
 
 impl Closer {
@@ -233,25 +398,40 @@ impl Closer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn run(&self) {
+    fn run(&self, lane: usize) {
         let mut state = self.lock();
         loop {
-            if let Some(fd) = state.waiting.pop_front() {
-                state.closing += 1;
+            if let Some((uid, fd)) = state.lanes[lane].waiting.pop_front() {
+                state.lanes[lane].closing += 1;
+                let is_stuck = state.lanes[lane].is_stuck();
                 drop(state);
-                drop(fd);
+                drop(if is_stuck { fd.loosened() } else { fd });
                 state = self.lock();
-                state.closing -= 1;
+                let State { lanes, pending } = &mut *state;
+                lanes[lane].closing -= 1;
+                lanes[lane].moved = Some(Instant::now());
+                uid.into_iter().for_each(|uid| one_less(pending, uid));
                 continue;
             }
-            state.idle += 1;
-            let (woken, slept) = self.wanted.wait_timeout(state, IDLE_MAX).unwrap_or_else(PoisonError::into_inner);
+            state.lanes[lane].idle += 1;
+            let waited = self.wanted[lane].wait_timeout(state, IDLE_MAX);
+            let (woken, slept) = waited.unwrap_or_else(PoisonError::into_inner);
             state = woken;
-            state.idle -= 1;
-            if slept.timed_out() && state.waiting.is_empty() {
-                state.threads -= 1;
+            let it = &mut state.lanes[lane];
+            it.idle -= 1;
+            if slept.timed_out() && it.waiting.is_empty() {
+                it.threads -= 1;
                 return;
             }
+        }
+    }
+}
+
+fn one_less(pending: &mut HashMap<u32, usize>, uid: u32) {
+    if let Some(count) = pending.get_mut(&uid) {
+        *count -= 1;
+        if *count == 0 {
+            pending.remove(&uid);
         }
     }
 }

@@ -153,6 +153,17 @@ impl Books {
     }
 }
 
+/// Who of a crowd that says nothing makes way for a newcomer: the oldest of the user who has most of them there. Numbers,
+/// which grow, and users.
+pub(crate) fn makes_way(crowd: impl Iterator<Item = (u64, u32)>) -> Option<u64> {
+    let mut users: HashMap<u32, (usize, u64)> = HashMap::new();
+    for (id, uid) in crowd {
+        let (count, oldest) = users.entry(uid).or_insert((0, id));
+        (*count, *oldest) = (*count + 1, id.min(*oldest));
+    }
+    users.into_values().max_by_key(|&(count, oldest)| (count, u64::MAX - oldest)).map(|(_, oldest)| oldest)
+}
+
 fn one_less<K: Eq + std::hash::Hash>(counts: &mut HashMap<K, u32>, key: K) {
     if let Some(count) = counts.get_mut(&key) {
         *count -= 1;

@@ -7,6 +7,7 @@
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -15,7 +16,7 @@ use rustix::net::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::closer::{PeerFd, peek};
+use super::closer::{PeerFd, peek, peer_of};
 use super::limits::PeerLimit;
 use super::segment::VERSION;
 use crate::backend::{Access, DeviceId};
@@ -24,6 +25,7 @@ use crate::fork::Section;
 use crate::fork::lifeline::Lifeline;
 use crate::os::take_standard;
 use crate::rendezvous::Kind;
+use crate::stream::Backoff;
 
 /// The longest packet, frame included.
 pub(crate) const PACKET_BYTES_MAX: usize = 1024;
@@ -156,6 +158,26 @@ pub(crate) fn send(
     send_packet(socket, &packet, &fds)
 }
 
+/// Sends the first message of a connection, whose listener may let no descriptors in before it has seen who that is (see
+/// [`Listener::beware`](super::closer::Listener::beware)): then it is sent again until it has, or has said something, or
+/// `patience` is over.
+pub(crate) fn send_first(
+    socket: BorrowedFd<'_>,
+    message: &Message,
+    patience: Duration,
+) -> std::result::Result<(), Errno> {
+    let start = Instant::now();
+    let mut backoff = Backoff::default();
+    loop {
+        match send(socket, message, &[]) {
+            Err(Errno::PERM) if start.elapsed() < patience && !wait_readable(socket, Duration::ZERO) => backoff.pause(),
+            // The refusal that explains it may be waiting to be read.
+            Err(Errno::PIPE | Errno::CONNRESET | Errno::PERM) => return Ok(()),
+            other => return other,
+        }
+    }
+}
+
 /// The eight bytes before a message.
 fn frame(version: u16) -> [u8; FRAME_BYTES] {
     let [low, high] = version.to_le_bytes();
@@ -237,6 +259,7 @@ fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let uid = peer_of(socket);
     // The descriptors are made by the call.
     let section = Section::enter();
     let taken = take_standard();
@@ -246,7 +269,7 @@ fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<
         .drain()
         .filter_map(|message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None })
         .flatten()
-        .map(|fd| PeerFd::from(section.adopt_from_peer(fd)))
+        .map(|fd| PeerFd::received(&section, fd, uid))
         .collect();
     drop(taken);
     drop(section);
@@ -285,13 +308,13 @@ pub(crate) fn decode(packet: &[u8]) -> Result<Message, HandshakeFault> {
 }
 
 /// Waits until `socket` has something to read; false when `timeout` ran out.
-pub(crate) fn wait_readable(socket: BorrowedFd<'_>, timeout: std::time::Duration) -> bool {
+pub(crate) fn wait_readable(socket: BorrowedFd<'_>, timeout: Duration) -> bool {
     use rustix::event::{PollFd, PollFlags};
     let mut poll = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)];
     rustix::event::poll(&mut poll, Some(&timespec(timeout))).is_ok_and(|ready| ready > 0)
 }
 
-pub(crate) fn timespec(duration: std::time::Duration) -> rustix::event::Timespec {
+pub(crate) fn timespec(duration: Duration) -> rustix::event::Timespec {
     let tv_sec = i64::try_from(duration.as_secs()).unwrap_or(i64::MAX);
     rustix::event::Timespec { tv_sec, tv_nsec: i64::from(duration.subsec_nanos()) }
 }

@@ -15,7 +15,7 @@ use rustix::net::{
     SocketType, sockopt,
 };
 
-use super::closer::{PeerFd, PeerSocket, peek};
+use super::closer::{PeerFd, PeerSocket, peek, peer_of};
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::{PrivateFd, Section};
 use crate::os;
@@ -79,11 +79,12 @@ impl Wake {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SCM_MAX_FD))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let uid = peer_of(self.socket.as_fd());
         let section = Section::enter();
         let taken = os::take_standard();
         let _ = rustix::net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut [0u8; 8])], &mut ancillary, flags);
         let rights = |message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None };
-        let fds = ancillary.drain().filter_map(rights).flatten().map(|fd| PeerFd::from(section.adopt_from_peer(fd)));
+        let fds = ancillary.drain().filter_map(rights).flatten().map(|fd| PeerFd::received(&section, fd, uid));
         let unwanted: Vec<PeerFd> = fds.collect();
         drop(taken);
         drop(section);

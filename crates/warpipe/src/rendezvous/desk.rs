@@ -13,7 +13,7 @@ use crate::domain::Claim;
 use crate::error::{HandshakeFault, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::closer::{PeerFd, PeerSocket};
-use crate::link::limits::{Seat, Seats};
+use crate::link::limits::{Seat, Seats, makes_way};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::{ORPHAN_TIMEOUT, Peer, Process, Sign};
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
@@ -218,15 +218,17 @@ impl Desk {
             Ok(peer) => peer,
             Err(error) => return refuse(socket.as_fd(), false, error),
         };
-        if !self.admission.admits(peer.uid, peer.gid) {
-            return refuse(socket.as_fd(), true, format!("uid {} is not on its list", peer.uid));
+        if let Err((denied, reason)) =
+            self.claim.listener.screen(socket.as_fd(), &peer, || self.admission.admits(peer.uid, peer.gid))
+        {
+            return refuse(socket.as_fd(), denied, reason);
         }
         let mut guests = self.lock();
-        let mutes: Vec<u64> =
-            guests.iter().filter(|(_, g)| matches!(g.phase, Phase::Mute { .. })).map(|(id, _)| *id).collect();
+        let mutes = guests.iter().filter(|(_, guest)| matches!(guest.phase, Phase::Mute { .. }));
+        let mutes: Vec<(u64, u32)> = mutes.map(|(id, guest)| (*id, guest.peer.uid)).collect();
         if mutes.len() >= MUTES_MAX {
             // Who says nothing makes way for who may: a crowd of mutes keeps nobody out.
-            let mute = mutes.iter().min().and_then(|oldest| guests.remove(oldest));
+            let mute = makes_way(mutes.into_iter()).and_then(|oldest| guests.remove(&oldest));
             mute.into_iter().for_each(|mute| refuse(mute.socket.as_fd(), false, "too many connect and say nothing"));
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
@@ -470,6 +472,7 @@ impl Watched for Desk {
         let is_late = |guest: &Guest| matches!(guest.phase, Phase::Mute { since } if since.elapsed() > MUTE_TIMEOUT);
         self.lock().retain(|_, guest| !is_late(guest));
         self.seats.settle();
+        self.claim.listener.look();
         self.keep.tick(self, now_ns);
     }
 }

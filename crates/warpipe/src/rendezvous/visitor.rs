@@ -108,7 +108,8 @@ impl Call {
             return Err(Error::AccessDenied { name, detail });
         }
         let hello = Message::Visit { generation: new_generation(), device, kind, body: body.to_vec() };
-        say(&socket, &hello, &name)?;
+        message::send_first(socket.as_fd(), &hello, ANSWER_TIMEOUT)
+            .map_err(|error| Error::os("sendmsg", format!("the handshake with {name:?}"), error))?;
         Ok(Call { socket, peer, name, kind, watcher })
     }
 
@@ -462,14 +463,6 @@ impl Watched for Inner {
             _ => self.on_socket(),
         }
     }
-}
-
-fn say(socket: &PeerSocket, message: &Message, name: &str) -> Result<()> {
-    message::send(socket.as_fd(), message, &[]).or_else(|error| match error {
-        // The refusal that explains it may be waiting to be read.
-        Errno::PIPE | Errno::CONNRESET => Ok(()),
-        other => Err(Error::os("sendmsg", format!("the handshake with {name:?}"), other)),
-    })
 }
 
 /// Takes in what a domain told of arrivals, so that the next one wakes again.

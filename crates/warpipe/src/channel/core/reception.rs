@@ -5,6 +5,7 @@ use super::*;
 use crate::backend::DeviceId;
 use crate::fork::PrivateFd;
 use crate::link::entry::Completion;
+use crate::link::limits::makes_way;
 use crate::link::ring;
 use crate::link::segment::OpenError;
 use crate::link::segment::Segment;
@@ -46,14 +47,16 @@ impl Core {
             Ok(peer) => peer,
             Err(error) => return refuse(&socket, false, error),
         };
-        if !self.options.admits(peer.uid, peer.gid) {
-            return refuse(&socket, true, format!("uid {} is not on its list", peer.uid));
+        if let Err((denied, reason)) =
+            self.claim.listener.screen(socket.as_fd(), &peer, || self.options.admits(peer.uid, peer.gid))
+        {
+            return refuse(&socket, denied, reason);
         }
         let mut greetings = self.greetings.lock().unwrap_or_else(PoisonError::into_inner);
         if greetings.len() >= GREETINGS_MAX {
             // Who says nothing makes way for who may: a crowd of mutes keeps nobody out.
-            let oldest = greetings.keys().min().copied();
-            oldest
+            let crowd = greetings.iter().map(|(id, greeting)| (*id, greeting.peer.uid));
+            makes_way(crowd)
                 .and_then(|id| greetings.remove(&id))
                 .into_iter()
                 .for_each(|mute| refuse(&mute.socket, false, CROWDED));
@@ -400,6 +403,7 @@ impl Watched for Core {
 
     fn on_tick(&self, now_ns: u64) {
         self.seats.settle();
+        self.claim.listener.look();
         self.listen_again();
         let late = |since: Instant| since.elapsed() > self.options.handshake_timeout;
         self.greetings.lock().unwrap_or_else(PoisonError::into_inner).retain(|_, greeting| !late(greeting.since));

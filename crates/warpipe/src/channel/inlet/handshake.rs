@@ -51,7 +51,12 @@ impl Greeter<'_> {
         Error::Handshake { name: self.name.to_string(), fault }
     }
 
-    pub(super) fn say(&self, message: &Message) -> Result<()> {
+    pub(super) fn hello(&self, message: &Message) -> Result<()> {
+        let said = message::send_first(self.socket.as_fd(), message, self.timeout.saturating_sub(self.start.elapsed()));
+        said.map_err(|error| Error::os("sendmsg", format!("the handshake with {:?}", self.name), error))
+    }
+
+    fn say(&self, message: &Message) -> Result<()> {
         message::send(self.socket.as_fd(), message, &[]).or_else(|error| match error {
             // The refusal that explains it may be waiting to be read.
             rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET => Ok(()),

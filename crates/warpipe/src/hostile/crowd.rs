@@ -1,0 +1,135 @@
+//! Users who send what cannot be closed, or come in crowds and say nothing: it costs them their own places, and nobody
+//! else's. **This module is marked for unsafe**: it gives threads other users.
+
+use std::fs::Permissions;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::lingering::{Lingering, throw};
+use super::publisher_handshake::hello;
+use super::stage::{LONG, Scratch, alone, assert_delivers, eventually, hear, packet, send_raw, settled_descriptors};
+use crate::link::closer::{LANE_THREADS, PENDING_OF_OTHERS_MAX, pending_closes};
+use crate::link::limits::makes_way;
+use crate::link::message::{Message, Received};
+use crate::{Device, Domain, Error, HandshakeFault, Publisher, Subscriber};
+
+/// Two users in lanes of their own.
+const BAD: u32 = 60_001;
+const GOOD: u32 = 60_002;
+
+/// Runs `work` on a thread of another user: what connects there connects as that. No other thread is asked, for it may
+/// hang: so the system call itself, and not the library's, which changes all of them.
+fn as_user<T: Send>(uid: u32, work: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| {
+        let user = scope.spawn(|| {
+            // SAFETY: a plain system call that changes this thread alone, which ends soon.
+            assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, -1, uid, -1) }, 0);
+            work()
+        });
+        user.join().unwrap()
+    })
+}
+
+fn open_to_both() -> (Scratch, Publisher) {
+    let scratch = Scratch::new();
+    std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
+    let publisher = scratch.publisher(|it| it.allow_uids(&[BAD, GOOD]));
+    (scratch, publisher)
+}
+
+fn subscribe(scratch: &Scratch) -> crate::Result<Subscriber> {
+    let domain = Domain::of_user(&scratch.path, 0)?;
+    Subscriber::builder("a").domain(&domain).device(&Device::host()).handshake_timeout(LONG).build()
+}
+
+/// Sends the read end of a pipe where none is due. The pipe's other end.
+fn send_pipe(scratch: &Scratch) -> OwnedFd {
+    let (end, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+    send_raw(scratch.connection(), b"nonsense", &[end.as_fd()]).unwrap();
+    writer
+}
+
+fn is_closed(writer: &OwnedFd) -> bool {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut [PollFd::new(writer, PollFlags::empty())], Some(&now)).unwrap() == 1
+}
+
+#[test]
+fn what_one_user_sends_and_nobody_can_close_costs_no_other_user_anything() {
+    alone(module_path!(), "what_one_user_sends_and_nobody_can_close_costs_no_other_user_anything", || {
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: only root can become another user");
+        }
+        let (scratch, publisher) = open_to_both();
+        let mut thrown: Vec<Lingering> = Vec::new();
+        as_user(BAD, || {
+            eventually("it hangs in every thread that it can have", || {
+                throw(scratch.connection(), b"nonsense", &mut thrown);
+                pending_closes() > 4 * LANE_THREADS
+            });
+        });
+        let [good, own] = [as_user(GOOD, || send_pipe(&scratch)), send_pipe(&scratch)];
+        eventually("others' descriptors are closed", || is_closed(&good) && is_closed(&own));
+        as_user(BAD, || {
+            eventually("it is refused", || {
+                let socket = scratch.connection();
+                throw(&socket, b"nonsense", &mut thrown);
+                matches!(hear(&socket), Received::Message(Message::Refused { denied: false, text }, _)
+                    if text.contains(&format!("that uid {BAD} sent cannot be closed")))
+            });
+            assert!(pending_closes() >= PENDING_OF_OTHERS_MAX);
+            let error = subscribe(&scratch).map(drop).unwrap_err();
+            assert!(matches!(error, Error::Handshake { fault: HandshakeFault::Refused(_), .. }), "{error}");
+        });
+        if crate::os::let_descriptors_in(scratch.connection().as_fd(), true) {
+            let before = settled_descriptors();
+            // What it sends from now on does not even come.
+            as_user(BAD, || {
+                for _ in 0..50 {
+                    throw(scratch.connection(), b"nonsense", &mut Vec::new());
+                }
+            });
+            eventually("nothing of it is kept", || settled_descriptors() <= before);
+        }
+        assert_delivers(&publisher, &mut as_user(GOOD, || subscribe(&scratch)).unwrap(), b"to another user");
+        assert_delivers(&publisher, &mut scratch.subscriber(), b"and to its own");
+        thrown.clear();
+        eventually("what hung is closed", || pending_closes() == 0);
+        eventually("it may come again", || as_user(BAD, || subscribe(&scratch)).is_ok());
+    });
+}
+
+#[test]
+fn a_crowd_that_says_nothing_makes_way_by_itself() {
+    alone(module_path!(), "a_crowd_that_says_nothing_makes_way_by_itself", || {
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: only root can become another user");
+        }
+        let scratch = Scratch::new();
+        std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
+        let _publisher = scratch.publisher(|it| it.allow_uids(&[BAD]).handshake_timeout(10 * LONG));
+        // It was there first, and takes its time.
+        let slow = scratch.connection();
+        let crowd: Vec<OwnedFd> = as_user(BAD, || (0..200).map(|_| scratch.connection()).collect());
+        // Some of the crowd have been shown the door: so the publisher has seen them all but for the last ones.
+        let is_refused = |socket: &OwnedFd| is_readable(socket);
+        eventually("they make way", || crowd.iter().filter(|socket| is_refused(socket)).count() >= 100);
+        send_raw(&slow, &packet(&hello()), &[]).unwrap();
+        let welcome = hear(&slow);
+        assert!(matches!(welcome, Received::Message(Message::Welcome { .. }, _)), "{welcome:?}");
+    });
+}
+
+fn is_readable(socket: &OwnedFd) -> bool {
+    crate::link::message::wait_readable(socket.as_fd(), Duration::ZERO)
+}
+
+#[test]
+fn the_oldest_of_those_who_have_most_makes_way() {
+    assert_eq!(makes_way([].into_iter()), None);
+    assert_eq!(makes_way([(7, 1), (3, 2), (9, 2), (5, 2), (4, 1)].into_iter()), Some(3));
+    assert_eq!(makes_way([(7, 1), (3, 2)].into_iter()), Some(3), "of as many, the oldest of all");
+}
