@@ -69,7 +69,7 @@ fn ready_for(py: Python<'_>, memory: &Memory, stream: Option<&Bound<'_, PyAny>>)
             refuse(format!("stream is {number}; allowed is -1, 1, 2, or a CUstream (0 is ambiguous: say 1 or 2)"))
         })?,
     };
-    Ok(memory.admit(&Consumer::foreign(py, &memory.device, raw)?)?)
+    Ok(memory.admit(py, &Consumer::foreign(py, &memory.device, raw)?)?)
 }
 
 /// NumPy's array interface (version 3). For memory of the host; waits there until the data is complete.
@@ -99,14 +99,14 @@ pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<B
     // Nobody says which stream will use it.
     for consumer in likely(py, &memory.device)? {
         match &memory.hold {
-            Hold::Sample(lent) => lent.note(&consumer),
+            Hold::Sample(lent) => lent.note(py, &consumer),
             Hold::Loan(lease) => lease.consumers.note(&consumer),
-            Hold::Held(held) => held.admit(&consumer)?,
+            Hold::Held(held) => held.admit(py, &consumer)?,
             Hold::Copy(_) => {}
         }
     }
     let dict = interface(py, memory, &typestr)?;
-    dict.set_item("stream", awaited(memory)?)?;
+    dict.set_item("stream", py.detach(|| awaited(memory))?)?;
     Ok(dict)
 }
 

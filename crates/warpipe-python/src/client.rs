@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use warpipe::clock::now_ns;
 
+use crate::away::Apart;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
@@ -73,7 +74,7 @@ impl Client {
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let builder = spin.into_iter().fold(builder, warpipe::ClientBuilder::spin);
         let client = py.detach(|| builder.build()).map_err(Fault::from)?;
-        let office = Office::open("client", service, &device, loan_timeout, End::Client(client))?;
+        let office = Office::open(py, "client", service, &device, loan_timeout, End::Client(client))?;
         Ok(Client { office, timeout })
     }
 
@@ -136,7 +137,7 @@ impl Client {
             end.client().request_before(loan, stream, deadline_ns, Duration::ZERO)
         })?;
         let (office, job) = (self.office.clone(), pending.id());
-        Ok(Pending { office, job, inner: Mutex::new(Some(Arc::new(pending))), waits: Waits::default() })
+        Ok(Pending { office, job, inner: Mutex::new(Some(Arc::new(Apart::new(pending)))), waits: Waits::default() })
     }
 
     /// Lends memory for a request, to be filled in place and given to ``call`` or ``request``: no copy.
@@ -203,17 +204,17 @@ pub struct Pending {
     office: Arc<Office>,
     job: u64,
     /// `None` once it is called off.
-    inner: Mutex<Option<Arc<warpipe::Pending>>>,
+    inner: Mutex<Option<Arc<Apart<warpipe::Pending>>>>,
     waits: Waits,
 }
 
 impl Pending {
-    fn slot(&self) -> Outcome<MutexGuard<'_, Option<Arc<warpipe::Pending>>>> {
+    fn slot(&self) -> Outcome<MutexGuard<'_, Option<Arc<Apart<warpipe::Pending>>>>> {
         self.office.check()?;
         Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn inner(&self) -> Outcome<Arc<warpipe::Pending>> {
+    fn inner(&self) -> Outcome<Arc<Apart<warpipe::Pending>>> {
         let gone = || Fault::from(warpipe::Error::NoSuchJob { name: self.office.name.clone(), job: self.job });
         self.slot()?.clone().ok_or_else(gone)
     }

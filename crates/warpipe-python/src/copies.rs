@@ -136,13 +136,13 @@ impl Copies {
             Place::Device(address, reader, keep) => (address, reader, keep),
             Place::Bytes(_) | Place::Host(..) => unreachable!("bytes of the host were written above"),
         };
-        let target = reader.follow()?.clone();
+        let target = reader.follow(py)?.clone();
         if source.layout.bytes() > 0 {
-            copy(&target, into, address)?;
+            py.detach(|| copy(&target, into, address))?;
             self.keep(py, &target, keep, patience)?;
         }
         // The tensor's owner may write it again behind its own stream.
-        reader.lead()?;
+        reader.lead(py)?;
         Ok(target)
     }
 
@@ -153,7 +153,7 @@ impl Copies {
             return Ok(());
         }
         let copying = Copying::of(keep, &self.open);
-        stream.call(move || copying.done()).map_err(Fault::from)?;
+        py.detach(|| stream.call(move || copying.done())).map_err(Fault::from)?;
         if self.open.load(Ordering::Acquire) > COPIES_MAX {
             let done = in_slices(py, patience, |slice| none_if_late(stream.synchronize(slice)))?;
             done.ok_or_else(|| late("the end of a copy".into(), patience))?;
@@ -191,7 +191,7 @@ fn gather(rows: &Rows, into: &mut impl Target, own: &warpipe::Stream) -> Outcome
 }
 
 /// Enqueues the copy of a whole target.
-fn copy(stream: &warpipe::Stream, into: &impl Target, from: u64) -> Outcome<()> {
+fn copy(stream: &warpipe::Stream, into: &mut impl Target, from: u64) -> Outcome<()> {
     // SAFETY: the target is this caller's alone; the source names as many bytes (callers compare the layouts), and is kept
     // until the stream has done the copy (`keep`), or its owner orders its reuse behind this stream.
     Ok(unsafe { stream.copy(into.lowest(), from, into.bytes()) }?)

@@ -56,8 +56,8 @@ impl Domain {
 
     /// Every endpoint, sorted by name: ``[(name, alive, pid), ...]``. ``alive`` is False for what a dead process left;
     /// ``pid`` is None where it could not be learnt.
-    fn endpoints(&self) -> PyResult<Vec<(String, bool, Option<i32>)>> {
-        let found = self.inner.endpoints().map_err(Fault::from)?;
+    fn endpoints(&self, py: Python<'_>) -> PyResult<Vec<(String, bool, Option<i32>)>> {
+        let found = py.detach(|| self.inner.endpoints()).map_err(Fault::from)?;
         let row = |endpoint: warpipe::Endpoint| {
             let pid = endpoint.holder.as_ref().and_then(|holder| holder.pid);
             (endpoint.name.to_string(), endpoint.holder.is_some(), pid)
@@ -66,8 +66,8 @@ impl Domain {
     }
 
     /// Removes what dead endpoints left, and nothing else. Returns their names.
-    fn clean(&self) -> PyResult<Vec<String>> {
-        let cleaned = self.inner.clean().map_err(Fault::from)?;
+    fn clean(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        let cleaned = py.detach(|| self.inner.clean()).map_err(Fault::from)?;
         Ok(cleaned.iter().map(ToString::to_string).collect())
     }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use warpipe::Error;
 
+use crate::away::Apart;
 use crate::ending::{self, Closable};
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
@@ -13,14 +14,14 @@ use crate::wait::{in_slices, late};
 
 /// One of the library's handles, until it is closed. Who is using it meanwhile keeps it so long.
 #[derive(Debug)]
-pub struct Door<T> {
+pub struct Door<T: Send> {
     home: Home,
     what: &'static str,
     name: String,
     inner: Arc<Closable<T>>,
 }
 
-impl<T> Door<T> {
+impl<T: Send> Door<T> {
     /// An open one. `what` and `name` are for the error of who comes too late.
     pub fn unlisted(what: &'static str, name: impl Into<String>, inner: T) -> Door<T> {
         Door { home: Home::here(), what, name: name.into(), inner: Arc::new(Closable::new(inner)) }
@@ -29,7 +30,7 @@ impl<T> Door<T> {
     /// The same, closed when the program ends.
     pub fn new(what: &'static str, name: impl Into<String>, inner: T) -> Door<T>
     where
-        T: Send + Sync + 'static,
+        T: Sync + 'static,
     {
         let door = Door::unlisted(what, name, inner);
         ending::close_at_end(&door.inner);
@@ -37,7 +38,7 @@ impl<T> Door<T> {
     }
 
     /// What is behind it.
-    pub fn get(&self) -> Outcome<Arc<T>> {
+    pub fn get(&self) -> Outcome<Arc<Apart<T>>> {
         self.home.check()?;
         self.inner.get().ok_or_else(|| Fault::closed(self.what, &self.name))
     }
@@ -63,7 +64,7 @@ impl<T> Door<T> {
     /// Closes it, without the interpreter: what is dropped may have to wait a moment.
     pub fn close(&self, py: Python<'_>) -> PyResult<()>
     where
-        T: Send + Sync,
+        T: Sync,
     {
         self.home.check()?;
         let inner = self.inner.take();

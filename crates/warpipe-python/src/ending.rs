@@ -19,6 +19,7 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::away::Apart;
 use crate::stream::imported;
 use crate::wait::{SLICE, in_slices};
 
@@ -191,19 +192,19 @@ pub trait Endpoint: Send + Sync {
 
 /// Something of the library's until it is closed. Who is using it meanwhile keeps it so long.
 #[derive(Debug)]
-pub struct Closable<T>(Mutex<State<T>>);
+pub struct Closable<T: Send>(Mutex<State<T>>);
 
 #[derive(Debug)]
-struct State<T> {
+struct State<T: Send> {
     /// `None` once it is closed.
-    open: Option<Arc<T>>,
-    used: Weak<T>,
+    open: Option<Arc<Apart<T>>>,
+    used: Weak<Apart<T>>,
 }
 
-impl<T> Closable<T> {
+impl<T: Send> Closable<T> {
     /// An open one.
     pub fn new(inner: T) -> Closable<T> {
-        let open = Arc::new(inner);
+        let open = Arc::new(Apart::new(inner));
         Closable(Mutex::new(State { used: Arc::downgrade(&open), open: Some(open) }))
     }
 
@@ -212,12 +213,12 @@ impl<T> Closable<T> {
     }
 
     /// It, while it is open.
-    pub fn get(&self) -> Option<Arc<T>> {
+    pub fn get(&self) -> Option<Arc<Apart<T>>> {
         self.state().open.clone()
     }
 
     /// Closes it; to be dropped without the interpreter, as that may take a moment.
-    pub fn take(&self) -> Option<Arc<T>> {
+    pub fn take(&self) -> Option<Arc<Apart<T>>> {
         self.state().open.take()
     }
 }

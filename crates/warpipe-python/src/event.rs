@@ -6,7 +6,7 @@ use pyo3::types::{PyBytes, PyString, PyTuple, PyType};
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::door::Door;
-use crate::errors::Fault;
+use crate::errors::{Fault, Outcome};
 use crate::stream::Consumer;
 use crate::wait::{in_slices, late, none_if_late, optional};
 
@@ -152,8 +152,8 @@ impl Event {
     /// What names it to other processes.
     ///
     /// Raises ``ClosedError``, ``DriverError``.
-    fn handle(&self) -> PyResult<EventHandle> {
-        Ok(EventHandle { inner: self.door.get()?.handle().map_err(Fault::from)? })
+    fn handle(&self, py: Python<'_>) -> PyResult<EventHandle> {
+        Ok(EventHandle { inner: py.detach(|| Outcome::Ok(self.door.get()?.handle()?))? })
     }
 
     /// The device it was made or opened with.
@@ -177,9 +177,7 @@ impl Event {
     /// Raises ``OwnerGoneError``, ``RefusedError`` when seven others record it, ``ClosedError``, ``DriverError``.
     fn record(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
         let (event, consumer) = (self.door.get()?, Consumer::from_argument(py, &self.device, stream)?);
-        let stream = consumer.follow()?;
-        let recording = py.detach(|| event.record(stream));
-        Ok(Recording { inner: recording.map_err(Fault::from)? })
+        Ok(Recording { inner: py.detach(|| Outcome::Ok(event.record(consumer.followed()?)?))? })
     }
 
     /// Has ``stream`` wait for the last recording (``cuStreamWaitEvent``), and returns at once, with what it waits for. What
@@ -188,16 +186,16 @@ impl Event {
     /// Raises ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``, ``DriverError``.
     fn wait(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
         let (event, consumer) = (self.door.get()?, Consumer::from_argument(py, &self.device, stream)?);
-        let inner = event.wait(consumer.linked()).map_err(Fault::from)?;
-        consumer.lead()?;
+        let inner = py.detach(|| event.wait(consumer.linked())).map_err(Fault::from)?;
+        consumer.lead(py)?;
         Ok(Recording { inner })
     }
 
     /// Whether the last recording is complete (``cuEventQuery``).
     ///
     /// Raises ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``.
-    fn query(&self) -> PyResult<bool> {
-        Ok(self.door.get()?.query().map_err(Fault::from)?)
+    fn query(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(py.detach(|| Outcome::Ok(self.door.get()?.query()?))?)
     }
 
     /// Waits on the CPU until the last recording is complete, at most ``timeout`` seconds (None: as long as it takes).
@@ -214,8 +212,8 @@ impl Event {
     /// Whether this recording is complete; False if it may still be.
     ///
     /// Raises ``EventLostError``: it is not, and never will be. ``ClosedError``.
-    fn check(&self, recording: &Recording) -> PyResult<bool> {
-        Ok(self.door.get()?.check(recording.inner).map_err(Fault::from)?)
+    fn check(&self, py: Python<'_>, recording: &Recording) -> PyResult<bool> {
+        Ok(py.detach(|| Outcome::Ok(self.door.get()?.check(recording.inner)?))?)
     }
 
     /// Whether it has been closed here.

@@ -85,7 +85,8 @@ impl Memory {
     ///
     /// Raises ``DescriptorLimitError``, ``ReleasedError``, ``DriverError``.
     fn export_fd(slf: &Bound<'_, Memory>) -> PyResult<i32> {
-        Ok(Memory::inner(slf)?.export_fd().map_err(Fault::from)?.into_raw_fd())
+        let memory = Memory::inner(slf)?;
+        Ok(slf.py().detach(|| memory.export_fd()).map_err(Fault::from)?.into_raw_fd())
     }
 
     /// What must be known of the descriptor: to be sent along.
@@ -93,7 +94,8 @@ impl Memory {
     /// Raises ``ReleasedError``.
     #[getter]
     fn info(slf: &Bound<'_, Memory>) -> PyResult<MemoryInfo> {
-        Ok(MemoryInfo::of(Memory::inner(slf)?.info()))
+        let memory = Memory::inner(slf)?;
+        Ok(MemoryInfo::of(slf.py().detach(|| memory.info())))
     }
 }
 
@@ -125,12 +127,12 @@ impl Published {
     ///
     /// Raises ``RangeError``, ``ClosedError``.
     #[pyo3(signature = (offset = 0, nbytes = None))]
-    fn ticket(&self, offset: u64, nbytes: Option<u64>) -> PyResult<Ticket> {
+    fn ticket(&self, py: Python<'_>, offset: u64, nbytes: Option<u64>) -> PyResult<Ticket> {
         let published = self.door.get()?;
-        let inner = match nbytes {
+        let inner = py.detach(|| match nbytes {
             Some(nbytes) => published.ticket_of(offset..offset.saturating_add(nbytes)),
             None => published.ticket_of(offset..),
-        };
+        });
         Ok(Ticket { inner: inner.map_err(Fault::from)? })
     }
 
@@ -198,7 +200,8 @@ impl SharedMemory {
         if fd < 0 {
             return Err(Fault::argument("fd", fd, "an open descriptor").into());
         }
-        let imported = borrowed(fd, |fd| warpipe::Memory::import_fd(&device, fd, &info, access(writable)));
+        let import = |fd: BorrowedFd<'_>| warpipe::Memory::import_fd(&device, fd, &info, access(writable));
+        let imported = py.detach(|| borrowed(fd, import));
         SharedMemory::make(py, imported.map_err(Fault::from)?)
     }
 
@@ -211,7 +214,8 @@ impl SharedMemory {
         offset: u64,
         nbytes: Option<u64>,
     ) -> PyResult<Bound<'py, SharedMemory>> {
-        let part = SharedMemory::inner(slf)?.range(offset, nbytes).map_err(Fault::from)?;
+        let memory = SharedMemory::inner(slf)?;
+        let part = slf.py().detach(|| memory.range(offset, nbytes)).map_err(Fault::from)?;
         SharedMemory::make(slf.py(), part)
     }
 

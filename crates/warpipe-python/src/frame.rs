@@ -191,7 +191,7 @@ impl Frame {
         let lent = self.give_up()?.ok_or_else(|| self.held.released())?;
         match Arc::try_unwrap(lent) {
             Ok(sole) => {
-                let receipt = sole.release()?;
+                let receipt = py.detach(|| sole.release())?;
                 let done = in_slices(py, timeout, |slice| none_if_late(receipt.wait(slice)))?;
                 Ok(done.ok_or_else(|| late(format!("the data of sample {}", self.sequence), timeout))?)
             }
@@ -209,7 +209,7 @@ impl Frame {
         let consumer = stream.map(|stream| Consumer::from_argument(py, &self.held.device, stream)).transpose()?;
         let lent = self.give_up()?;
         if let (Some(lent), Some(consumer)) = (&lent, &consumer) {
-            lent.note(consumer);
+            lent.note(py, consumer);
         }
         py.detach(|| drop(lent));
         Ok(())

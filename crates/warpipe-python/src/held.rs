@@ -7,6 +7,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use warpipe::backend::{Access, DevicePtr};
 
+use crate::away::{OwnStream, away};
 use crate::copies::{Copies, Target};
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
@@ -61,7 +62,7 @@ pub struct Held {
     device: warpipe::Device,
     consumers: Consumers,
     /// For copies that come without a stream; made by the first.
-    own: OnceLock<warpipe::Stream>,
+    own: OnceLock<OwnStream>,
     /// `None` only while dropping.
     place: Option<Place>,
 }
@@ -156,14 +157,14 @@ impl Held {
         self.place.as_ref().expect("present until dropped")
     }
 
-    /// A stream for copies of ours, behind all who used the memory so far.
+    /// A stream for copies of ours, behind all who used the memory so far. For who does not have the interpreter.
     pub fn stream(&self) -> Outcome<&warpipe::Stream> {
         self.home.check()?;
         let own = match self.own.get() {
             Some(own) => own,
             None => {
                 let made = self.device.stream()?;
-                self.own.get_or_init(|| made)
+                self.own.get_or_init(|| OwnStream::of(made))
             }
         };
         for other in self.consumers.followed()? {
@@ -172,7 +173,7 @@ impl Held {
         Ok(own)
     }
 
-    /// The stream that copies of ours may still be on; none if they are done.
+    /// The stream that copies of ours may still be on; none if they are done. For who does not have the interpreter.
     pub fn copying(&self) -> Outcome<Option<&warpipe::Stream>> {
         let Some(own) = self.own.get() else { return Ok(None) };
         Ok(if own.is_idle()? { None } else { Some(own) })
@@ -180,10 +181,10 @@ impl Held {
 
     /// Lets `consumer` use the memory: it is behind copies of ours, and from now on the memory is not let go before it is
     /// past its work. Its stream lasts until then.
-    pub fn admit(&self, consumer: &Consumer) -> Outcome<()> {
+    pub fn admit(&self, py: Python<'_>, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
         self.consumers.note(consumer);
-        self.hold_back(consumer)
+        py.detach(|| self.hold_back(consumer))
     }
 
     /// Who is asked before it is let go.
@@ -191,13 +192,13 @@ impl Held {
         &self.consumers
     }
 
-    /// Puts `consumer` behind copies of ours.
+    /// Puts `consumer` behind copies of ours. For who does not have the interpreter.
     pub fn hold_back(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
         self.place().used_on(consumer.linked())?;
         if let Some(own) = self.copying()?.filter(|own| own.raw() != consumer.linked().raw()) {
             consumer.linked().wait_for(own)?;
-            consumer.lead()?;
+            consumer.led()?;
         }
         Ok(())
     }
@@ -205,7 +206,8 @@ impl Held {
     /// Waits on the CPU until all who used it are done with what they were given so far.
     pub fn settle(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
         self.home.check()?;
-        self.consumers.followed()?.iter().try_for_each(|stream| await_stream(py, stream, timeout))
+        let followed = py.detach(|| self.consumers.followed())?;
+        followed.iter().try_for_each(|stream| await_stream(py, stream, timeout))
     }
 
     /// [`settle`](Self::settle), where nobody says how long.
@@ -221,12 +223,12 @@ impl Drop for Held {
             // The library keeps the parent's memory out of the child's hands; a test's is the parent's to free.
             return if let Place::Plain(_) = place { std::mem::forget(place) } else { drop(place) };
         }
-        match self.consumers.joined() {
+        away(|| match self.consumers.joined() {
             Ok(None) => drop(place),
             Ok(Some(stream)) => place.let_go(&stream),
             // The device does not say when the users are done: the memory must stay.
             Err(_) => std::mem::forget(place),
-        }
+        });
     }
 }
 

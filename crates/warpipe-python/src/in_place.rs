@@ -16,6 +16,7 @@ use pyo3::types::{PyBool, PyString};
 use warpipe::tensor::RANK_MAX;
 use warpipe::{DType, Layout, LegacyHandle, LegacyMemory, SlotReturn};
 
+use crate::away::away;
 use crate::errors::{Fault, Outcome};
 use crate::metadata::BYTES_MAX;
 use crate::source::{Place, Source};
@@ -107,7 +108,8 @@ impl Drop for InPlace {
     fn drop(&mut self) {
         // Not under the lock, which a forked child may find held for ever.
         let list = std::mem::take(self.list.get_mut().unwrap_or_else(PoisonError::into_inner));
-        let (back, out): (Vec<_>, Vec<_>) = list.into_iter().partition(|sent| sent.returned.is_back().unwrap_or(false));
+        let is_back = |sent: &Sent| sent.returned.is_back().unwrap_or(false);
+        let (back, out): (Vec<_>, Vec<_>) = away(|| list.into_iter().partition(is_back));
         drop(back);
         std::mem::forget(out);
     }

@@ -15,7 +15,7 @@ use crate::wait::{Timeout, hand_over, in_slices, late, none_if_late};
 
 /// One of the library's endpoints, `T`, that give things out, until it is closed. Python gets each as an `R`.
 #[derive(Debug)]
-pub struct Inbox<T, R> {
+pub struct Inbox<T: Send, R: Send> {
     home: Home,
     what: &'static str,
     pub name: String,
@@ -165,10 +165,11 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
     }
 }
 
-impl<T, R> Drop for Inbox<T, R> {
+impl<T: Send, R: Send> Drop for Inbox<T, R> {
     fn drop(&mut self) {
         if self.home.is_here() {
-            let _ = Python::try_attach(|py| self.source.take_back_unused(py));
+            // Without the interpreter, as `close` does it.
+            let _ = Python::try_attach(|py| self.source.end(py));
         }
     }
 }

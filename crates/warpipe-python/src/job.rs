@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use warpipe::Error;
 
+use crate::away::Apart;
 use crate::errors::{Fault, Outcome};
 use crate::frame::Frame;
 use crate::office::Office;
@@ -22,7 +23,7 @@ use crate::wait::{in_slices, late, none_if_late, seconds};
 #[derive(Debug)]
 pub struct JobHandle {
     office: Arc<Office>,
-    inner: warpipe::JobHandle,
+    inner: Apart<warpipe::JobHandle>,
     waits: Waits,
 }
 
@@ -62,7 +63,7 @@ impl Waits {
 impl JobHandle {
     /// Of a job of this queue.
     pub fn new(office: &Arc<Office>, inner: warpipe::JobHandle) -> JobHandle {
-        JobHandle { office: office.clone(), inner, waits: Waits::default() }
+        JobHandle { office: office.clone(), inner: Apart::new(inner), waits: Waits::default() }
     }
 
     fn look(&self, slice: Duration) -> Outcome<Option<warpipe::JobResult>> {
@@ -169,14 +170,14 @@ pub fn outcome_of<'py>(awaited: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny
 #[derive(Debug)]
 pub struct Watch {
     office: Arc<Office>,
-    inner: warpipe::QueueWatch,
+    inner: Apart<warpipe::QueueWatch>,
 }
 
 impl Watch {
     /// Of a queue, or a client.
     pub fn of(py: Python<'_>, office: &Arc<Office>) -> PyResult<Watch> {
         let inner = py.detach(|| office.watch())?;
-        Ok(Watch { office: office.clone(), inner })
+        Ok(Watch { office: office.clone(), inner: Apart::new(inner) })
     }
 }
 
@@ -187,9 +188,9 @@ impl Watch {
         Ok(self.inner.as_fd().as_raw_fd())
     }
 
-    fn quiet(&self) -> PyResult<()> {
+    fn quiet(&self, py: Python<'_>) -> PyResult<()> {
         self.office.check()?;
-        self.inner.quiet();
+        py.detach(|| self.inner.quiet());
         Ok(())
     }
 }

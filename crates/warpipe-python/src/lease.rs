@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyType;
 use warpipe::{AnswerError, Duty, Error, Layout};
 
+use crate::away::{Apart, OwnStream};
 use crate::copies::Copies;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
@@ -26,7 +27,7 @@ use crate::wait::{late, once};
 pub struct Bench {
     pub device: warpipe::Device,
     /// For what comes without a stream of its own.
-    pub stream: warpipe::Stream,
+    pub stream: OwnStream,
     pub copies: Arc<Copies>,
     /// How long an answer, or memory for one, may take.
     pub patience: Option<Duration>,
@@ -44,7 +45,7 @@ pub struct Lease {
     home: Home,
     bench: Bench,
     /// `None` once it is answered.
-    duty: Mutex<Option<Duty>>,
+    duty: Mutex<Option<Apart<Duty>>>,
     job: u64,
     attempt: u32,
     deadline_ns: Option<u64>,
@@ -79,9 +80,9 @@ impl Word {
     }
 
     /// What was not said leaves its output behind the work that fills it.
-    fn forget(self) {
+    fn forget(self, py: Python<'_>) {
         if let Word::Complete(Some(output), stream) = self {
-            let _ = output.discard(&stream);
+            let _ = py.detach(|| output.discard(&stream));
         }
     }
 }
@@ -93,7 +94,7 @@ impl Lease {
         let (job, attempt, deadline_ns) = (lease.job(), lease.attempt(), lease.deadline_ns());
         let (input, duty) = lease.split();
         let frame = Frame::with_metadata(input, metadata, &bench.device, bench.patience);
-        let duty = Mutex::new(Some(duty));
+        let duty = Mutex::new(Some(Apart::new(duty)));
         let lease = Lease { home: Home::here(), bench: bench.clone(), duty, job, attempt, deadline_ns };
         frame.whole().add_subclass(lease)
     }
@@ -108,9 +109,14 @@ impl Lease {
         }
     }
 
-    fn duty(&self) -> Outcome<MutexGuard<'_, Option<Duty>>> {
+    /// For who does not have the interpreter: it is locked while memory for an output is taken, which may last.
+    fn duty(&self) -> Outcome<MutexGuard<'_, Option<Apart<Duty>>>> {
         self.home.check()?;
         Ok(self.duty.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn is_said(&self, py: Python<'_>) -> Outcome<bool> {
+        py.detach(|| Ok(self.duty()?.is_none()))
     }
 
     fn answered(&self) -> Fault {
@@ -124,7 +130,7 @@ impl Lease {
             let duty = self.duty()?;
             Ok(duty.as_ref().ok_or_else(|| self.answered())?.output(layout)?)
         };
-        let mut slot = Slot::Work(slot::borrow(py, self.bench.patience, lend)?);
+        let mut slot = Slot::Work(Apart::new(slot::borrow(py, self.bench.patience, lend)?));
         slot.set_metadata(metadata)?;
         Ok(slot)
     }
@@ -157,9 +163,9 @@ impl Lease {
             None => {
                 let lent = slf.as_super().get().lent()?;
                 if let Some(stream) = stream {
-                    lent.note(&Consumer::from_argument(py, device, stream)?);
+                    lent.note(py, &Consumer::from_argument(py, device, stream)?);
                 }
-                let behind = lent.behind()?;
+                let behind = lent.behind(py)?;
                 if metadata.is_none() {
                     return Ok(Word::Complete(None, behind));
                 }
@@ -167,7 +173,7 @@ impl Lease {
             }
         };
         match slot {
-            Slot::Work(output) => Ok(Word::Complete(Some(output), stream)),
+            Slot::Work(output) => Ok(Word::Complete(Some(output.into_inner()), stream)),
             Slot::Sample(_) => Err(Fault::argument("the loan", "a publisher's", "one of this lease's `output`").into()),
         }
     }
@@ -175,9 +181,9 @@ impl Lease {
     /// Says it, in slices, and lets go of the input.
     fn answer(slf: &Bound<'_, Lease>, mut word: Word) -> PyResult<()> {
         let (py, lease) = (slf.py(), slf.get());
-        let duty = lease.duty()?.take();
+        let duty = py.detach(|| Outcome::Ok(lease.duty()?.take().map(Apart::into_inner)))?;
         if duty.is_none() {
-            word.forget();
+            word.forget(py);
             return Err(lease.answered().into());
         }
         let owed = Mutex::new(duty);
@@ -202,8 +208,8 @@ impl Lease {
         // Unsaid, it can be said again, or something else.
         let duty = owed.into_inner().unwrap_or_else(PoisonError::into_inner);
         let is_said = duty.is_none();
-        *lease.duty()? = duty;
-        word.forget();
+        py.detach(|| lease.duty().map(|mut unsaid| *unsaid = duty.map(Apart::new)))?;
+        word.forget(py);
         if is_said {
             slf.as_super().get().release(py, None)?;
         }
@@ -233,8 +239,8 @@ impl Lease {
 
     /// Whether it has been answered.
     #[getter]
-    fn is_answered(&self) -> PyResult<bool> {
-        Ok(self.duty()?.is_none())
+    fn is_answered(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.is_said(py)?)
     }
 
     /// Lends memory for the result, to be filled in place: see ``Output``. As ``with lease.output(shape, dtype) as out:`` the
@@ -272,7 +278,7 @@ impl Lease {
         metadata: Option<&Bound<'_, PyAny>>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        if slf.get().duty()?.is_none() {
+        if slf.get().is_said(slf.py())? {
             return Err(slf.get().answered().into());
         }
         metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
@@ -311,7 +317,7 @@ impl Lease {
         error: Option<&Bound<'_, PyBaseException>>,
         _trace: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        if slf.get().duty()?.is_none() {
+        if slf.get().is_said(slf.py())? {
             return slf.as_super().get().release(slf.py(), None);
         }
         let Some(kind) = kind else {

@@ -3,6 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyType};
 
+use crate::away::OwnStream;
 use crate::device::Device;
 use crate::errors::Fault;
 use crate::held::Place;
@@ -45,16 +46,16 @@ impl LegacyHandle {
     /// ``expandable_segments``), ``WrongDeviceError``, ``LayoutError``, ``DriverError``.
     #[staticmethod]
     #[pyo3(signature = (tensor, *, device = None))]
-    fn export(tensor: &Bound<'_, PyAny>, device: Option<&Bound<'_, PyAny>>) -> PyResult<LegacyHandle> {
+    fn export(py: Python<'_>, tensor: &Bound<'_, PyAny>, device: Option<&Bound<'_, PyAny>>) -> PyResult<LegacyHandle> {
         let device = Device::from_argument(device)?.inner;
-        let own = device.stream().map_err(Fault::from)?;
+        let own = OwnStream::new(py, &device)?;
         let wanted = Wanted { device: &device, stream: None, own: &own, packed: true, lasting: true };
         let source = wanted.find(tensor)?;
         let (Found::Host(address, _) | Found::Device(address, ..)) = source.place else {
             return Err(Fault::layout("it has gaps; export what it is a part of, or make it contiguous first").into());
         };
         // SAFETY: the caller's promise, as the text above says; the address is looked up and not trusted.
-        let exported = unsafe { warpipe::LegacyHandle::export(&device, address, source.layout.bytes()) };
+        let exported = py.detach(|| unsafe { warpipe::LegacyHandle::export(&device, address, source.layout.bytes()) });
         Ok(LegacyHandle { inner: exported.map_err(Fault::from)? })
     }
 

@@ -19,6 +19,7 @@
 //! | `in_place` | tensors of others that are sent where they lie |
 //! | `source`, `rows`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |
 //! | `errors`, `wait`, `turn`, `process` | exceptions; waits that Ctrl-C ends; threads; forks |
+//! | `away` | calls and ends that may be held up, without the interpreter |
 //! | `ending` | threads that are inside of Python when that ends |
 //! | `testing` | private switches of the tests |
 //!
@@ -32,6 +33,7 @@
 #![deny(missing_docs)]
 
 mod array;
+mod away;
 mod client;
 mod copies;
 mod device;

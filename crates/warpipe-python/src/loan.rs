@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PySlice, PyTuple};
 
 use crate::array;
+use crate::away::{OwnStream, away};
 use crate::copies::Copies;
 use crate::device::is_cuda;
 use crate::errors::{Fault, Outcome};
@@ -29,7 +30,7 @@ pub struct Loan {
     /// `None` once it is handed on or discarded, and while it is filled: a lock is not held while the interpreter is let go.
     open: Mutex<Option<Open>>,
     /// The publisher's, for what no array was made of.
-    stream: warpipe::Stream,
+    stream: OwnStream,
     copies: Arc<Copies>,
     block: Option<Duration>,
 }
@@ -45,7 +46,7 @@ impl Loan {
     pub fn new(
         slot: Slot,
         device: &warpipe::Device,
-        stream: &warpipe::Stream,
+        stream: &OwnStream,
         copies: &Arc<Copies>,
         block: Option<Duration>,
     ) -> PyClassInitializer<Loan> {
@@ -78,7 +79,7 @@ impl Loan {
         let consumer = self.stream_of(py, stream)?;
         let open = self.take()?;
         self.held.let_go()?;
-        let stream = self.behind(&open, consumer.as_ref())?;
+        let stream = self.behind(py, &open.lease, consumer.as_ref())?;
         Ok((open.slot, stream))
     }
 
@@ -102,11 +103,11 @@ impl Loan {
     }
 
     /// Behind all that fills it.
-    fn behind(&self, open: &Open, stream: Option<&Consumer>) -> Outcome<warpipe::Stream> {
+    fn behind(&self, py: Python<'_>, lease: &Lease, stream: Option<&Consumer>) -> Outcome<warpipe::Stream> {
         if let Some(consumer) = stream {
-            open.lease.consumers.note(consumer);
+            lease.consumers.note(consumer);
         }
-        open.lease.consumers.join(&self.stream)
+        py.detach(|| lease.consumers.join(&self.stream))
     }
 
     fn stream_of(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Consumer>> {
@@ -155,12 +156,12 @@ impl Drop for Loan {
         let open = self.open.get_mut().unwrap_or_else(PoisonError::into_inner);
         let Some(Open { slot, lease }) = open.take() else { return };
         if self.held.check().is_ok() {
-            match lease.consumers.join(&self.stream) {
+            away(|| match lease.consumers.join(&self.stream) {
                 // If it cannot be enqueued, the slot is back all the same.
                 Ok(stream) => drop(slot.discard(&stream)),
                 // The device does not say when it is done: the slot must not be used again.
                 Err(_) => std::mem::forget(slot),
-            }
+            });
         }
     }
 }
@@ -187,8 +188,9 @@ impl Loan {
         let consumer = self.stream_of(py, stream)?;
         let Some(open) = self.open()?.take() else { return Ok(()) };
         self.held.let_go()?;
-        let stream = self.behind(&open, consumer.as_ref())?;
-        Ok(open.slot.discard(&stream)?)
+        let Open { slot, lease } = open;
+        let stream = self.behind(py, &lease, consumer.as_ref())?;
+        Ok(py.detach(|| slot.discard(&stream))?)
     }
 
     /// Copies a tensor of the same shape and element type in, as ``Publisher.send`` would.

@@ -11,7 +11,7 @@ use pyo3::types::{PyBytes, PyTuple};
 use crate::domain::Domain;
 use crate::door::Door;
 use crate::ending::{self, Callback};
-use crate::errors::Fault;
+use crate::errors::{Fault, Outcome};
 use crate::publisher::word_of;
 use crate::wait::{hand_over, in_slices, optional};
 
@@ -242,7 +242,7 @@ impl Members {
         let put_back = |found: Option<warpipe::Change>| {
             if let (Some(change), Ok(members)) = (found, self.door.get()) {
                 // A watch of a parent's has no next.
-                let _ = members.put_back(change);
+                let _ = py.detach(|| members.put_back(change));
             }
         };
         Ok(hand_over(py, found, put_back)?.as_ref().map(Change::of))
@@ -261,12 +261,12 @@ impl Members {
     /// one that is there, or the next that dies.
     ///
     /// Raises ``InvalidNameError``, ``ArgumentError`` beyond 4096 at a time, ``ClosedError``.
-    fn on_death_of(&self, name: &str, cleanup: Py<PyAny>) -> PyResult<()> {
+    fn on_death_of(&self, py: Python<'_>, name: &str, cleanup: Py<PyAny>) -> PyResult<()> {
         let members = self.door.get()?;
         let cleanup = Callback::new(cleanup);
         let called = cleanup.clone();
         let called = move |member: &warpipe::MemberInfo| called.call_once(MemberInfo::of(member));
-        members.on_death_of(name, called).map_err(Fault::from)?;
+        py.detach(|| members.on_death_of(name, called)).map_err(Fault::from)?;
         let mut callbacks = self.callbacks();
         callbacks.retain(|known| known.is_live());
         callbacks.push(cleanup);
@@ -277,16 +277,16 @@ impl Members {
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn merged(&self) -> PyResult<u64> {
-        Ok(self.door.get()?.merged())
+    fn merged(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(py.detach(|| Outcome::Ok(self.door.get()?.merged()))?)
     }
 
     /// How many names of members could not be followed when the directory was last looked at.
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn overlooked(&self) -> PyResult<usize> {
-        Ok(self.door.get()?.overlooked())
+    fn overlooked(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(py.detach(|| Outcome::Ok(self.door.get()?.overlooked()))?)
     }
 
     /// A descriptor that is readable while ``changes`` has something. Only to be polled.

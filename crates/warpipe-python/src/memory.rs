@@ -10,6 +10,7 @@ use pyo3::types::PyBytes;
 use warpipe::backend::DevicePtr;
 use warpipe::{Layout, LegacyMemory, Receipt, Sample, SlotHold};
 
+use crate::away::{Apart, away};
 use crate::errors::{Fault, Outcome};
 use crate::held::{Held, download};
 use crate::process::Home;
@@ -119,13 +120,13 @@ pub struct Elsewhere {
 #[derive(Debug)]
 pub struct Lease {
     pub consumers: Consumers,
-    _hold: SlotHold,
+    _hold: Apart<SlotHold>,
 }
 
 impl Lease {
     /// Of a loan that nobody uses yet.
     pub fn new(hold: SlotHold) -> Lease {
-        Lease { consumers: Consumers::default(), _hold: hold }
+        Lease { consumers: Consumers::default(), _hold: Apart::new(hold) }
     }
 }
 
@@ -141,8 +142,8 @@ impl Lent {
     }
 
     /// Notes a user of the memory, without making it wait for the data.
-    pub fn note(&self, consumer: &Consumer) {
-        self.used_by(consumer.linked());
+    pub fn note(&self, py: Python<'_>, consumer: &Consumer) {
+        py.detach(|| self.used_by(consumer.linked()));
         self.consumers.note(consumer);
     }
 
@@ -165,11 +166,11 @@ impl Lent {
     }
 
     /// A stream that is behind the work of all who use it so far.
-    pub fn behind(&self) -> Outcome<warpipe::Stream> {
-        self.consumers.join(self.sample().stream())
+    pub fn behind(&self, py: Python<'_>) -> Outcome<warpipe::Stream> {
+        py.detach(|| self.consumers.join(self.sample().stream()))
     }
 
-    /// Makes `consumer` wait, on the device, until the data is complete.
+    /// Makes `consumer` wait, on the device, until the data is complete. For who does not have the interpreter.
     fn hold_back(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
         self.used_by(consumer.linked());
@@ -177,27 +178,42 @@ impl Lent {
             return Ok(());
         }
         self.sample().wait_on(consumer.linked())?;
-        consumer.lead()
+        consumer.led()
     }
 
     /// Waits on the CPU until the data is complete.
     pub fn wait(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
         self.home.check()?;
         let sample = self.sample();
-        if sample.is_complete().map_err(Fault::from)? {
+        if py.detach(|| sample.is_complete()).map_err(Fault::from)? {
             return Ok(());
         }
         let done = in_slices(py, timeout, |slice| none_if_late(sample.wait(slice)))?;
         Ok(done.ok_or_else(|| late(format!("the data of sample {}", sample.sequence()), timeout))?)
     }
 
-    /// Gives the sample back behind all who used it.
+    /// Gives the sample back behind all who used it. For who does not have the interpreter.
     pub fn release(mut self) -> Outcome<Receipt> {
         self.home.check()?;
         let sample = self.sample.take().expect("present until dropped");
         let stream = self.consumers.join(sample.stream())?;
         self.used_by(&stream);
         Ok(sample.release_on(&stream)?)
+    }
+}
+
+impl Lent {
+    fn let_go(&mut self, sample: Sample) {
+        match self.consumers.join(sample.stream()) {
+            // A release that fails closes the link; nobody is left to be told here.
+            Ok(stream) => {
+                self.used_by(&stream);
+                drop(sample.release_on(&stream));
+                drop(self.elsewhere.take());
+            }
+            // The device does not say when the users are done: the slot must not be written again.
+            Err(_) => std::mem::forget((sample, self.elsewhere.take())),
+        }
     }
 }
 
@@ -208,15 +224,7 @@ impl Drop for Lent {
             // The library keeps the parent's link out of the child's hands.
             return drop(sample);
         }
-        match self.consumers.join(sample.stream()) {
-            // A release that fails closes the link; nobody is left to be told here.
-            Ok(stream) => {
-                self.used_by(&stream);
-                drop(sample.release_on(&stream));
-            }
-            // The device does not say when the users are done: the slot must not be written again.
-            Err(_) => std::mem::forget((sample, self.elsewhere.take())),
-        }
+        away(|| self.let_go(sample));
     }
 }
 
@@ -252,7 +260,7 @@ impl Stay {
 impl Drop for Stay {
     fn drop(&mut self) {
         if let Some(consumers) = self.hold.consumers().filter(|_| self.home.is_here()) {
-            consumers.leave(&self.consumer);
+            away(|| consumers.leave(&self.consumer));
         }
     }
 }
@@ -270,11 +278,11 @@ impl Memory {
 
     /// Makes it ready for an array on a stream of its device. The stream may end once the array has gone, which the result
     /// tells.
-    pub fn admit(&self, consumer: &Consumer) -> Outcome<Option<Stay>> {
+    pub fn admit(&self, py: Python<'_>, consumer: &Consumer) -> Outcome<Option<Stay>> {
         match &self.hold {
-            Hold::Sample(lent) => lent.hold_back(consumer)?,
+            Hold::Sample(lent) => py.detach(|| lent.hold_back(consumer))?,
             Hold::Loan(_) => {}
-            Hold::Held(held) => held.hold_back(consumer)?,
+            Hold::Held(held) => py.detach(|| held.hold_back(consumer))?,
             Hold::Copy(_) => return Ok(None),
         }
         // Also if the device could not be told of the wait: then nothing was enqueued, and nobody gets an array.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use warpipe::{Error, JobResult, Layout, QueueWatch, SubmitError};
 
+use crate::away::{Apart, OwnStream, away};
 use crate::copies::Copies;
 use crate::device::Device;
 use crate::ending::{self, Closable};
@@ -93,7 +94,7 @@ pub struct Office {
     kind: &'static str,
     pub name: String,
     pub device: warpipe::Device,
-    pub stream: warpipe::Stream,
+    pub stream: OwnStream,
     pub number: u64,
     is_shut: AtomicBool,
     /// How long room and memory are waited for.
@@ -105,6 +106,7 @@ pub struct Office {
 impl Office {
     /// Around an end.
     pub fn open(
+        py: Python<'_>,
         kind: &'static str,
         name: &str,
         device: &warpipe::Device,
@@ -118,7 +120,7 @@ impl Office {
             kind,
             name: name.to_owned(),
             device: device.clone(),
-            stream: device.stream().map_err(Fault::from)?,
+            stream: OwnStream::new(py, device)?,
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             is_shut: AtomicBool::new(false),
             patience,
@@ -128,7 +130,7 @@ impl Office {
     }
 
     /// The end while it is open. Ask anew for each slice of a wait: then closing ends the wait.
-    pub fn end(&self) -> Outcome<Arc<End>> {
+    pub fn end(&self) -> Outcome<Arc<Apart<End>>> {
         self.home.check()?;
         self.end.get().ok_or_else(|| Error::QueueClosed { name: self.name.clone() }.into())
     }
@@ -169,7 +171,7 @@ impl Office {
 
     /// A descriptor for an event loop.
     pub fn watch(&self) -> Outcome<QueueWatch> {
-        Ok(match &*self.end()? {
+        Ok(match &**self.end()? {
             End::Queue(queue) => queue.watch(),
             End::Client(client) => client.watch(),
         }?)
@@ -187,12 +189,12 @@ impl Office {
     pub fn abandon(&self) {
         if self.home.is_here() {
             let end = self.end.take();
-            Python::attach(|py| py.detach(|| drop(end)));
+            away(|| drop(end));
         }
     }
 
     fn borrow(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Slot> {
-        let mut slot = Slot::Work(slot::borrow(py, self.patience, || Ok(self.end()?.loan(layout)?))?);
+        let mut slot = Slot::Work(Apart::new(slot::borrow(py, self.patience, || Ok(self.end()?.loan(layout)?))?));
         slot.set_metadata(metadata)?;
         Ok(slot)
     }
@@ -242,7 +244,7 @@ impl Office {
         let Slot::Work(loan) = slot else {
             return Err(Fault::argument("the loan", "a publisher's", format!("one of this {}", self.kind)).into());
         };
-        let (mut loan, mut full) = (Some(loan), None);
+        let (mut loan, mut full) = (Some(loan.into_inner()), None);
         // An error of the wait is the next step's own, too.
         let wait_for_room = |slice| drop(self.end().map(|end| end.wait_for_room(slice)));
         let entered = once(py, patience, wait_for_room, || {
@@ -265,7 +267,7 @@ impl Office {
         });
         if let Some(unused) = loan {
             // What fills it may still be on its way there.
-            let _ = unused.discard(&stream);
+            let _ = py.detach(|| unused.discard(&stream));
         }
         let late = || match full {
             Some(Error::QueueFull { name, limit, .. }) => {

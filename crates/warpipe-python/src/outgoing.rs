@@ -16,7 +16,7 @@ use crate::wait::{SLICE, once};
 /// as it takes), and Ctrl-C ends it: then nothing was sent.
 pub fn dispatch(py: Python<'_>, slot: Slot, stream: &warpipe::Stream, block: Option<Duration>) -> PyResult<u64> {
     let sample = match slot {
-        Slot::Sample(sample) => sample,
+        Slot::Sample(sample) => sample.into_inner(),
         Slot::Work(_) => return Err(Fault::argument("the loan", "a queue's", "a publisher's").into()),
     };
     let (sample, mut full) = (Mutex::new(Some(sample)), None);
@@ -44,7 +44,7 @@ pub fn dispatch(py: Python<'_>, slot: Slot, stream: &warpipe::Stream, block: Opt
     });
     if let Some(unsent) = sample.into_inner().unwrap_or_else(PoisonError::into_inner) {
         // What fills it may still be on its way there.
-        let _ = unsent.discard(stream);
+        let _ = py.detach(|| unsent.discard(stream));
     }
     sent?.ok_or_else(|| match full {
         Some(Error::Timeout { what, .. }) => {

@@ -142,8 +142,8 @@ impl Pool {
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn stats(&self) -> PyResult<PoolStats> {
-        let stats = self.door.get()?.stats();
+    fn stats(&self, py: Python<'_>) -> PyResult<PoolStats> {
+        let stats = py.detach(|| Outcome::Ok(self.door.get()?.stats()))?;
         Ok(PoolStats {
             regions: stats.regions,
             total_nbytes: stats.total_bytes,
@@ -200,7 +200,8 @@ impl Buffer {
         let held = slf.as_super().get().held()?;
         let Place::Block(block) = held.place() else { unreachable!("a Buffer holds a block") };
         let access = if writable { Access::ReadWrite } else { Access::Read };
-        Ok(Ticket { inner: block.lend(access).map_err(Fault::from)? })
+        let inner = slf.py().detach(|| block.lend(access)).map_err(Fault::from)?;
+        Ok(Ticket { inner })
     }
 }
 
@@ -242,16 +243,16 @@ impl PoolClient {
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn owner_pid(&self) -> PyResult<i32> {
-        Ok(self.door.get()?.owner_pid())
+    fn owner_pid(&self, py: Python<'_>) -> PyResult<i32> {
+        Ok(py.detach(|| Outcome::Ok(self.door.get()?.owner_pid()))?)
     }
 
     /// Whether the owner has closed the pool, or has died. Blocks of it stay good.
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn is_owner_gone(&self) -> PyResult<bool> {
-        Ok(self.door.get()?.is_owner_gone())
+    fn is_owner_gone(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(py.detach(|| Outcome::Ok(self.door.get()?.is_owner_gone()))?)
     }
 
     /// A block of ``nbytes`` bytes of the owner's memory, for reading and writing, waiting up to ``timeout`` seconds (None:

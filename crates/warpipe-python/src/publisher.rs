@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use warpipe::{Layout, PeerState, Policy};
 
+use crate::away::{Apart, OwnStream};
 use crate::copies::Copies;
 use crate::device::Device;
 use crate::domain::Domain;
@@ -48,7 +49,7 @@ pub struct Publisher {
     in_place: InPlace,
     inner: Arc<Closable<warpipe::Publisher>>,
     /// For what comes without a stream of its own.
-    stream: warpipe::Stream,
+    stream: OwnStream,
     opened: Opened,
     /// How long `send` waits for room.
     block: Option<Duration>,
@@ -119,7 +120,7 @@ fn policy(name: &str) -> Outcome<(&'static str, Policy)> {
 
 impl Publisher {
     /// The library's, until it is closed.
-    pub fn inner(&self) -> Outcome<Arc<warpipe::Publisher>> {
+    pub fn inner(&self) -> Outcome<Arc<Apart<warpipe::Publisher>>> {
         self.home.check()?;
         self.inner.get().ok_or_else(|| Fault::closed("publisher", &self.name))
     }
@@ -128,7 +129,7 @@ impl Publisher {
     fn take(&self, py: Python<'_>, layout: &Layout) -> PyResult<Slot> {
         py.detach(|| self.in_place.sweep());
         let sample = slot::borrow(py, self.loan_timeout, || Ok(self.inner()?.loan(layout)?))?;
-        Ok(Slot::Sample(sample))
+        Ok(Slot::Sample(Apart::new(sample)))
     }
 }
 
@@ -146,9 +147,9 @@ impl Publisher {
         };
         sample.set_metadata(carrier).map_err(Fault::from)?;
         let behind = match (&source.place, stream) {
-            (Place::Device(_, reader, _), _) => reader.follow()?.clone(),
-            (_, Some(stream)) => stream.follow()?.clone(),
-            (_, None) => self.stream.clone(),
+            (Place::Device(_, reader, _), _) => reader.follow(py)?.clone(),
+            (_, Some(stream)) => stream.follow(py)?.clone(),
+            (_, None) => (*self.stream).clone(),
         };
         // Also if it does not go out: then its slot is back at once.
         self.in_place.keep(source, sample.returned());
@@ -207,7 +208,7 @@ impl Publisher {
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?)
             .allow_uids(&allow_uids)
             .allow_gids(&allow_gids);
-        let stream = device.stream().map_err(Fault::from)?;
+        let stream = OwnStream::new(py, &device)?;
         let inner = Arc::new(Closable::new(py.detach(|| builder.build()).map_err(Fault::from)?));
         ending::close_at_end(&inner);
         Ok(Publisher {
@@ -302,7 +303,7 @@ impl Publisher {
         let wanted = Wanted { device, stream: stream.as_ref(), own: &self.stream, packed: false, lasting };
         let mut source = wanted.find(tensor)?;
         if lasting {
-            match in_place::carrier(device, &source, &encoded) {
+            match py.detach(|| in_place::carrier(device, &source, &encoded)) {
                 Ok(carrier) => return self.send_in_place(py, source, &carrier, stream.as_ref()),
                 Err(fault) if zero_copy == ZeroCopy::Require => return Err(fault.into()),
                 Err(fault) => warn_of_copy(py, fault.into())?,
@@ -350,8 +351,8 @@ impl Publisher {
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn subscribers(&self) -> PyResult<Vec<SubscriberInfo>> {
-        let found = self.inner()?.subscribers();
+    fn subscribers(&self, py: Python<'_>) -> PyResult<Vec<SubscriberInfo>> {
+        let found = py.detach(|| Outcome::Ok(self.inner()?.subscribers()))?;
         let row = |info: warpipe::SubscriberInfo| SubscriberInfo {
             pid: info.pid,
             uid: info.uid,
@@ -377,8 +378,8 @@ impl Publisher {
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn memory_in_use(&self) -> PyResult<(u64, u64)> {
-        Ok(self.inner()?.memory_in_use())
+    fn memory_in_use(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+        Ok(py.detach(|| Outcome::Ok(self.inner()?.memory_in_use()))?)
     }
 
     /// Gives the name up and says goodbye. What was sent can still be received. Closing twice is no error.

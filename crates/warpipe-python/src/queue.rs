@@ -119,7 +119,7 @@ impl Queue {
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let builder = spin.into_iter().fold(builder, warpipe::QueueBuilder::spin);
         let queue = py.detach(|| builder.build()).map_err(Fault::from)?;
-        let office = Office::open("queue", name, &device, submit_timeout, End::Queue(queue))?;
+        let office = Office::open(py, "queue", name, &device, submit_timeout, End::Queue(queue))?;
         Ok(Queue { office, submit_timeout })
     }
 
@@ -234,8 +234,8 @@ impl Queue {
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn memory_in_use(&self) -> PyResult<(u64, u64)> {
-        Ok(self.office.end()?.queue().memory_in_use())
+    fn memory_in_use(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+        Ok(py.detach(|| Outcome::Ok(self.office.end()?.queue().memory_in_use()))?)
     }
 
     /// Ends it: workers are told, and whoever waits for a job. Results that were received stay. Closing twice is no error.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::away::{Apart, away};
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::door::{Door, attach};
@@ -43,7 +44,7 @@ pub struct Permit {
     consumer: Option<Consumer>,
     passed: u64,
     /// `None` once it is released.
-    inner: Mutex<Option<warpipe::Permit>>,
+    inner: Mutex<Option<Apart<warpipe::Permit>>>,
 }
 
 impl Semaphore {
@@ -55,9 +56,10 @@ impl Semaphore {
         stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()
     }
 
-    fn permit(&self, inner: warpipe::Permit, consumer: Option<Consumer>) -> PyResult<Permit> {
+    fn permit(&self, py: Python<'_>, inner: warpipe::Permit, consumer: Option<Consumer>) -> PyResult<Permit> {
+        let inner = Apart::new(inner);
         if let Some(consumer) = &consumer {
-            consumer.lead()?;
+            consumer.lead(py)?;
         }
         let passed = inner.passed();
         let (home, device, inner) = (Home::here(), self.device.clone(), Mutex::new(Some(inner)));
@@ -65,11 +67,16 @@ impl Semaphore {
     }
 }
 
-fn take_now(semaphore: &warpipe::Semaphore, consumer: Option<&Consumer>) -> Outcome<Option<warpipe::Permit>> {
-    Ok(match consumer {
-        Some(consumer) => semaphore.try_acquire(consumer.linked())?,
-        None => semaphore.try_acquire_host()?,
-    })
+fn take_now(
+    py: Python<'_>,
+    semaphore: &warpipe::Semaphore,
+    consumer: Option<&Consumer>,
+) -> PyResult<Option<warpipe::Permit>> {
+    let taken = py.detach(|| match consumer {
+        Some(consumer) => semaphore.try_acquire(consumer.linked()),
+        None => semaphore.try_acquire_host(),
+    });
+    Ok(taken.map_err(Fault::from)?)
 }
 
 /// Calls the wait of a thread off when its owner goes, whatever for.
@@ -162,24 +169,24 @@ impl Semaphore {
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn permits(&self) -> PyResult<u32> {
-        Ok(self.door.get()?.permits())
+    fn permits(&self, py: Python<'_>) -> PyResult<u32> {
+        Ok(py.detach(|| Outcome::Ok(self.door.get()?.permits()))?)
     }
 
     /// How many are free at this moment, for people.
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn available(&self) -> PyResult<u32> {
-        Ok(self.door.get()?.available())
+    fn available(&self, py: Python<'_>) -> PyResult<u32> {
+        Ok(py.detach(|| Outcome::Ok(self.door.get()?.available()))?)
     }
 
     /// How many wait at this moment, for people.
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn waiting(&self) -> PyResult<u32> {
-        Ok(self.door.get()?.waiting())
+    fn waiting(&self, py: Python<'_>) -> PyResult<u32> {
+        Ok(py.detach(|| Outcome::Ok(self.door.get()?.waiting()))?)
     }
 
     /// Waits up to ``timeout`` seconds (None: as long as it takes) for a permit. With ``stream``, that stream waits on the
@@ -190,12 +197,12 @@ impl Semaphore {
     fn acquire(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>, timeout: Option<f64>) -> PyResult<Permit> {
         let (semaphore, consumer) = (self.door.get()?, self.consumer(py, stream)?);
         let timeout = optional(timeout, "timeout")?.unwrap_or(VERY_LONG);
-        if let Some(permit) = take_now(&semaphore, consumer.as_ref())? {
-            return self.permit(permit, consumer);
+        if let Some(permit) = take_now(py, &semaphore, consumer.as_ref())? {
+            return self.permit(py, permit, consumer);
         }
         drop(semaphore);
         let permit = line_up(py, &self.door, consumer.clone(), timeout)?;
-        self.permit(permit, consumer)
+        self.permit(py, permit, consumer)
     }
 
     /// Takes a permit if one is free and nobody waits for it, else gives None.
@@ -204,7 +211,7 @@ impl Semaphore {
     #[pyo3(signature = (stream = None))]
     fn try_acquire(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Permit>> {
         let (semaphore, consumer) = (self.door.get()?, self.consumer(py, stream)?);
-        take_now(&semaphore, consumer.as_ref())?.map(|permit| self.permit(permit, consumer)).transpose()
+        take_now(py, &semaphore, consumer.as_ref())?.map(|permit| self.permit(py, permit, consumer)).transpose()
     }
 
     /// Whether it has been closed here.
@@ -233,18 +240,18 @@ impl Semaphore {
 }
 
 impl Permit {
-    fn lock(&self) -> Outcome<MutexGuard<'_, Option<warpipe::Permit>>> {
+    fn lock(&self) -> Outcome<MutexGuard<'_, Option<Apart<warpipe::Permit>>>> {
         self.home.check()?;
         Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Gives it back behind the consumer's work; of the CPU at once.
-    fn give_back(permit: warpipe::Permit, consumer: Option<&Consumer>) -> Outcome<()> {
+    /// Gives it back behind the consumer's work; of the CPU at once. For who does not have the interpreter.
+    fn give_back(permit: Apart<warpipe::Permit>, consumer: Option<&Consumer>) -> Outcome<()> {
         match consumer {
             // If the stream cannot be followed, the permit is dropped, which gives it back behind the linked one.
-            Some(consumer) => Ok(permit.release(consumer.follow()?)?),
+            Some(consumer) => Ok(permit.into_inner().release(consumer.followed()?)?),
             None => {
-                permit.release_now();
+                permit.into_inner().release_now();
                 Ok(())
             }
         }
@@ -256,7 +263,7 @@ impl Drop for Permit {
         let inner = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(permit) = inner.filter(|_| self.home.is_here()) {
             // Nobody is here to be told.
-            let _ = Permit::give_back(permit, self.consumer.as_ref());
+            let _ = away(|| Permit::give_back(permit, self.consumer.as_ref()));
         }
     }
 }
@@ -283,14 +290,14 @@ impl Permit {
     fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let asked = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
         let Some(permit) = self.lock()?.take() else { return Ok(()) };
-        Ok(Permit::give_back(permit, asked.as_ref().or(self.consumer.as_ref()))?)
+        let consumer = asked.as_ref().or(self.consumer.as_ref());
+        Ok(py.detach(|| Permit::give_back(permit, consumer))?)
     }
 
     /// Gives it back now: the next holder waits for nothing of this one's device work. Releasing twice is no error.
-    fn release_now(&self) -> PyResult<()> {
-        if let Some(permit) = self.lock()?.take() {
-            permit.release_now();
-        }
+    fn release_now(&self, py: Python<'_>) -> PyResult<()> {
+        let permit = self.lock()?.take();
+        py.detach(|| permit.map(|permit| permit.into_inner().release_now()));
         Ok(())
     }
 

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use warpipe::backend::DevicePtr;
 use warpipe::{Error, Layout, SampleMut, SlotHold, Stream};
 
+use crate::away::Apart;
 use crate::errors::{Fault, Outcome};
 use crate::metadata;
 use crate::wait::{in_slices, late};
@@ -14,9 +15,9 @@ use crate::wait::{in_slices, late};
 #[derive(Debug)]
 pub enum Slot {
     /// A publisher's, to be sent.
-    Sample(SampleMut),
+    Sample(Apart<SampleMut>),
     /// A queue's, to be submitted, or a worker's, to complete a job with.
-    Work(warpipe::Loan),
+    Work(Apart<warpipe::Loan>),
 }
 
 impl Slot {
@@ -67,11 +68,11 @@ impl Slot {
         }?)
     }
 
-    /// Gives it back unused, behind the stream's work.
+    /// Gives it back unused, behind the stream's work. For who does not have the interpreter.
     pub fn discard(self, stream: &Stream) -> Outcome<()> {
         Ok(match self {
-            Slot::Sample(sample) => sample.discard(stream),
-            Slot::Work(loan) => loan.discard(stream),
+            Slot::Sample(sample) => sample.into_inner().discard(stream),
+            Slot::Work(loan) => loan.into_inner().discard(stream),
         }?)
     }
 }

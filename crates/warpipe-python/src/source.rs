@@ -180,7 +180,7 @@ impl Wanted<'_> {
         let (reader, _) = reader(found, device, stream, own)?;
         if let Some(written_on) = interface.get_item("stream")?.filter(|stream| !stream.is_none()) {
             let writer = Consumer::foreign(found.py(), device, written_on.extract()?)?;
-            reader.stream.wait_for(&writer.stream).map_err(Fault::from)?;
+            found.py().detach(|| reader.stream.wait_for(&writer.stream)).map_err(Fault::from)?;
         }
         let place =
             Place::Device(stated.address.wrapping_sub(extent.below), reader, Keep::Object(found.clone().unbind()));

@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyInt};
 
+use crate::away::OwnStream;
 use crate::device::{Device, is_cuda};
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
@@ -31,12 +32,12 @@ const KNOWN_MAX: usize = 256;
 #[derive(Debug)]
 pub struct Stream {
     home: Home,
-    inner: warpipe::Stream,
+    inner: OwnStream,
 }
 
 impl Stream {
     /// The stream, in the process that made it: nobody works for it in another.
-    pub fn inner(&self) -> Outcome<&warpipe::Stream> {
+    pub fn inner(&self) -> Outcome<&OwnStream> {
         self.home.check()?;
         Ok(&self.inner)
     }
@@ -46,9 +47,9 @@ impl Stream {
 impl Stream {
     #[new]
     #[pyo3(signature = (device = None))]
-    fn new(device: Option<&Bound<'_, PyAny>>) -> PyResult<Stream> {
+    fn new(py: Python<'_>, device: Option<&Bound<'_, PyAny>>) -> PyResult<Stream> {
         let device = Device::from_argument(device)?;
-        Ok(Stream { home: Home::here(), inner: device.inner.stream().map_err(Fault::from)? })
+        Ok(Stream { home: Home::here(), inner: OwnStream::new(py, &device.inner)? })
     }
 
     /// Its device.
@@ -66,8 +67,9 @@ impl Stream {
     /// Whether all work enqueued so far is done (``cuStreamQuery``).
     ///
     /// Raises ``DriverError``, also for a fault of earlier work.
-    fn is_idle(&self) -> PyResult<bool> {
-        Ok(self.inner()?.is_idle().map_err(Fault::from)?)
+    fn is_idle(&self, py: Python<'_>) -> PyResult<bool> {
+        let inner = self.inner()?;
+        Ok(py.detach(|| inner.is_idle()).map_err(Fault::from)?)
     }
 
     /// Waits on the CPU until all work enqueued so far is done, at most ``timeout`` seconds (None: as long as it takes).
@@ -86,7 +88,7 @@ impl Stream {
     fn wait_for(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<()> {
         let inner = self.inner()?;
         let other = Consumer::from_argument(py, inner.device(), other)?;
-        Ok(inner.wait_for(&other.stream).map_err(Fault::from)?)
+        Ok(py.detach(|| inner.wait_for(&other.stream)).map_err(Fault::from)?)
     }
 
     /// The CUDA stream protocol: ``(version, handle)``.
@@ -111,8 +113,8 @@ impl Stream {
 /// none.
 #[derive(Debug, Clone)]
 pub struct Consumer {
-    pub stream: warpipe::Stream,
-    relay: Option<warpipe::Stream>,
+    pub stream: OwnStream,
+    relay: Option<OwnStream>,
     /// What destroys the stream when it goes: not before this has gone.
     owner: Option<Arc<Py<PyAny>>>,
 }
@@ -120,6 +122,10 @@ pub struct Consumer {
 impl Consumer {
     /// A stream of our own.
     pub fn own(stream: &warpipe::Stream) -> Consumer {
+        Consumer::of(&OwnStream::of(stream.clone()))
+    }
+
+    fn of(stream: &OwnStream) -> Consumer {
         Consumer { stream: stream.clone(), relay: None, owner: None }
     }
 
@@ -130,7 +136,7 @@ impl Consumer {
             if stream.device().info().id != device.info().id {
                 return Err(Fault::argument("stream", stream.device(), format!("a stream of {device}")).into());
             }
-            return Ok(Consumer::own(stream));
+            return Ok(Consumer::of(stream));
         }
         match raw_of(found)? {
             Some(raw) if is_cuda(device) => {
@@ -183,16 +189,18 @@ impl Consumer {
         }
         // SAFETY: without a relay the stream is never destroyed; with one it is used only while an array that was made on
         // it is made, or let go, which the protocols ask to be within the stream's life.
-        let stream = unsafe { warpipe::Stream::borrow_raw(device, raw as *mut c_void) };
-        let relay = if lasting { None } else { Some(device.stream().map_err(Fault::from)?) };
+        let stream = OwnStream::of(unsafe { warpipe::Stream::borrow_raw(device, raw as *mut c_void) });
+        let relay = if lasting { None } else { Some(OwnStream::new(py, device)?) };
         let consumer = Consumer { stream, relay, owner: None };
         let mut table = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        let table = table.get_or_insert_with(HashMap::new);
-        if table.len() >= KNOWN_MAX {
-            table.clear();
-        }
+        let known = table.get_or_insert_with(HashMap::new);
+        let forgotten = if known.len() >= KNOWN_MAX { std::mem::take(known) } else { HashMap::new() };
         // Another thread may have been faster: both then have the same.
-        Ok(table.entry(key).or_insert(consumer).clone())
+        let ours = known.entry(key).or_insert_with(|| consumer.clone()).clone();
+        drop(table);
+        // Without the lock, like all whose end may be held up.
+        drop((forgotten, consumer));
+        Ok(ours)
     }
 
     /// The number that DLPack knows the stream by.
@@ -209,15 +217,25 @@ impl Consumer {
     }
 
     /// Puts the linked stream behind what the consumer has enqueued so far.
-    pub fn follow(&self) -> Outcome<&warpipe::Stream> {
+    pub fn follow(&self, py: Python<'_>) -> Outcome<&warpipe::Stream> {
+        if self.relay.is_none() { Ok(self.linked()) } else { py.detach(|| self.followed()) }
+    }
+
+    /// Puts the consumer behind what the linked stream has been given so far.
+    pub fn lead(&self, py: Python<'_>) -> Outcome<()> {
+        if self.relay.is_none() { Ok(()) } else { py.detach(|| self.led()) }
+    }
+
+    /// [`follow`](Self::follow), for who does not have the interpreter.
+    pub fn followed(&self) -> Outcome<&warpipe::Stream> {
         if let Some(relay) = &self.relay {
             relay.wait_for(&self.stream)?;
         }
         Ok(self.linked())
     }
 
-    /// Puts the consumer behind what the linked stream has been given so far.
-    pub fn lead(&self) -> Outcome<()> {
+    /// [`lead`](Self::lead), for who does not have the interpreter.
+    pub fn led(&self) -> Outcome<()> {
         if self.relay.is_some() {
             self.stream.wait_for(self.linked())?;
         }
@@ -226,15 +244,10 @@ impl Consumer {
 }
 
 /// The stream of an argument, or a new one.
-pub fn stream_of(
-    py: Python<'_>,
-    device: &warpipe::Device,
-    stream: Option<&Bound<'_, PyAny>>,
-) -> PyResult<warpipe::Stream> {
-    match stream {
-        Some(stream) => Ok(Consumer::from_argument(py, device, stream)?.linked().clone()),
-        None => Ok(device.stream().map_err(Fault::from)?),
-    }
+pub fn stream_of(py: Python<'_>, device: &warpipe::Device, stream: Option<&Bound<'_, PyAny>>) -> PyResult<OwnStream> {
+    let Some(stream) = stream else { return OwnStream::new(py, device) };
+    let consumer = Consumer::from_argument(py, device, stream)?;
+    Ok(consumer.relay.unwrap_or(consumer.stream))
 }
 
 type Known = HashMap<(u32, usize, bool), Consumer>;
@@ -246,9 +259,11 @@ fn known(key: &(u32, usize, bool)) -> Option<Consumer> {
 }
 
 /// A consumer of one piece of memory, and whether its stream may still be asked for its work.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct User {
     consumer: Consumer,
+    /// Held by who asks a stream that may end, so that it does not end meanwhile: taken without the interpreter alone.
+    asked: Arc<Mutex<()>>,
     /// Arrays that were made on it and are not let go yet. When the last goes, the relay is put behind the stream, which
     /// is not touched after that.
     arrays: usize,
@@ -257,16 +272,17 @@ struct User {
 }
 
 impl User {
-    /// A stream of our library's that is behind all that it has enqueued so far.
-    fn follow(&self) -> Outcome<&warpipe::Stream> {
-        if self.is_named || self.arrays > 0 || !self.consumer.may_end() {
-            return self.consumer.follow();
-        }
-        Ok(self.consumer.linked())
+    fn is(&self, consumer: &Consumer) -> bool {
+        self.consumer.stream.raw() == consumer.stream.raw()
+    }
+
+    /// Whether its stream is there.
+    fn is_there(&self) -> bool {
+        self.is_named || self.arrays > 0 || !self.consumer.may_end()
     }
 }
 
-/// All streams that use one piece of memory.
+/// All streams that use one piece of memory. What asks them is called without the interpreter.
 #[derive(Debug, Default)]
 pub struct Consumers {
     list: Mutex<Vec<User>>,
@@ -289,7 +305,7 @@ impl Consumers {
 
     fn with(&self, consumer: &Consumer, change: impl FnOnce(&mut User)) {
         let mut list = self.lock();
-        let known = list.iter_mut().find(|user| user.consumer.stream.raw() == consumer.stream.raw());
+        let known = list.iter_mut().find(|user| user.is(consumer));
         // Dropped without the lock: the last reference to a stream of another framework's may go.
         let mut before = None;
         match known {
@@ -300,7 +316,7 @@ impl Consumers {
                 change(user);
             }
             None => {
-                let mut user = User { consumer: consumer.clone(), arrays: 0, is_named: false };
+                let mut user = User { consumer: consumer.clone(), asked: Arc::default(), arrays: 0, is_named: false };
                 change(&mut user);
                 list.push(user);
             }
@@ -311,19 +327,37 @@ impl Consumers {
 
     /// An array that was made on its stream is let go.
     pub fn leave(&self, consumer: &Consumer) {
-        let mut list = self.lock();
-        let known = list.iter_mut().find(|user| user.consumer.stream.raw() == consumer.stream.raw());
-        if let Some(user) = known.filter(|user| user.arrays > 0) {
-            // A stream that cannot be followed is asked again in the end, and then the memory stays.
-            if user.consumer.follow().is_ok() {
-                user.arrays -= 1;
-            }
+        let Some(user) = self.find(consumer).filter(|user| user.arrays > 0) else { return };
+        // After this call the stream may end: nobody else is asking it then.
+        let _asking = user.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        // A stream that cannot be followed is asked again in the end, and then the memory stays.
+        if user.consumer.followed().is_ok()
+            && let Some(user) = self.lock().iter_mut().find(|user| user.is(consumer))
+        {
+            user.arrays = user.arrays.saturating_sub(1);
         }
+    }
+
+    fn find(&self, consumer: &Consumer) -> Option<User> {
+        self.lock().iter().find(|user| user.is(consumer)).cloned()
     }
 
     /// A stream for each, behind what that has enqueued so far.
     pub fn followed(&self) -> Outcome<Vec<warpipe::Stream>> {
-        self.lock().iter().map(|user| user.follow().cloned()).collect()
+        let users = self.lock().clone();
+        users.iter().map(|user| self.follow(&user.consumer, &user.asked)).collect()
+    }
+
+    /// A stream of our library's that is behind all that one of them has enqueued so far.
+    fn follow(&self, consumer: &Consumer, asked: &Mutex<()>) -> Outcome<warpipe::Stream> {
+        if !consumer.may_end() {
+            return consumer.followed().cloned();
+        }
+        let _asking = asked.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.find(consumer).is_some_and(|user| user.is_there()) {
+            return consumer.followed().cloned();
+        }
+        Ok(consumer.linked().clone())
     }
 
     /// A stream that is behind all that they have enqueued so far; none if there are none of them.

@@ -7,6 +7,7 @@ use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::away::OwnStream;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::door::attach;
@@ -39,7 +40,7 @@ pub struct Subscriber {
     /// How long an iteration waits for each.
     iteration: Option<Duration>,
     device: warpipe::Device,
-    stream: warpipe::Stream,
+    stream: OwnStream,
     openings: Openings,
 }
 

@@ -1,7 +1,9 @@
 //! What the tests and the benchmark of this package need and nobody else should use. **This module is marked for unsafe**: it launches
 //! kernels on memory that the caller names.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::channel;
 
 use pyo3::prelude::*;
 use warpipe::{DType, Layout};
@@ -30,13 +32,18 @@ fn _skip_waits(skip: bool) {
 
 /// Enqueues on ``stream`` a kernel that waits ``delay`` seconds and then fills the loan with the pattern of ``seed``.
 #[pyfunction]
-fn _slow_fill(loan: &Bound<'_, Loan>, stream: &Bound<'_, Stream>, seed: u64, delay: f64) -> PyResult<()> {
+fn _slow_fill(
+    py: Python<'_>,
+    loan: &Bound<'_, Loan>,
+    stream: &Bound<'_, Stream>,
+    seed: u64,
+    delay: f64,
+) -> PyResult<()> {
     let memory = loan.get().memory()?;
     let delay = seconds(delay, "delay")?;
+    let (stream, words) = (stream.get().inner()?, memory.layout.bytes() / 8);
     // SAFETY: the words lie in the loan, which is this caller's to write until it is sent behind this stream.
-    let filled = unsafe {
-        warpipe_kernels::slow_fill(stream.get().inner()?, memory.lowest, memory.layout.bytes() / 8, seed, delay)
-    };
+    let filled = py.detach(|| unsafe { warpipe_kernels::slow_fill(stream, memory.lowest, words, seed, delay) });
     Ok(filled.map_err(Fault::from)?)
 }
 
@@ -58,8 +65,9 @@ fn _pattern(seed: u64, index: u64) -> u64 {
 
 /// Loads the kernels of these tests, so that no later launch loads them behind a stream that waits.
 #[pyfunction]
-fn _preload(stream: &Bound<'_, Stream>) -> PyResult<()> {
-    Ok(warpipe_kernels::preload(stream.get().inner()?.device()).map_err(Fault::from)?)
+fn _preload(py: Python<'_>, stream: &Bound<'_, Stream>) -> PyResult<()> {
+    let device = stream.get().inner()?.device();
+    Ok(py.detach(|| warpipe_kernels::preload(device)).map_err(Fault::from)?)
 }
 
 /// The kernel of the benchmark and of tests, on one stream: float32 ``i`` of a target becomes that of a source plus
@@ -112,9 +120,58 @@ fn _allocate_plain(nbytes: u64, device: &Bound<'_, PyAny>) -> PyResult<Py<View>>
     Py::new(device.py(), View::of("the allocation", Place::Plain(Plain::allocate(&on, nbytes)?))?)
 }
 
+/// Fills the launch queue of ``stream`` on a thread of its own, until it is dropped: a call that gives the stream more work,
+/// or asks it, is then held up as long as the stream waits.
+#[pyclass(frozen, module = "warpipe", name = "_Filler")]
+#[derive(Debug)]
+struct Filler {
+    given: Arc<AtomicU64>,
+    ends: Arc<AtomicBool>,
+    thread: i32,
+}
+
+#[pymethods]
+impl Filler {
+    #[new]
+    fn new(stream: &Bound<'_, Stream>) -> PyResult<Filler> {
+        let stream = stream.get().inner()?.clone();
+        let (given, ends) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let (tell, told) = channel();
+        let (counted, ended) = (given.clone(), ends.clone());
+        let fill = move || {
+            // SAFETY: takes nothing.
+            let _ = tell.send(unsafe { libc::gettid() });
+            while !ended.load(Ordering::Relaxed) && stream.call(|| ()).is_ok() {
+                counted.fetch_add(1, Ordering::Relaxed);
+            }
+        };
+        std::thread::Builder::new().name("warpipe-filler".into()).spawn(fill)?;
+        Ok(Filler { given, ends, thread: told.recv().unwrap_or_default() })
+    }
+
+    /// The thread that does it.
+    #[getter]
+    fn thread(&self) -> i32 {
+        self.thread
+    }
+
+    /// How much it has given the stream.
+    #[getter]
+    fn given(&self) -> u64 {
+        self.given.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Filler {
+    fn drop(&mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Adds the functions to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Adder>()?;
+    module.add_class::<Filler>()?;
     module.add_function(wrap_pyfunction!(_skip_waits, module)?)?;
     module.add_function(wrap_pyfunction!(_slow_fill, module)?)?;
     module.add_function(wrap_pyfunction!(_allocate_plain, module)?)?;

@@ -6,7 +6,7 @@ use pyo3::types::PyTuple;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::door::{Door, attach};
-use crate::errors::Fault;
+use crate::errors::{Fault, Outcome};
 use crate::stream::Consumer;
 use crate::wait::{in_slices, late, none_if_late, optional};
 
@@ -98,8 +98,8 @@ impl Timeline {
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn value(&self) -> PyResult<u64> {
-        Ok(self.door.get()?.value())
+    fn value(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(py.detach(|| Outcome::Ok(self.door.get()?.value()))?)
     }
 
     /// Signals ``value`` behind the work on ``stream`` so far, and returns at once; without a stream now, from the CPU.
@@ -109,9 +109,11 @@ impl Timeline {
     #[pyo3(signature = (value, stream = None))]
     fn signal(&self, py: Python<'_>, value: u64, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let timeline = self.door.get()?;
-        let Some(stream) = stream else { return Ok(timeline.signal_now(value).map_err(Fault::from)?) };
-        let consumer = Consumer::from_argument(py, &self.device, stream)?;
-        Ok(timeline.signal(consumer.follow()?, value).map_err(Fault::from)?)
+        let consumer = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
+        Ok(py.detach(|| match &consumer {
+            Some(consumer) => Outcome::Ok(timeline.signal(consumer.followed()?, value)?),
+            None => Ok(timeline.signal_now(value)?),
+        })?)
     }
 
     /// Has ``stream`` wait for ``value``, and returns at once; without a stream the CPU waits, at most ``timeout`` seconds
@@ -130,8 +132,8 @@ impl Timeline {
         let (timeline, timeout) = (self.door.get()?, optional(timeout, "timeout")?);
         if let Some(stream) = stream {
             let consumer = Consumer::from_argument(py, &self.device, stream)?;
-            timeline.wait(consumer.linked(), value).map_err(Fault::from)?;
-            return Ok(consumer.lead()?);
+            py.detach(|| timeline.wait(consumer.linked(), value)).map_err(Fault::from)?;
+            return Ok(consumer.lead(py)?);
         }
         drop(timeline);
         // Asked for anew in each slice, so that one that is closed meanwhile ends the wait.
@@ -142,8 +144,8 @@ impl Timeline {
     /// Whether ``value`` has been reached; False if it may still be.
     ///
     /// Raises ``OwnerGoneError``: it has not been and never will be. ``ClosedError``.
-    fn check(&self, value: u64) -> PyResult<bool> {
-        Ok(self.door.get()?.check(value).map_err(Fault::from)?)
+    fn check(&self, py: Python<'_>, value: u64) -> PyResult<bool> {
+        Ok(py.detach(|| Outcome::Ok(self.door.get()?.check(value)?))?)
     }
 
     /// Lets go of it; the owner also gives the name up. Closing twice is no error.

@@ -121,7 +121,7 @@ impl Torch {
         let Some(&versioned) = self.versioned.get() else { return Ok(None) };
         let stay = if is_cuda(&memory.device) {
             let Some(raw) = self.current_stream(py, memory.device.info().ordinal)? else { return Ok(None) };
-            memory.admit(&Consumer::foreign(py, &memory.device, raw)?)?
+            memory.admit(py, &Consumer::foreign(py, &memory.device, raw)?)?
         } else {
             memory.settle(py)?;
             None

@@ -116,8 +116,8 @@ impl View {
         let (memory, held) = (self.memory()?, self.held()?);
         let consumer = self.consumer(py, stream)?;
         let own = match &consumer {
-            Some(consumer) => consumer.follow()?.clone(),
-            None => held.stream()?.clone(),
+            Some(consumer) => consumer.follow(py)?.clone(),
+            None => py.detach(|| held.stream().cloned())?,
         };
         let wanted =
             Wanted { device: &self.tensor.device, stream: consumer.as_ref(), own: &own, packed: true, lasting: false };
@@ -128,16 +128,16 @@ impl View {
                 Fault::layout(format!("{:?} does not fit {:?}; {next}", source.layout, self.tensor.layout)).into()
             );
         }
-        held.admit(&Consumer::own(&own))?;
+        held.admit(py, &Consumer::own(&own))?;
         let is_to_be_awaited = consumer.is_none() && source.is_of_host();
         // SAFETY: the view's range, which the hold keeps until the streams that it is told of are past the copy.
         let mut range = unsafe { Range::new(&self.tensor.device, memory.lowest, self.tensor.layout.bytes()) };
         let filled_on = COPIES.fill(py, &mut range, source, &own, None)?;
-        held.admit(&Consumer::own(&filled_on))?;
+        held.admit(py, &Consumer::own(&filled_on))?;
         if is_to_be_awaited {
             return await_copy(py, &filled_on);
         }
-        Ok(consumer.map_or(Ok(()), |consumer| consumer.lead())?)
+        Ok(consumer.map_or(Ok(()), |consumer| consumer.lead(py))?)
     }
 
     /// Copies bytes of the host to byte ``offset`` (``cuMemcpyHtoDAsync``), in the order of ``stream``; they may be changed
@@ -163,15 +163,15 @@ impl View {
         }
         let consumer = self.consumer(py, stream)?;
         let own = match &consumer {
-            Some(consumer) => consumer.follow()?.clone(),
-            None => held.stream()?.clone(),
+            Some(consumer) => consumer.follow(py)?.clone(),
+            None => py.detach(|| held.stream().cloned())?,
         };
-        held.admit(&Consumer::own(&own))?;
+        held.admit(py, &Consumer::own(&own))?;
         // SAFETY: inside of the view's range, which the hold keeps until the stream that it was told of is past the copy.
         let mut range = unsafe { Range::new(&self.tensor.device, memory.lowest + offset, length) };
         py.detach(|| range.write(&own, bytes))?;
         match consumer {
-            Some(consumer) => Ok(consumer.lead()?),
+            Some(consumer) => Ok(consumer.lead(py)?),
             None => await_copy(py, &own),
         }
     }
@@ -181,7 +181,7 @@ impl View {
     ///
     /// Raises ``ArgumentError`` for a stream of another device, ``ReleasedError``.
     fn used_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
-        Ok(self.held()?.admit(&Consumer::from_argument(py, &self.tensor.device, stream)?)?)
+        Ok(self.held()?.admit(py, &Consumer::from_argument(py, &self.tensor.device, stream)?)?)
     }
 
     /// Waits on the CPU until the streams that were given work on this memory are past it, at most ``timeout`` seconds
@@ -202,7 +202,7 @@ impl View {
         let consumer = self.consumer(py, stream)?;
         let Some(memory) = self.tensor.let_go()? else { return Ok(()) };
         if let (Some(consumer), Hold::Held(held)) = (&consumer, &memory.hold) {
-            held.admit(consumer)?;
+            held.admit(py, consumer)?;
         }
         py.detach(|| drop(memory));
         Ok(())

@@ -1,0 +1,187 @@
+"""A call that a full launch queue holds up lets other threads go on: one of them may be what its stream waits for.
+
+Each row runs in a process of its own, so that one that stands still fails alone.
+"""
+
+import subprocess
+import sys
+
+import pytest
+from peers import LIMIT_SECONDS
+from test_processes import place  # noqa: F401
+
+BEGIN = """
+import sys, threading, time
+import numpy as np
+import warpipe
+from warpipe import _warpipe
+
+domain, where = sys.argv[1:]
+both = dict(domain=domain, device=where)
+stream, other = warpipe.Stream(where), warpipe.Stream(where)
+_warpipe._preload(stream)
+owner, timeline = warpipe.Timeline.create("gate", **both), warpipe.Timeline.create("t", **both)
+gate, opened = warpipe.Timeline.open("gate", **both), warpipe.Timeline.open("t", **both)
+
+
+class Foreign:
+    '''A stream of somebody else's.'''
+
+    def __cuda_stream__(self):
+        return 0, stream.ptr
+
+
+class Written:
+    '''A tensor on the GPU that was written on the stream.'''
+
+    def __init__(self):
+        self.memory = warpipe.Memory.allocate(64, device=where)
+        self.__cuda_array_interface__ = {
+            "shape": (64,), "typestr": "|u1", "data": (self.memory.ptr, False), "version": 3, "stream": stream.ptr,
+        }
+
+
+def is_asleep(thread):
+    with open(f"/proc/self/task/{thread}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "S"
+
+
+def late(on):
+    '''A publisher, a subscriber and a frame whose data comes behind the work of a stream.'''
+    publisher, subscriber = warpipe.Publisher("late", **both), warpipe.Subscriber("late", **both)
+    publisher.loan((8,), "uint64").send(on)
+    return [publisher, subscriber, subscriber.receive()]
+
+
+def meanwhile(work):
+    '''Begins it on another thread, until that sleeps.'''
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while not is_asleep(thread.native_id):
+        time.sleep(0.001)
+
+
+def given_up(name):
+    '''Lets go of the only reference to what the row prepared.'''
+    del globals()[name]
+"""
+
+# What is prepared while the stream is idle, the call, and what is prepared once it waits and can take more.
+ROWS = {
+    "Stream.is_idle": ("", "stream.is_idle()"),
+    "Stream.wait_for": ("", "stream.wait_for(other)"),
+    "Stream.wait_for, of another": ("", "other.wait_for(stream)"),
+    "Timeline.signal": ("", "timeline.signal(1, stream)"),
+    "Timeline.signal, a foreign stream": ("", "timeline.signal(1, Foreign())"),
+    "Timeline.wait": ("", "opened.wait(1, stream)"),
+    "Timeline.wait, a foreign stream": ("", "opened.wait(1, stream.ptr)"),
+    "Event.record": ("event = warpipe.Event.create(**both)", "event.record(stream)"),
+    "Event.record, a foreign stream": ("event = warpipe.Event.create(**both)", "event.record(stream.ptr)"),
+    "Event.wait": ("event = warpipe.Event.create(**both); gate.wait(1, other); event.record(other)", "event.wait(stream)"),
+    "Semaphore.acquire": ("semaphore = warpipe.Semaphore.create('s', 1, **both)", "semaphore.acquire(Foreign())"),
+    "Semaphore.try_acquire": ("semaphore = warpipe.Semaphore.create('s', 1, **both)", "semaphore.try_acquire(Foreign())"),
+    "Permit.release": ("permit = warpipe.Semaphore.create('s', 1, **both).acquire(stream)", "permit.release()"),
+    "Permit.release, a foreign stream": (
+        "permit = warpipe.Semaphore.create('s', 1, **both).acquire()", "permit.release(stream.ptr)"),
+    "Permit, dropped": ("permit = warpipe.Semaphore.create('s', 1, **both).acquire(Foreign())", "given_up('permit')"),
+    "SampleMut.discard": ("loan = warpipe.Publisher('a', **both).loan(8, 'uint8')", "loan.discard(stream)"),
+    "SampleMut.discard, a foreign stream": (
+        "loan = warpipe.Publisher('a', **both).loan(8, 'uint8')", "loan.discard(Foreign())"),
+    "SampleMut.send": ("publisher = warpipe.Publisher('a', **both); loan = publisher.loan(8, 'uint8')", "loan.send(stream)"),
+    "SampleMut.send, a foreign stream": (
+        "publisher = warpipe.Publisher('a', **both); loan = publisher.loan(8, 'uint8')", "loan.send(stream.ptr)"),
+    "SampleMut, dropped": (
+        "publisher = warpipe.Publisher('a', **both); loan = publisher.loan(8, 'uint8');"
+        "capsule = loan.__dlpack__(stream=stream.ptr)", "given_up('capsule')"),
+    "SampleMut.__dlpack__": (
+        "publisher = warpipe.Publisher('a', **both); loan = publisher.loan(8, 'uint8');"
+        "array = loan.__dlpack__(stream=stream.ptr)", "loan.send()"),
+    "Sample.__dlpack__": ("", "held[2].__dlpack__(stream=stream.ptr)", "gate.wait(1, other); held = late(other)"),
+    "Sample.release": ("", "held[2].release(stream)", "held = late(stream)"),
+    "Sample.release, a foreign stream": ("", "held[2].release(stream.ptr)", "held = late(stream)"),
+    "Sample, dropped": ("held = late(stream); capsule = held[2].__dlpack__(stream=stream.ptr)", "(held.clear(), given_up('capsule'))"),
+    "View.copy_from": ("memory = warpipe.Memory.allocate(64, device=where)", "memory.copy_from(np.ones(memory.nbytes, np.uint8), stream)"),
+    "View.write": ("memory = warpipe.Memory.allocate(64, device=where)", "memory.write(b'x', stream=stream)"),
+    "View.write, a foreign stream": ("memory = warpipe.Memory.allocate(64, device=where)", "memory.write(b'x', stream=stream.ptr)"),
+    "View.write, of memory in use": (
+        "memory = warpipe.Memory.allocate(64, device=where); memory.used_on(Foreign())", "memory.write(b'x', stream=None)"),
+    "View, dropped": (
+        "memory = warpipe.Memory.allocate(64, device=where); capsule = memory.__dlpack__(stream=stream.ptr)",
+        "given_up('capsule')"),
+    "Publisher.send": (
+        "publisher = warpipe.Publisher('a', **both); written = Written()", "publisher.send(written)"),
+    "Queue.submit": (
+        "queue = warpipe.Queue('q', **both); loan = queue.loan(8, 'uint8')", "queue.submit(loan, stream=stream.ptr)"),
+    "Queue.memory_in_use, beside a submit": (
+        "queue = warpipe.Queue('q', **both); loan = queue.loan(8, 'uint8'); worker = warpipe.Worker('q', **both);"
+        "queue.wait_for_workers()",
+        "meanwhile(lambda: queue.submit(loan, stream=stream)); queue.memory_in_use"),
+    "Pending, dropped beside a request": (
+        "client = warpipe.Client('q', **both); loan = client.loan(8, 'uint8'); server = warpipe.Server('q', **both);"
+        "pending = client.request(b'x'); server.accept(30)",
+        "meanwhile(lambda: client.request(loan, stream=stream)); given_up('pending')"),
+    "Lease.complete": (
+        "queue = warpipe.Queue('q', **both); worker = warpipe.Worker('q', **both);"
+        "job = queue.submit(b'x'); lease = worker.lease(30)", "lease.complete(stream=stream.ptr)"),
+    "_slow_fill": (
+        "publisher = warpipe.Publisher('a', **both); loan = publisher.loan(8, 'uint64')",
+        "_warpipe._slow_fill(loan, stream, 1, 0.0)"),
+}
+
+CALL = """
+gate.wait(1, stream)
+exec(after)
+filler = _warpipe._Filler(stream)
+# Full, when the one that fills it sleeps.
+before = 0
+while filler.given < FULL or filler.given > before or not is_asleep(filler.thread):
+    before = filler.given
+    time.sleep(0.001)
+ticks, begun, ended, faults = [0], threading.Event(), threading.Event(), []
+
+
+def tick():
+    while True:
+        ticks[0] += 1
+        time.sleep(0.0005)
+
+
+def run():
+    begun.set()
+    try:
+        exec(call)
+    except BaseException as fault:
+        faults.append(fault)
+    ended.set()
+
+
+for work in (tick, run):
+    threading.Thread(target=work, daemon=True).start()
+begun.wait()
+before = ticks[0]
+while ticks[0] < before + 100:
+    time.sleep(0.001)
+held = not ended.is_set()
+owner.signal(1)
+assert ended.wait(60), "the call does not return"
+assert not faults, faults
+del filler
+print("held" if held else "at once")
+"""
+
+# Of a stream's launch queue, which takes 1,020 on an H200, and holds a few of a row's own.
+FULL = 1_000
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_call_that_a_full_launch_queue_holds_up_lets_other_threads_go_on(place, device, row):  # noqa: F811
+    if device.kind == "host":
+        pytest.skip("a stream of the host takes more than anybody gives it")
+    before, call, *after = ROWS[row]
+    program = f"{BEGIN}\n{before}\ncall, after, FULL = {call!r}, {''.join(after)!r}, {FULL}\n{CALL}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *place], capture_output=True, text=True, timeout=2 * LIMIT_SECONDS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # For people: a driver may take more than the one that this was written with.
+    print(done.stdout)
