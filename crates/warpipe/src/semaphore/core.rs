@@ -1,10 +1,10 @@
 //! What one process's handles and permits of a semaphore share. **This module is marked for unsafe**: it hands the words
 //! that streams wait for to the device.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU32};
-use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::SPINS;
 use super::room::{CREATOR, LOOK, Look, Place, Room, UNDER_WAY_MAX};
@@ -169,24 +169,32 @@ impl Core {
     /// Makes sure that streams of this process can wait for everybody who is to signal this permit, and that it hears of
     /// their deaths. The first time with each of them takes a few messages.
     pub(super) fn meet_signallers(&self, permit: u32, timeout: Duration) -> Result<()> {
-        let mut clock = Stopwatch::default();
+        let start = Instant::now();
         for (_, member) in self.room.under_way(permit) {
             if !self.knows(member) {
-                let _one = self.signals.meeting.lock().unwrap_or_else(PoisonError::into_inner);
+                let left = timeout.saturating_sub(start.elapsed());
+                let _one = self.signals.meeting.lock(left, String::new).map_err(|_| self.no_answer(timeout))?;
                 if !self.knows(member) {
-                    self.meet(member, timeout.saturating_sub(clock.elapsed()).min(ANSWER_TIMEOUT))?;
+                    self.meet(member, Instant::now(), timeout.saturating_sub(start.elapsed()).min(ANSWER_TIMEOUT))?;
                 }
             }
         }
         Ok(())
     }
 
+    fn no_answer(&self, waited: Duration) -> Error {
+        let what = format!("another thread that gets to know a member of {:?}", self.name);
+        Error::Timeout { what, waited }
+    }
+
     fn knows(&self, member: u32) -> bool {
         self.survivor.knows(member) && self.signals.hears(member)
     }
 
-    fn meet(&self, member: u32, timeout: Duration) -> Result<()> {
-        let Some(Offer { page, process }) = self.offer(member, timeout)? else {
+    /// Gets to know a member, within `timeout` of `start`.
+    fn meet(&self, member: u32, start: Instant, timeout: Duration) -> Result<()> {
+        let left = || timeout.saturating_sub(start.elapsed());
+        let Some(Offer { page, process }) = self.offer(member, left())? else {
             // What it owes behind the work of the living must come due even if the creator dies now.
             self.survivor.bury(member);
             return Ok(());
@@ -197,10 +205,10 @@ impl Core {
                 let forwarded = warden.forward(keeper.desk(), CREATOR, member);
                 forwarded.map_err(|Refusal(text)| Error::Refused { name: self.name.clone(), text })?;
             }
-            Some(Side::Member { visitor }) => drop(visitor.ask(&encode(&Ask::Mapped { member })?, timeout)?),
+            Some(Side::Member { visitor }) => drop(visitor.ask(&encode(&Ask::Mapped { member })?, left())?),
             None => return Err(Error::Forked),
         }
-        self.signals.hear(member, draft, timeout)?;
+        self.signals.hear(member, draft, left())?;
         // Before the watch: who is dead by now is found so at once, and what we share with it is lifted.
         process.map_or(Ok(()), |process| self.survivor.learn(member, process, &self.name))
     }
@@ -257,7 +265,8 @@ impl Core {
     }
 
     /// Promises a release of the permit behind the stream's work, and has the stream signal it, behind that of earlier
-    /// holders unless it `is_behind` it already. An error: nobody waits for this work.
+    /// holders unless it `is_behind` it already. An error: nothing is promised, and the stream has been given nothing. The
+    /// permit is not to be handed on before that stream's work is done.
     pub(super) fn release(&self, permit: u32, stream: &Stream, is_behind: bool) -> Result<()> {
         let mut before = if is_behind { Vec::new() } else { self.waits(permit) };
         let word = self.word_address(permit)?;
@@ -266,12 +275,13 @@ impl Core {
         before.push(StreamOp::Signal { word, value });
         let released = self.signals.release(permit, stream, &before);
         if released.is_err() {
-            self.pay_later(permit, value);
+            self.room.take_back(permit);
         }
         released
     }
 
-    /// Hands a permit on once `stream`, which is being captured, is past what it was given before the capture.
+    /// Hands a permit on once `stream`, which gives no signal, is past what it was given so far: it is being captured, or
+    /// the driver refuses.
     pub(super) fn hand_on_later(self: &Arc<Self>, permit: u32, stream: &Stream) {
         let (me, mut proof) = (self.clone(), Proof::behind(stream));
         // However long that takes.
@@ -281,16 +291,6 @@ impl Core {
                 me.room.hand_on(permit, me.member);
             }
             is_past
-        });
-    }
-
-    /// Stores, once what came before it is done, a value that was promised and could not be enqueued.
-    pub(super) fn pay_later(&self, permit: u32, value: u64) {
-        let room = self.room.clone();
-        // However long the holders before it take: nobody else would ever store it.
-        self.watcher.retire(move || {
-            room.word(permit).advance(value.wrapping_sub(1), value);
-            if room.word(permit).reached(value) { Usage::Over } else { Usage::Held }
         });
     }
 }

@@ -17,6 +17,8 @@ mod signals;
 mod survivor;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod trouble;
 mod warden;
 
 use std::sync::Arc;
@@ -321,7 +323,8 @@ impl Permit {
     /// `stream` may be another one than it was acquired on. Work on further streams is the caller's to order before it.
     ///
     /// # Errors
-    /// [`Error::Driver`]: the permit is given back, but the next holder does not wait for this stream's work.
+    /// [`Error::Driver`]: the driver does not signal behind this stream. The next holder gets the permit when the stream's
+    /// work so far is known to be done; if the driver does not say so either, when this process ends.
     /// [`Error::Argument`] for a stream of another device, [`Error::Capturing`] for one that is being captured: it is
     /// released behind the stream it was acquired on, as if it were dropped.
     pub fn release(mut self, stream: &Stream) -> Result<()> {
@@ -352,9 +355,16 @@ impl Permit {
         let is_behind =
             self.stream.as_ref().is_some_and(|own| own.is_same(stream)) || core.room.word(index).reached(before);
         // Another stream than it was acquired on is not behind the last holder's work yet, and its signal would be early.
-        let released = core.release(index, stream, is_behind);
-        self.hand_on();
-        released
+        match core.release(index, stream, is_behind) {
+            Ok(()) => self.hand_on(),
+            Err(error) => {
+                // No stream would wait for this one's work.
+                self.is_open = false;
+                core.hand_on_later(index, stream);
+                return Err(error);
+            }
+        }
+        Ok(())
     }
 
     fn hand_on(&mut self) {

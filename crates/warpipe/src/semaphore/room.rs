@@ -203,6 +203,13 @@ impl Room {
         value
     }
 
+    /// Takes back the last promise, by who has the permit still: no stream signals it. Who dies before that leaves a promise
+    /// that is stored for it.
+    pub(super) fn take_back(&self, permit: u32) {
+        let value = self.due(permit).wrapping_sub(1);
+        self.page.at::<AtomicU64>(self.in_permit(permit, PROMISED)).store(value, SeqCst);
+    }
+
     /// Who is to signal what the permit's word has not reached yet, from the oldest on.
     pub(super) fn under_way(&self, permit: u32) -> impl Iterator<Item = (u64, u32)> + '_ {
         let (reached, due) = (self.word(permit).load(), self.due(permit));

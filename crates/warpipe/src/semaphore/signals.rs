@@ -24,10 +24,11 @@ use crate::error::{Error, Result};
 use crate::link::closer::PeerFd;
 use crate::link::proof::Streams;
 use crate::link::watcher::{Usage, Watcher};
-use crate::memory::lane::{LANE_BYTES, Lane};
+use crate::memory::lane::{LANE_BYTES, Lane, VALUE_MAX};
 use crate::memory::page::{Draft, Page};
 use crate::memory::raiser::Raiser;
 use crate::stream::{Backoff, Stream};
+use crate::timed::TimedLock;
 
 /// The most members that listen to one: the creator and all others.
 const LISTENERS_MAX: usize = 257;
@@ -38,6 +39,11 @@ const LANES: usize = 64;
 /// Bytes of a page of two members, for so many permits.
 pub(super) fn bytes_for(permits: u32) -> usize {
     (LANES + permits as usize * (LANE_BYTES + 8)).next_multiple_of(crate::memory::page::PAGE_BYTES)
+}
+
+/// Where a page for so many permits says what has been promised of one.
+pub(super) fn promised_at(permits: u32, permit: u32) -> usize {
+    LANES + permits as usize * LANE_BYTES + permit as usize * 8
 }
 
 /// A page of a signaller and a listener.
@@ -61,7 +67,7 @@ impl Words {
 
     /// Those that it has given to a stream.
     fn promised(&self, permit: u32) -> &AtomicU64 {
-        self.page.at(LANES + self.permits as usize * LANE_BYTES + permit as usize * 8)
+        self.page.at(promised_at(self.permits, permit))
     }
 
     fn lift(&self) {
@@ -92,7 +98,7 @@ pub(super) struct Signals {
     /// Some listener lacks counts that were given out before it came.
     is_late: AtomicBool,
     /// One thread at a time gets to know another member.
-    pub(super) meeting: Mutex<()>,
+    pub(super) meeting: TimedLock,
 }
 
 impl Signals {
@@ -115,7 +121,7 @@ impl Signals {
             listeners: Mutex::default(),
             heard: Mutex::default(),
             is_late: AtomicBool::new(false),
-            meeting: Mutex::default(),
+            meeting: TimedLock::default(),
         }))
     }
 
@@ -156,15 +162,17 @@ impl Signals {
 
     /// What a stream that is given `permit` must wait for: all that `signallers` have promised so far.
     pub(super) fn waits(&self, permit: u32, signallers: impl Iterator<Item = u32>) -> Vec<StreamOp> {
-        let heard = self.heard();
         let mut waits: Vec<StreamOp> = Vec::new();
         for signaller in signallers {
             let wait = if signaller == self.member {
                 let raiser = &self.raisers[permit as usize];
                 raiser.own().wait_op(raiser.last())
             } else {
-                let words = heard.get(&signaller).map(|heard| &heard.words);
-                words.and_then(|words| words.lane(permit).wait_op(words.promised(permit).load(SeqCst)))
+                self.heard().get(&signaller).and_then(|heard| {
+                    // What no lane comes to, not even by its end, is nonsense.
+                    let promised = heard.words.promised(permit).load(SeqCst).min(VALUE_MAX);
+                    heard.words.lane(permit).wait_op(promised)
+                })
             };
             waits.extend(wait.filter(|wait| !waits.contains(wait)));
         }

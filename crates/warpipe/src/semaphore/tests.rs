@@ -233,17 +233,17 @@ fn never_more_than_the_maximum_are_inside_and_all_permits_are_back_at_the_end() 
     assert_eq!((room.available(), room.waiting(), room.has_waiters()), (PERMITS, 0, false));
 }
 
-struct Stage {
-    domain: Domain,
+pub(super) struct Stage {
+    pub(super) domain: Domain,
 }
 
 impl Stage {
-    fn new(title: &str) -> Stage {
+    pub(super) fn new(title: &str) -> Stage {
         let folder = std::env::temp_dir().join(format!("warpipe-semaphore-{title}-{}", std::process::id()));
         Stage { domain: Domain::at(folder).unwrap() }
     }
 
-    fn both(&self, device: &Device, permits: u32) -> (Semaphore, Semaphore) {
+    pub(super) fn both(&self, device: &Device, permits: u32) -> (Semaphore, Semaphore) {
         let creator = Semaphore::create(&self.domain, "turns", device, permits).unwrap();
         (creator, Semaphore::open(&self.domain, "turns", device).unwrap())
     }
@@ -415,7 +415,7 @@ fn so_many_works_may_be_under_way_and_no_more() {
 }
 
 /// Member `index` of `all` acquires the permit on a stream of its own while the one before it has work under way.
-fn chain(all: &[&Semaphore], device: &Device) -> (Vec<Stream>, mpsc::Sender<()>) {
+pub(super) fn chain(all: &[&Semaphore], device: &Device) -> (Vec<Stream>, mpsc::Sender<()>) {
     let streams: Vec<Stream> = all.iter().map(|_| device.stream().unwrap()).collect();
     let (go, held) = mpsc::channel::<()>();
     streams[0].call(move || assert!(held.recv().is_err())).unwrap();
