@@ -61,6 +61,7 @@ enum Change {
     Sub(u64),
     Or(u64),
     And(u64),
+    Max(u64),
     Cas(u64, u64),
 }
 
@@ -73,6 +74,7 @@ impl Change {
             Change::Sub(by) => old.wrapping_sub(by),
             Change::Or(bits) => old | bits,
             Change::And(bits) => old & bits,
+            Change::Max(other) => old.max(other),
             Change::Cas(from, to) => return (old == from).then_some(to),
         })
     }
@@ -149,6 +151,7 @@ mod in_loom {
             Change::Sub(by) => word.fetch_sub(by, order),
             Change::Or(bits) => word.fetch_or(bits, order),
             Change::And(bits) => word.fetch_and(bits, order),
+            Change::Max(other) => word.fetch_max(other, order),
             Change::Cas(from, to) => {
                 let failed = if order == Relaxed { Relaxed } else { Acquire };
                 word.compare_exchange(from, to, order, failed).unwrap_or_else(|found| found)
@@ -368,6 +371,11 @@ macro_rules! atomics {
                 #[track_caller]
                 pub fn fetch_and(&self, value: $value, order: Ordering) -> $value {
                     <$value>::of(self.change(Change::And(value.bits()), order))
+                }
+
+                #[track_caller]
+                pub fn fetch_max(&self, value: $value, order: Ordering) -> $value {
+                    <$value>::of(self.change(Change::Max(value.bits()), order))
                 }
 
                 #[track_caller]

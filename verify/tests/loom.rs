@@ -105,6 +105,6 @@ catch! {
     a_look_at_the_dead_in_no_order: rescue::LET_GO, "channel/inlet/vigil.rs", "self.dead.load(SeqCst)", Load, Order(Relaxed);
     a_death_told_in_no_order: rescue::LET_GO, "channel/inlet/vigil.rs", "let position = held.load(SeqCst)", Load, Order(Relaxed);
     a_death_that_is_not_told: rescue::LET_GO, "channel/inlet/vigil.rs", "self.dead.store(true", Store, Omitted;
-    a_loss_that_is_not_noted: rescue::LOST, "channel/inlet/vigil.rs", "self.lost[index].store(position", Store, Omitted;
+    a_loss_that_is_not_noted: rescue::LOST, "channel/inlet/vigil.rs", "self.lost[index].fetch_max(position", Rmw, Omitted;
     a_loss_seen_behind_its_word_in_no_order: rescue::LOST, "backend/word.rs", "self.value.load(Ordering::Acquire)", Load, Order(Relaxed);
 }

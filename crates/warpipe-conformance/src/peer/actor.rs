@@ -6,9 +6,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::backend::testing::{Hook, Wrapped};
-use warpipe::backend::{Backend, RawStream, StreamOp};
-use warpipe::{Device, Error, LegacyMemory, Member, Publisher, Sample, SampleMut, Stream, Subscriber};
+use warpipe::{Error, LegacyMemory, Member, Publisher, Sample, SampleMut, Stream, Subscriber};
 
 use super::holder::Holder;
 use super::labour::Labour;
@@ -62,24 +60,6 @@ struct Actor {
     context: Context,
 }
 
-/// Keeps the stream that makes a history ready: the only one of a publisher that waits for words.
-#[derive(Debug)]
-struct HeldHistory;
-
-impl Hook for HeldHistory {
-    fn before(&self, _method: &'static str) -> warpipe::Result<()> {
-        Ok(())
-    }
-
-    fn batch(&self, inner: &dyn Backend, stream: RawStream, ops: &[StreamOp]) -> warpipe::Result<Vec<StreamOp>> {
-        if ops.iter().any(|op| matches!(op, StreamOp::Wait { .. })) {
-            // SAFETY: the caller of `batch` promises that the stream is live.
-            unsafe { inner.call(stream, Box::new(|| std::thread::sleep(3 * PATIENCE)))? };
-        }
-        Ok(ops.to_vec())
-    }
-}
-
 struct Streams {
     sending: Stream,
     receiving: Stream,
@@ -111,11 +91,7 @@ impl Actor {
     fn carry_out(&mut self, order: Order) -> Result<Answer> {
         match order {
             Order::Publish(plan) => {
-                let mut builder = self.context.publisher(&plan.name);
-                if plan.holds_history {
-                    let backend = Wrapped::new(self.context.device.backend().clone(), HeldHistory);
-                    builder = builder.device(&Device::from_backend(backend));
-                }
+                let builder = self.context.publisher(&plan.name);
                 self.publisher = Some(plan.apply(builder).build()?);
             }
             Order::Subscribe(plan) => {

@@ -22,8 +22,6 @@ pub struct PublisherPlan {
     pub policy: Option<PolicyPlan>,
     /// See [`PublisherBuilder::evict_after`], in milliseconds.
     pub evict_after_ms: Option<u64>,
-    /// What its history makes ready for late joiners never is, as far as this process goes on.
-    pub holds_history: bool,
 }
 
 /// A [`Policy`] in words.

@@ -19,6 +19,9 @@ pub struct TimelineWord {
 
 const _: () = assert!(size_of::<TimelineWord>() == 16);
 
+/// Attempts to bring a word up against a peer, who may write there what it likes.
+const ATTEMPTS: u32 = 64;
+
 impl TimelineWord {
     /// The value now.
     #[inline]
@@ -55,6 +58,17 @@ impl TimelineWord {
         let is_done = self.value.compare_exchange(from, value, Ordering::SeqCst, Ordering::SeqCst).is_ok();
         if is_done && self.parked.load(Ordering::SeqCst) != 0 {
             self.wake();
+        }
+    }
+
+    /// Stores `value` with the CPU unless the word has come further: never takes it back, whoever else writes it.
+    pub(crate) fn bring_up(&self, value: u64) {
+        for _ in 0..ATTEMPTS {
+            let found = self.load();
+            if found.wrapping_sub(value) as i64 >= 0 {
+                return;
+            }
+            self.advance(found, value);
         }
     }
 

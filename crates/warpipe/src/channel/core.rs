@@ -2,6 +2,7 @@
 
 mod delivery;
 mod direct;
+mod history;
 mod reception;
 mod room;
 #[cfg(test)]
@@ -20,6 +21,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
+use self::history::Due;
 use self::turn::{Turn, Turns};
 use super::outlet::{Outlet, Parts, Phase, share_memory};
 use super::publisher::{Policy, PublisherBuilder, SlotHold, SlotReturn, SubscriberInfo};
@@ -98,8 +100,8 @@ pub(super) struct Core {
     board: Board,
     /// The board's memory, for subscribers of a history.
     completions: Option<PrivateFd>,
-    /// Repeats `ready` for late joiners, behind the sample's own.
-    history_stream: Option<Stream>,
+    /// Repeats `ready` for who gets a sample later, behind the sample's own. Only with an observer.
+    forward_stream: Option<Stream>,
     listener_watch: Mutex<Option<Watch>>,
     /// The listener is not watched until the next tick.
     is_deaf: AtomicBool,
@@ -117,6 +119,10 @@ pub(super) struct State {
     awaiting_turn: u32,
     /// Links that wait for the history until the turn is over.
     joiners: VecDeque<u64>,
+    /// What late joiners have been given and is not complete.
+    due: Vec<Due>,
+    /// The prover looks whether it is.
+    is_looking_out: bool,
     ops: Vec<StreamOp>,
     places: Vec<Place>,
     /// Of those who have gone. Only with an observer.
@@ -177,10 +183,9 @@ impl Core {
             (Board::new(&device, SLOTS_MAX)?, None)
         };
         let bell = Bell::new()?;
-        let forwards = options.history > 0 || options.observer.is_some();
-        let history_stream = if forwards { Some(device.stream()?) } else { None };
+        let forward_stream = options.observer.as_ref().map(|_| device.stream()).transpose()?;
         let streams = Streams::default();
-        history_stream.iter().for_each(|stream| streams.note(stream));
+        forward_stream.iter().for_each(|stream| streams.note(stream));
         let core = Arc::new_cyclic(|me: &Weak<Core>| Core {
             home: Home::here(),
             generation: new_generation(),
@@ -196,6 +201,8 @@ impl Core {
                 is_sending: false,
                 awaiting_turn: 0,
                 joiners: VecDeque::new(),
+                due: Vec::new(),
+                is_looking_out: false,
                 ops: Vec::new(),
                 places: Vec::new(),
                 departures: Departures::default(),
@@ -210,7 +217,7 @@ impl Core {
             bell,
             board,
             completions,
-            history_stream,
+            forward_stream,
             listener_watch: Mutex::new(None),
             is_deaf: AtomicBool::new(false),
             claim,
@@ -406,7 +413,8 @@ impl Core {
             if Arc::strong_count(&core) > 1 {
                 return Usage::Held;
             }
-            proof.get_or_insert_with(|| core.streams.mark()).is_passed().into()
+            let is_past = proof.get_or_insert_with(|| core.streams.mark()).is_passed();
+            Usage::from(is_past && core.look_out(&mut core.lock()))
         });
     }
 }

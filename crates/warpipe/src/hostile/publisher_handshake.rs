@@ -181,7 +181,7 @@ fn words_that_make_no_sense_behind_the_hello_end_that_link_alone() {
 fn who_says_nothing_is_sent_away_in_time_before_and_after_the_hello() {
     alone(module_path!(), "who_says_nothing_is_sent_away_in_time_before_and_after_the_hello", || {
         let scratch = Scratch::new();
-        let publisher = scratch.publisher(|it| it.handshake_timeout(Duration::from_millis(200)));
+        let publisher = scratch.publisher(|it| it.handshake_timeout(Duration::from_secs(2)));
         assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
         eventually("the first has gone", || publisher.subscribers().is_empty());
         let before = settled_descriptors();

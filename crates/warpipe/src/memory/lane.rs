@@ -45,9 +45,6 @@ const _: () = assert!(std::mem::offset_of!(LaneWords, last) == 16 && std::mem::o
 // SAFETY: atomics alone.
 unsafe impl Shared for LaneWords {}
 
-/// Attempts to bring a copy up against its other user, who may write there what it likes.
-const ATTEMPTS: u32 = 64;
-
 /// What is known of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
@@ -133,14 +130,7 @@ impl Lane {
 
     /// Raises it to `value` with the CPU, unless a stream has come further.
     pub(crate) fn bring_up(&self, value: u64) {
-        let word = &self.words().word;
-        for _ in 0..ATTEMPTS {
-            let found = word.load();
-            if found.wrapping_sub(value) as i64 >= 0 {
-                return;
-            }
-            word.advance(found, value);
-        }
+        self.words().word.bring_up(value);
     }
 
     /// Whether both are the same words.

@@ -80,7 +80,7 @@ impl Core {
         // of another user's reader, who can write `ready` and `released` as if sender and receiver had: for the price of a
         // second operation on the device. A reader of this user could as well write this process's memory.
         let is_foreign = |place: &Place| outlets[place.index].is_foreign;
-        if self.history_stream.is_some() || places.is_empty() || places.iter().any(is_foreign) {
+        if self.sends_again() || places.is_empty() || places.iter().any(is_foreign) {
             let value = self.next_fence();
             state.arena.fence(slot, value);
             state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });

@@ -5,6 +5,7 @@
 
 use super::*;
 use crate::link::ring::Room;
+use crate::link::segment::Segment;
 
 /// Who gets a sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -220,6 +221,28 @@ impl Core {
         outlet.publish(position, slot, &description);
         outlet.wake_sleeper();
         Ok(Some(position))
+    }
+
+    /// Makes `position` of a link ready behind the work that fills `slot`: by the CPU if that is done, else on the
+    /// device, behind the word that the original send signals. That has been enqueued: whoever sends has the turn.
+    fn ready_behind(
+        &self,
+        turn: &mut Turn<'_>,
+        slot: SlotId,
+        fence: u64,
+        segment: &Arc<Segment>,
+        position: u64,
+    ) -> Result<()> {
+        let index = slot as usize;
+        if self.board.word(index).reached(fence) {
+            segment.entry(position).ready.store(position);
+        } else if let Some(stream) = &self.forward_stream {
+            let wait = StreamOp::Wait { word: self.board.device_word(index), value: fence };
+            let signal = StreamOp::Signal { word: segment.ready_word(position), value: position };
+            // SAFETY: the board and the link's segment outlive their operations (see `send`).
+            turn.unlocked(|| unsafe { stream.batch(&[wait, signal]) })?;
+        }
+        Ok(())
     }
 
     /// Ends one subscriber's link.

@@ -4,11 +4,8 @@
 use super::*;
 use crate::backend::DeviceId;
 use crate::fork::PrivateFd;
-use crate::link::entry::Completion;
 use crate::link::limits::makes_way;
-use crate::link::ring;
 use crate::link::segment::OpenError;
-use crate::link::segment::Segment;
 
 impl Core {
     /// Takes in those who connect, some at a time. Without descriptors left, connections wait in the backlog: the
@@ -216,8 +213,7 @@ impl Core {
                 state.joiners.push_back(id);
                 // Whoever sends just now lets it in when that is done.
                 if !state.is_sending {
-                    drop(Turn::begin(self, state));
-                    state = self.lock();
+                    self.replay(&mut state);
                 }
             }
             Err(OpenError::Fault(fault)) => outlet.refuse(fault),
@@ -270,15 +266,16 @@ impl Core {
                 state.departures.generations.push(outlet.generation);
                 self.ring();
             }
-            self.drop_outlet(outlet);
+            self.drop_outlet(state, outlet);
         }
     }
 
     /// Lets a link's memory go once this process's streams are past it, and what is being sent has been.
-    fn drop_outlet(&self, mut outlet: Outlet) {
+    fn drop_outlet(&self, state: &mut State, mut outlet: Outlet) {
         outlet.watches.clear();
         // The segment alone: what waits for a stream must not keep descriptors.
         let segment = outlet.ring.segment().clone();
+        state.due.retain(|due| !Arc::ptr_eq(&due.segment, &segment));
         drop(outlet);
         let mut past = self.past_signals();
         self.watcher.retire(move || if Arc::strong_count(&segment) > 1 { Usage::Held } else { past().into() });
@@ -309,57 +306,6 @@ impl Core {
         let (turns, streams, mut proof) = (self.turns.clone(), self.streams.clone(), None);
         let turn = turns.last();
         move || turns.is_over(turn) && proof.get_or_insert_with(|| streams.mark()).is_passed()
-    }
-
-    /// Gives a late joiner the history; from then on it gets what is sent.
-    pub(super) fn replay(&self, turn: &mut Turn<'_>, id: u64) {
-        if let Some(outlet) = turn.find(id).filter(|outlet| outlet.phase == Phase::Joining) {
-            outlet.phase = Phase::Live;
-        }
-        // The history is the same to the end: only a sender changes it.
-        for index in 0..turn.history.len() {
-            let State { arena, outlets, history, .. } = &mut **turn;
-            let Some(outlet) = outlets.iter_mut().find(|outlet| outlet.id == id && outlet.is_live()) else { return };
-            let Some(position) = outlet.place(|_| {}) else { return };
-            let (slot, is_lost, segment) = (history[index].slot, history[index].is_lost, outlet.ring.segment().clone());
-            let fence = arena.fence_of(slot);
-            if is_lost {
-                // It keeps its place, or a subscriber that must see every number would miss one.
-                ring::give_up(&segment, position);
-                segment.entry(position).ready.store(position);
-            } else if self.ready_behind(turn, slot, fence, &segment, position).is_err() {
-                return;
-            }
-            let State { arena, outlets, history, .. } = &mut **turn;
-            let Some(outlet) = outlets.iter_mut().find(|outlet| outlet.id == id && outlet.is_live()) else { return };
-            arena.hold(slot);
-            // A late joiner's own word follows the slot's: should this process be killed in between, the slot's counts.
-            let completion = Some(Completion { word: slot, value: fence }).filter(|_| !is_lost);
-            outlet.publish(position, slot, &Description { completion, ..history[index].description.clone() });
-            outlet.wake_sleeper();
-        }
-    }
-
-    /// Makes `position` of a link ready behind the work that fills `slot`: by the CPU if that is done, else on the
-    /// device, behind the word that the original send signals. That has been enqueued: whoever sends has the turn.
-    pub(super) fn ready_behind(
-        &self,
-        turn: &mut Turn<'_>,
-        slot: SlotId,
-        fence: u64,
-        segment: &Arc<Segment>,
-        position: u64,
-    ) -> Result<()> {
-        let index = slot as usize;
-        if self.board.word(index).reached(fence) {
-            segment.entry(position).ready.store(position);
-        } else if let Some(stream) = &self.history_stream {
-            let wait = StreamOp::Wait { word: self.board.device_word(index), value: fence };
-            let signal = StreamOp::Signal { word: segment.ready_word(position), value: position };
-            // SAFETY: the board and the link's segment outlive their operations (see `send`).
-            turn.unlocked(|| unsafe { stream.batch(&[wait, signal]) })?;
-        }
-        Ok(())
     }
 
     fn evict_stalled(&self, state: &mut State) {
@@ -410,11 +356,12 @@ impl Watched for Core {
         let mut state = self.lock();
         let is_late = |outlet: &mut Outlet| outlet.phase == Phase::Attaching && late(outlet.since);
         let given_up: Vec<Outlet> = state.outlets.extract_if(.., is_late).collect();
-        given_up.into_iter().for_each(|outlet| self.drop_outlet(outlet));
+        given_up.into_iter().for_each(|outlet| self.drop_outlet(&mut state, outlet));
         for outlet in &state.outlets {
             outlet.beat(now_ns);
             outlet.feel_pulse();
         }
+        self.look_out(&mut state);
         self.evict_stalled(&mut state);
         self.bury(&mut state);
     }

@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
 
 use crate::backend::testing::{Holding, Wrapped};
 use crate::device::Device;
@@ -10,7 +11,7 @@ use crate::domain::Domain;
 use crate::error::Error;
 use crate::stream::Stream;
 use crate::tensor::Layout;
-use crate::{Publisher, Subscriber};
+use crate::{PeerState, Publisher, PublisherBuilder, Subscriber, SubscriberInfo};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -34,8 +35,12 @@ impl Stage {
         self.wrapped.hook()
     }
 
+    fn builder(&self) -> PublisherBuilder {
+        Publisher::builder("a").domain(&self.domain).device(&self.device)
+    }
+
     fn publisher(&self) -> Publisher {
-        Publisher::builder("a").domain(&self.domain).device(&self.device).build().unwrap()
+        self.builder().build().unwrap()
     }
 
     /// One whose own calls nothing holds up.
@@ -56,6 +61,14 @@ impl Drop for Stage {
 
 fn layout() -> Layout {
     Layout::bytes_only(8).unwrap()
+}
+
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < LONG, "{what}");
+        std::thread::yield_now();
+    }
 }
 
 #[test]
@@ -88,4 +101,62 @@ fn a_send_waits_for_another_threads_as_long_as_it_is_told_to_and_gives_the_loan_
         assert_eq!((sample.sequence(), sample.to_vec(LONG).unwrap()), (sequence, vec![sequence as u8; 8]));
         sample.finish(LONG).unwrap();
     }
+}
+
+#[test]
+fn late_joiners_of_a_history_that_is_not_complete_are_let_in_and_get_it_without_the_driver() {
+    let stage = Stage::new("history");
+    let publisher = stage.builder().history(4).build().unwrap();
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
+    let gates = [1, 2].map(|value| {
+        publisher.send_bytes(&sending, &[value; 8]).unwrap();
+        let (go, gate) = channel::<()>();
+        sending.call(move || assert!(gate.recv().is_err())).unwrap();
+        go
+    });
+    for value in [3, 4] {
+        publisher.send_bytes(&sending, &[value; 8]).unwrap();
+    }
+    stage.hook().hold("batch");
+    drop(stage.subscriber());
+    let mut subscribers = [stage.subscriber(), stage.subscriber()];
+    let is_alive = |one: &&SubscriberInfo| one.state == PeerState::Alive;
+    eventually("who has left is seen to leave", || publisher.subscribers().iter().filter(is_alive).count() == 2);
+    let samples = subscribers.each_mut().map(|late| [1, 2, 3, 4].map(|_| late.receive(&receiving).unwrap()));
+    for [first, rest @ ..] in &samples {
+        assert!(first.is_complete().unwrap() && rest.iter().all(|sample| !sample.is_complete().unwrap()));
+    }
+    let [go, go_on] = gates;
+    drop(go);
+    for [_, second, third, _] in &samples {
+        second.wait(LONG).unwrap();
+        assert!(!third.is_complete().unwrap());
+    }
+    drop(go_on);
+    for (value, sample) in samples.into_iter().flat_map(|samples| (1..=4).zip(samples)) {
+        assert_eq!((sample.sequence(), sample.to_vec(LONG).unwrap()), (value.into(), vec![value; 8]));
+        sample.finish(LONG).unwrap();
+    }
+    eventually("and is forgotten", || publisher.subscribers().len() == 2);
+    stage.hook().let_go();
+    publisher.send_bytes(&sending, &[5; 8]).unwrap();
+    for subscriber in &mut subscribers {
+        assert_eq!(subscriber.receive(&receiving).unwrap().to_vec(LONG).unwrap(), [5; 8]);
+    }
+}
+
+#[test]
+fn a_publisher_that_is_dropped_completes_what_late_joiners_have_of_its_history() {
+    let stage = Stage::new("left-history");
+    let publisher = stage.builder().history(1).build().unwrap();
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
+    let (go, gate) = channel::<()>();
+    sending.call(move || assert!(gate.recv().is_err())).unwrap();
+    publisher.send_bytes(&sending, &[7; 8]).unwrap();
+    let sample = stage.subscriber().receive(&receiving).unwrap();
+    drop(publisher);
+    assert!(!sample.is_complete().unwrap());
+    drop(go);
+    assert_eq!(sample.to_vec(LONG).unwrap(), [7; 8]);
+    sample.finish(LONG).unwrap();
 }

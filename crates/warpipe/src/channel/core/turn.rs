@@ -84,8 +84,9 @@ impl Drop for Turn<'_> {
             // A panic in a call of the driver.
             self.state = Some(self.core.lock());
         }
-        while let Some(id) = self.joiners.pop_front() {
-            self.core.replay(self, id);
+        let core = self.core;
+        if !self.joiners.is_empty() {
+            core.replay(self);
         }
         self.is_sending = false;
         let others_wait = self.awaiting_turn > 0;

@@ -145,14 +145,16 @@ impl Vigil {
         self.lost[index].load(SeqCst) == position
     }
 
-    /// Lets a position of a dead publisher go, and notes that it is lost, unless its data was complete.
+    /// Lets a position of a dead publisher go, and notes that it is lost, unless its data was complete. Forward alone: the
+    /// watcher, and threads that receive, may come to two positions of one entry, if the publisher has used it again before
+    /// it was free.
     pub(super) fn let_go(&self, index: usize, position: u64) {
         let entry = self.segment.entry(position);
         if !entry.ready.reached(position) {
             if !self.completions.as_ref().is_some_and(|completions| completions.say(index, position)) {
-                self.lost[index].store(position, SeqCst);
+                self.lost[index].fetch_max(position, SeqCst);
             }
-            entry.ready.store(position);
+            entry.ready.bring_up(position);
         }
     }
 
@@ -185,5 +187,55 @@ impl Watched for Vigil {
             self.rescue();
         }
         Next::Stop
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Device;
+
+    const DEPTH: u32 = 2;
+
+    /// A vigil over a link, and the publisher's own words.
+    fn vigil() -> (Vigil, Board) {
+        let device = Device::host();
+        let segment = Arc::new(Segment::create(&device, DEPTH, [7; 16]).unwrap().0);
+        let (board, fd) = Board::published(&device, 4).unwrap();
+        let copy = Board::read(fd.into(), board.bytes(), "test").unwrap();
+        (Vigil::new(&segment, &Arc::new(Bell::new().unwrap()), Some(copy)), board)
+    }
+
+    #[test]
+    fn a_rescue_believes_the_publishers_own_word_of_a_sample_that_it_could_not_tell_a_late_joiner_of() {
+        let (vigil, board) = vigil();
+        for position in [1, 2] {
+            let index = vigil.segment.index(position) as usize;
+            assert!(vigil.note_completion(index, position, Completion { word: position as u32, value: 9 }));
+            assert!(!vigil.hold(index, position));
+        }
+        board.word(1).store(9);
+        board.word(2).store(8);
+        vigil.rescue();
+        for (position, is_lost) in [(1, false), (2, true)] {
+            assert_eq!(vigil.has_lost(vigil.segment.index(position) as usize, position), is_lost);
+            assert!(vigil.segment.entry(position).ready.reached(position));
+        }
+        assert!(!vigil.note_completion(0, 2, Completion { word: u32::MAX, value: 1 }));
+    }
+
+    #[test]
+    fn a_rescue_takes_no_word_back_of_a_publisher_that_has_used_an_entry_again_before_it_was_free() {
+        let (vigil, _) = vigil();
+        let (first, second) = (2, 2 + u64::from(DEPTH));
+        let index = vigil.segment.index(first) as usize;
+        assert!(!vigil.hold(index, first));
+        vigil.rescue();
+        assert!(vigil.hold(index, second));
+        vigil.let_go(index, second);
+        // The publisher's device writes on, and somebody else comes to the first once more.
+        vigil.segment.entry(first).ready.store(0);
+        vigil.let_go(index, first);
+        assert!(vigil.has_lost(index, second), "what was noted of the second stays");
     }
 }
