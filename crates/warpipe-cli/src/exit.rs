@@ -74,7 +74,10 @@ impl Exit {
             | Error::Evicted { .. }
             | Error::LinkClosed { .. } => Exit::PeerGone,
             Error::SampleLost { .. } | Error::Protocol { .. } => Exit::Failed,
-            Error::Os { .. } | Error::DescriptorLimit { .. } | Error::AccessDenied { .. } => Exit::System,
+            Error::Os { .. }
+            | Error::DescriptorLimit { .. }
+            | Error::InFlightLimit { .. }
+            | Error::AccessDenied { .. } => Exit::System,
             _ => Exit::Device,
         }
     }

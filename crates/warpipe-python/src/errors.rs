@@ -97,7 +97,7 @@ fn class_of(error: &Error) -> &'static str {
         Error::NotDeviceMemory { .. } => "NotDeviceMemoryError",
         Error::PeerAccess { .. } => "PeerAccessError",
         Error::Os { .. } => "SystemCallError",
-        Error::DescriptorLimit { .. } => "DescriptorLimitError",
+        Error::DescriptorLimit { .. } | Error::InFlightLimit { .. } => "DescriptorLimitError",
         Error::Name { .. } => "InvalidNameError",
         Error::Domain { .. } => "DomainError",
         Error::ForeignFile { .. } => "ForeignFileError",

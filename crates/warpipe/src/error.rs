@@ -137,6 +137,16 @@ pub enum Error {
         /// `RLIMIT_NOFILE`, soft.
         soft: u64,
     },
+    /// This user has more descriptors on their way between processes than it may have.
+    #[error(
+        "this user has too many descriptors in flight for {context}: RLIMIT_NOFILE (soft limit {soft}) counts what its processes sent over sockets and nobody received; raise it with `ulimit -n`, or end some of them"
+    )]
+    InFlightLimit {
+        /// What needed one.
+        context: String,
+        /// `RLIMIT_NOFILE`, soft.
+        soft: u64,
+    },
     /// A name that no endpoint may have.
     #[error(
         "{name:?} is not an endpoint name: {reason}; use 1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by /, no part starting with a dot"
@@ -535,12 +545,15 @@ pub enum Error {
 }
 
 impl Error {
-    /// An operating system error in its context; a full descriptor table gets a variant of its own.
+    /// An operating system error in its context; the limits of descriptors get variants of their own.
     pub(crate) fn os(call: &'static str, context: impl Into<String>, source: impl Into<io::Error>) -> Self {
         let (context, source) = (context.into(), source.into());
         match source.raw_os_error() {
             Some(libc::EMFILE | libc::ENFILE) => {
                 Error::DescriptorLimit { context: format!("{context} ({call})"), soft: descriptor_limit() }
+            }
+            Some(libc::ETOOMANYREFS) => {
+                Error::InFlightLimit { context: format!("{context} ({call})"), soft: descriptor_limit() }
             }
             _ => Error::Os { call, context, source },
         }

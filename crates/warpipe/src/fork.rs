@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::io::Errno;
 
-use self::table::{CLOSING, OPEN, identity};
+use self::table::{CLOSING, File, OPEN};
 use crate::error::{Error, Result};
 use crate::os::above_standard;
 
@@ -111,7 +111,7 @@ impl Drop for PrivateFd {
         // A registered number that is closed already could be somebody else's, which a child of a fork in between would
         // close. So the file is named instead of the number. What has no name of its own (an eventfd, an epoll set)
         // closes without waiting; a socket may take as long as the descriptors in its queue do.
-        let named = identity(fd.as_raw_fd());
+        let named = identity(fd.as_fd());
         let entry = named.and_then(|file| CLOSING.put(fd.as_raw_fd(), file));
         OPEN.clear(fd.as_raw_fd());
         if named.is_none() {
@@ -125,6 +125,11 @@ impl Drop for PrivateFd {
             CLOSING.take(entry);
         }
     }
+}
+
+/// Which file it is, without asking a file system; `None` for an anonymous inode, which all of its kind share.
+pub(crate) fn identity(fd: BorrowedFd<'_>) -> Option<File> {
+    table::identity(fd.as_raw_fd())
 }
 
 /// While one exists, no thread forks. For one system call that makes descriptors, and their registration.
@@ -226,6 +231,10 @@ extern "C" fn before_fork() {
 }
 
 extern "C" fn after_in_parent() {
+    // A signal handler that forks may have interrupted who makes it.
+    if DEPTH.get() == 0 {
+        lifeline::part_from_child();
+    }
     GATE.fetch_sub(ONE_FORK, Ordering::Release);
 }
 

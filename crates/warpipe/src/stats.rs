@@ -23,8 +23,9 @@ pub struct ProcessStats {
     /// How often a stream or an event could not be asked whether its work is done. What waits for it asks again: a few
     /// are usual where streams are captured into graphs.
     pub unanswered: u64,
-    /// Processes with links to this one that have exited while a child that they forked holds their files. Their device
-    /// work may go on, so what they had of this process stays out of use until that child ends or calls `exec`.
+    /// Processes with links to this one that have ended, as far as can be seen, while a child of theirs holds their
+    /// files. Their device work may go on, so what they had of this process stays out of use until that child ends or
+    /// calls `exec`.
     pub orphaned: usize,
     /// Whether peers are told that this process's device is quiet as soon as it is. False where CUDA was started before
     /// this library was loaded, or files with lower numbers were closed since: then they may be told when the process is

@@ -81,7 +81,7 @@ class SystemCallError(Error, OSError):
 
 
 class DescriptorLimitError(SystemCallError):
-    """The process, or the system, has no file descriptor left."""
+    """The process, or the system, has no file descriptor left, or this user too many in flight between processes."""
 
 
 # Names.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::publisher::{Policy, SubscriberInfo};
 use crate::backend::{DeviceId, StreamOp};
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::fork::PrivateFd;
 use crate::link::PeerState;
 use crate::link::closer::PeerSocket;
@@ -118,7 +118,9 @@ impl Parts {
         chunks: &[Chunk],
     ) -> Result<Outlet, Remains> {
         let fds = [self.segment_fd.as_fd(), self.their_wake.as_fd()];
-        if message::send(self.socket.as_fd(), welcome, &fds).is_err() {
+        if let Err(error) = message::send(self.socket.as_fd(), welcome, &fds) {
+            let text = message::text(Error::os("sendmsg", "a link", error));
+            let _ = message::send(self.socket.as_fd(), &Message::Refused { denied: false, text }, &[]);
             return Err(Box::new(self));
         }
         let outlet = Outlet {

@@ -23,10 +23,10 @@ const FILES: [&[u8]; 2] = [b"/dev/nvidia", b"/memfd:/dev/nvidia"];
 /// A file that is open in processes that have started CUDA, and in no other: NVML opens the others, too, and goes on in a child.
 const STARTED: &[u8] = b"nvidia-uvm";
 
-/// Puts `/dev/null` in the places of the driver's files, if CUDA was started. Whether the child holds none of them any
-/// more.
+/// Puts `/dev/null` in the places of the driver's files, if CUDA was started. Whether the child is known to hold none of
+/// them any more: not where there is no procfs to ask.
 pub(super) fn release() -> bool {
-    let Some(list) = open(c"/proc/self/fd", libc::O_RDONLY | libc::O_DIRECTORY) else { return false };
+    let Some(list) = open_list() else { return false };
     let mut has_started = false;
     let mut is_read = for_each(list, |_, file| has_started |= file.windows(STARTED.len()).any(|part| part == STARTED));
     let mut is_released = true;
@@ -46,11 +46,25 @@ pub(super) fn release() -> bool {
 
 /// The lowest number of a file of the driver's.
 pub(super) fn lowest() -> Option<RawFd> {
-    let list = open(c"/proc/self/fd", libc::O_RDONLY | libc::O_DIRECTORY)?;
+    let list = open_list()?;
     let mut lowest = None;
     for_each(list, |fd, _| lowest = Some(lowest.map_or(fd, |lowest: RawFd| lowest.min(fd))));
     close(list);
     lowest
+}
+
+/// The directory of this process's descriptors, if that is what stands there.
+fn open_list() -> Option<RawFd> {
+    let list = open(c"/proc/self/fd", libc::O_RDONLY | libc::O_DIRECTORY)?;
+    // SAFETY: `statfs` is plain data, for which zeros are valid.
+    let mut system: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel writes one `statfs`, which lives across the call.
+    let code = unsafe { libc::fstatfs(list, &mut system) };
+    if code == 0 && system.f_type == libc::PROC_SUPER_MAGIC {
+        return Some(list);
+    }
+    close(list);
+    None
 }
 
 /// False if it is left alone.
@@ -64,8 +78,8 @@ fn replace(fd: RawFd, null: RawFd) -> bool {
     unsafe { libc::dup3(null, fd, libc::O_CLOEXEC) == fd }
 }
 
-/// Calls `work` with each descriptor that leads to one of the driver's files, and the file's name. False if the list
-/// could not be read.
+/// Calls `work` with each descriptor that leads to one of the driver's files, and the file's name. False if not all of
+/// the list could be read.
 fn for_each(list: RawFd, mut work: impl FnMut(RawFd, &[u8])) -> bool {
     // Entries of `getdents64` begin at multiples of 8.
     let mut space = [0u64; 256];
@@ -85,10 +99,15 @@ fn for_each(list: RawFd, mut work: impl FnMut(RawFd, &[u8])) -> bool {
             let reclen = usize::from(u16::from_ne_bytes([entries[offset + 16], entries[offset + 17]]));
             let name = &entries[offset + 19..offset + reclen];
             offset += reclen;
+            let Some(fd) = number(name) else { continue };
             let mut target = [0u8; 64];
-            if let Some((fd, file)) = number(name).and_then(|fd| Some((fd, target_of(list, name, &mut target)?)))
-                && FILES.iter().any(|prefix| file.starts_with(prefix))
-            {
+            let file = match target_of(list, name, &mut target) {
+                Ok(file) => file,
+                // Closed by another thread since: not in a forked child, which has one.
+                Err(libc::ENOENT) => continue,
+                Err(_) => return false,
+            };
+            if FILES.iter().any(|prefix| file.starts_with(prefix)) {
                 work(fd, file);
             }
         }
@@ -102,12 +121,14 @@ fn number(name: &[u8]) -> Option<RawFd> {
     is_number.then(|| digits.iter().fold(0, |number: RawFd, digit| number * 10 + RawFd::from(digit - b'0')))
 }
 
-/// The beginning of the path that an entry leads to.
-fn target_of<'a>(list: RawFd, name: &[u8], target: &'a mut [u8; 64]) -> Option<&'a [u8]> {
-    let name = CStr::from_bytes_until_nul(name).ok()?;
+/// The beginning of the path that an entry leads to, or the error's number.
+fn target_of<'a>(list: RawFd, name: &[u8], target: &'a mut [u8; 64]) -> Result<&'a [u8], i32> {
+    let name = CStr::from_bytes_until_nul(name).map_err(|_| libc::EINVAL)?;
     // SAFETY: reads a terminated name, and writes at most the length of `target`.
     let length = unsafe { libc::readlinkat(list, name.as_ptr(), target.as_mut_ptr().cast(), target.len()) };
-    target.get(..usize::try_from(length).ok()?)
+    let length = usize::try_from(length);
+    let error = |_| std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+    target.get(..length.map_err(error)?).ok_or(libc::EINVAL)
 }
 
 fn open(path: &CStr, flags: libc::c_int) -> Option<RawFd> {

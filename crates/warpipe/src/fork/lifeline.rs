@@ -12,17 +12,24 @@
 //! * *alarm*: its write end is an ordinary descriptor with a high number, which is released early. It tells that the
 //!   process is ending, and proves nothing.
 //!
-//! The socket has the lowest number that was free when the library was loaded. With a number below the driver's the
-//! proof comes as soon as the driver is done; otherwise it may come with the pidfd, and is as true.
+//! The socket has the lowest number (from 3 on) that was free when the library was loaded. With a number below the
+//! driver's the proof comes as soon as the driver is done; otherwise it may come with the pidfd, and is as true. The
+//! write end is put in flight with the first link: what is in flight counts for the user, in all its processes together
+//! (`RLIMIT_NOFILE`), and to load the library is to cost nobody anything. A child that was forked before that shares the
+//! socket all the same, and so holds what comes into its queue.
 
+use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicI32, AtomicU64};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketFlags, SocketType,
+};
 use rustix::pipe::PipeFlags;
 
 use super::table::{File, identity};
@@ -55,10 +62,13 @@ impl Kept {
     }
 
     fn set(&self, fd: OwnedFd) {
-        let file = identity(fd.as_raw_fd()).unwrap_or_default();
+        self.name(identity(fd.as_raw_fd()).unwrap_or_default());
+        self.fd.store(fd.into_raw_fd(), Relaxed);
+    }
+
+    fn name(&self, file: File) {
         self.device.store(file.device, Relaxed);
         self.inode.store(file.inode, Relaxed);
-        self.fd.store(fd.into_raw_fd(), Relaxed);
     }
 
     /// Its number, while that is the file that was kept.
@@ -76,10 +86,14 @@ impl Kept {
     }
 }
 
-/// The socket that has the end's write end in its queue. Written within a [`Section`] alone.
+/// The socket that has the end's write end in its queue, once there is a [`Lifeline`]. Written within a [`Section`]
+/// alone, as all of these.
 static SOCKET: Kept = Kept::none();
 
-/// The alarm's write end. Written within a [`Section`] alone.
+/// Its other end, until the write end has been sent.
+static SENDER: Kept = Kept::none();
+
+/// The alarm's write end.
 static ALARM: Kept = Kept::none();
 
 /// Locked within a [`Section`] alone: no child inherits it locked.
@@ -87,17 +101,24 @@ static CURRENT: Mutex<Option<(u64, Arc<Lifeline>)>> = Mutex::new(None);
 
 impl Lifeline {
     /// The lifeline of this process. Made anew in a forked child, and after somebody has closed it.
+    ///
+    /// # Errors
+    /// `ETOOMANYREFS` when this user has too many descriptors in flight.
     pub(crate) fn of_process() -> Result<Arc<Lifeline>, Errno> {
         let section = Section::enter();
         let mut current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((made, lifeline)) = &*current
-            && *made == generation()
-            && SOCKET.number().is_some()
-            && ALARM.number().is_some()
-        {
-            return Ok(lifeline.clone());
-        }
-        let lifeline = Arc::new(make(&section)?);
+        let known = current.as_ref().filter(|(made, _)| *made == generation() && SOCKET.number().is_some());
+        let lifeline = match known {
+            Some((_, lifeline)) if ALARM.number().is_some() => return Ok(lifeline.clone()),
+            // To those who know of it the process is suspect; to close its socket would be a false proof.
+            Some((_, lifeline)) => alarmed(&section, || PrivateFd::duplicate(&lifeline.end))?,
+            None => {
+                // First, so that it gets the lowest number.
+                reserve()?;
+                alarmed(&section, || put_in_flight(&section))?
+            }
+        };
+        let lifeline = Arc::new(lifeline);
         *current = Some((generation(), lifeline.clone()));
         Ok(lifeline)
     }
@@ -110,60 +131,125 @@ pub(crate) fn is_prompt() -> bool {
     SOCKET.number().is_some_and(|number| lowest.is_none_or(|lowest| number < lowest))
 }
 
-fn make(section: &Section) -> Result<Lifeline, Errno> {
-    SOCKET.close();
-    ALARM.close();
-    // First, so that it gets the lowest number.
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let (socket, sender) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    let socket = above_standard(socket)?;
-    let pipe = || rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK);
-    let (end, end_writer) = pipe()?;
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut rights = SendAncillaryBuffer::new(&mut space);
-    let fds = [end_writer.as_fd()];
-    rights.push(SendAncillaryMessage::ScmRights(&fds));
-    rustix::net::sendmsg(&sender, &[std::io::IoSlice::new(&[0])], &mut rights, SendFlags::NOSIGNAL)?;
-    drop((sender, end_writer));
-    let (alarm, alarm_writer) = pipe()?;
-    let alarm_writer = above_standard(alarm_writer)?;
+fn pipe() -> Result<(OwnedFd, OwnedFd), Errno> {
+    let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
+    Ok((reader, above_standard(writer)?))
+}
+
+/// A lifeline with an alarm of its own, and the end that `make` makes.
+fn alarmed(section: &Section, make: impl FnOnce() -> Result<PrivateFd, Errno>) -> Result<Lifeline, Errno> {
+    let (alarm, writer) = pipe()?;
+    let alarm = section.adopt(alarm)?;
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
     let from = limit.saturating_sub(16).min(ALARM_FROM) as RawFd;
     // Where there is no such number it tells later, and as well.
-    let high = rustix::io::fcntl_dupfd_cloexec(&alarm_writer, from).unwrap_or(alarm_writer);
-    SOCKET.set(socket);
-    ALARM.set(high);
-    Ok(Lifeline { end: section.adopt(end)?, alarm: section.adopt(alarm)? })
+    let writer = rustix::io::fcntl_dupfd_cloexec(&writer, from).unwrap_or(writer);
+    let end = make()?;
+    ALARM.set(writer);
+    Ok(Lifeline { end, alarm })
+}
+
+fn pair() -> Result<(OwnedFd, OwnedFd), Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+}
+
+/// Makes the pair of sockets, if it is not there. Nothing is in flight.
+fn reserve() -> Result<(), Errno> {
+    if SOCKET.number().is_some() && SENDER.number().is_some() {
+        return Ok(());
+    }
+    SOCKET.close();
+    SENDER.close();
+    let (socket, sender) = pair()?;
+    // In this order, so that the socket gets the lowest number.
+    SOCKET.set(above_standard(socket)?);
+    SENDER.set(above_standard(sender)?);
+    Ok(())
+}
+
+/// Makes the end, and puts its write end into the socket's queue. The last step: what fails leaves nothing in flight.
+fn put_in_flight(section: &Section) -> Result<PrivateFd, Errno> {
+    let (end, writer) = pipe()?;
+    let end = section.adopt(end)?;
+    let sender = SENDER.number().ok_or(Errno::BADF)?;
+    // SAFETY: it is open, and ours (`number` has looked); nobody else closes it.
+    let sender = unsafe { BorrowedFd::borrow_raw(sender) };
+    send(sender, writer.as_fd())?;
+    SENDER.close();
+    Ok(end)
+}
+
+fn send(sender: BorrowedFd<'_>, writer: BorrowedFd<'_>) -> Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut rights = SendAncillaryBuffer::new(&mut space);
+    rights.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(&writer)));
+    rustix::net::sendmsg(sender, &[IoSlice::new(&[0])], &mut rights, SendFlags::NOSIGNAL).map(drop)
+}
+
+/// In a parent, after a fork: puts the write end in flight once more, in a socket of its own under the old number, and
+/// lets go of the one that it shares with the child. Otherwise the child, letting go, may be the last one that has the
+/// shared socket while the parent is about to exit: that has closed the socket, and not yet the driver's files, which have
+/// higher numbers. System calls and atomics only.
+pub(super) fn part_from_child() {
+    // What fails leaves the shared socket where it is. One in whose queue nothing is yet stays shared.
+    if let Some(number) = SOCKET.number().filter(|_| SENDER.number().is_none()) {
+        let _ = move_to_own_socket(number);
+    }
+}
+
+fn move_to_own_socket(number: RawFd) -> Result<(), Errno> {
+    // SAFETY: it is open, and ours (`number` has looked); nobody else closes it.
+    let shared = unsafe { BorrowedFd::borrow_raw(number) };
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut rights = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    rustix::net::recvmsg(shared, &mut [IoSliceMut::new(&mut [0])], &mut rights, flags)?;
+    let fds = |message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None };
+    let writer = rights.drain().filter_map(fds).flatten().next().ok_or(Errno::BADF)?;
+    let (own, sender) = pair()?;
+    send(sender.as_fd(), writer.as_fd())?;
+    let file = identity(own.as_raw_fd()).ok_or(Errno::BADF)?;
+    // SAFETY: replaces the shared socket, which is ours.
+    if unsafe { libc::dup3(own.as_raw_fd(), number, libc::O_CLOEXEC) } != number {
+        return Err(Errno::BADF);
+    }
+    SOCKET.name(file);
+    Ok(())
 }
 
 /// In a forked child, once it holds none of the driver's files: its parent's end is the parent's alone. System calls and
 /// atomics only.
 pub(super) fn let_go() {
     ALARM.close();
+    SENDER.close();
     SOCKET.close();
 }
 
-/// In a forked child that holds the driver's files still: the copies stay, unknown, until it ends or calls `exec`.
+/// In a forked child that holds the driver's files still: its copy of the socket stays, unknown, until it ends or calls
+/// `exec`. The alarm is its parent's alone: that may call `exec`, and then nothing else tells.
 pub(super) fn keep() {
-    ALARM.fd.store(-1, Relaxed);
+    ALARM.close();
+    SENDER.close();
     SOCKET.fd.store(-1, Relaxed);
 }
 
 /// Runs when the library is loaded, before anybody can have started CUDA through it.
-extern "C" fn reserve() {
+extern "C" fn on_load() {
     // Without room for it, it is made with the first link.
-    let _ = Lifeline::of_process();
+    let _ = super::excluded(reserve);
 }
 
 #[used]
 #[unsafe(link_section = ".init_array")]
-static RESERVE: extern "C" fn() = reserve;
+static ON_LOAD: extern "C" fn() = on_load;
 
 #[cfg(test)]
 mod tests {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
     use super::*;
+    use crate::hostile::alone;
 
     fn has_ended(fd: &impl AsFd) -> bool {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -171,12 +257,79 @@ mod tests {
     }
 
     #[test]
-    fn it_is_there_when_the_library_is_loaded_and_its_ends_are_open() {
+    fn it_is_one_for_a_process_and_its_ends_are_open() {
         let lifeline = Lifeline::of_process().unwrap();
         assert!(!has_ended(&lifeline.end) && !has_ended(&lifeline.alarm));
         assert!(Arc::ptr_eq(&lifeline, &Lifeline::of_process().unwrap()), "one a process");
         assert!(SOCKET.number().unwrap() < ALARM.number().unwrap() && is_prompt());
         let flags = rustix::io::fcntl_getfd(lifeline.end.as_fd()).unwrap();
         assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+    }
+
+    #[test]
+    fn a_program_that_closes_the_alarm_is_suspect_and_not_dead() {
+        let test = "a_program_that_closes_the_alarm_is_suspect_and_not_dead";
+        alone(module_path!(), test, || {
+            let first = Lifeline::of_process().unwrap();
+            ALARM.close();
+            assert!(has_ended(&first.alarm));
+            let second = Lifeline::of_process().unwrap();
+            assert!(!has_ended(&first.end), "a false proof");
+            assert!(!has_ended(&second.end) && !has_ended(&second.alarm));
+            // To close the socket, too, is to end it.
+            SOCKET.close();
+            assert!(has_ended(&first.end) && has_ended(&second.end));
+            let third = Lifeline::of_process().unwrap();
+            assert!(!has_ended(&third.end) && !has_ended(&third.alarm));
+        });
+    }
+
+    /// How many descriptors lie in the queues of this process's sockets; `None` where the kernel does not say.
+    fn in_flight() -> Option<usize> {
+        let files = std::fs::read_dir("/proc/self/fdinfo").unwrap();
+        let texts = files.filter_map(|file| std::fs::read_to_string(file.ok()?.path()).ok());
+        let texts: Vec<String> = texts.collect();
+        let lines = texts.iter().flat_map(|text| text.lines());
+        let counts: Vec<&str> = lines.filter_map(|line| line.strip_prefix("scm_fds:")).collect();
+        let counts = counts.into_iter().map(|count| count.trim().parse::<usize>().unwrap());
+        counts.map(Some).reduce(|sum, one| Some(sum? + one?)).flatten()
+    }
+
+    #[test]
+    fn after_a_fork_the_parents_socket_is_its_own_and_its_lifeline_the_same() {
+        let test = "after_a_fork_the_parents_socket_is_its_own_and_its_lifeline_the_same";
+        alone(module_path!(), test, || {
+            let lifeline = Lifeline::of_process().unwrap();
+            let (number, before) = (SOCKET.number().unwrap(), in_flight());
+            let shared = identity(number);
+            // SAFETY: the child makes no call but `_exit`.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                // SAFETY: ends the process at once.
+                unsafe { libc::_exit(0) };
+            }
+            assert_eq!(SOCKET.number(), Some(number), "prompt as before");
+            assert_ne!(identity(number), shared, "the child lets go of another one");
+            // SAFETY: reaps our own child.
+            assert_eq!(unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) }, child);
+            assert!(!has_ended(&lifeline.end) && !has_ended(&lifeline.alarm));
+            assert!(Arc::ptr_eq(&lifeline, &Lifeline::of_process().unwrap()));
+            assert_eq!(in_flight(), before);
+            SOCKET.close();
+            assert!(has_ended(&lifeline.end), "nobody else has it");
+        });
+    }
+
+    #[test]
+    fn nothing_is_in_flight_before_somebody_needs_the_lifeline() {
+        let test = "nothing_is_in_flight_before_somebody_needs_the_lifeline";
+        alone(module_path!(), test, || {
+            let Some(at_load) = in_flight() else { return println!("skipped: the kernel does not say") };
+            assert_eq!(at_load, 0);
+            assert!(SOCKET.number().is_some() && is_prompt(), "the number is kept");
+            let before = SOCKET.number();
+            let _lifeline = Lifeline::of_process().unwrap();
+            assert_eq!((in_flight(), SOCKET.number(), SENDER.number()), (Some(1), before, None));
+        });
     }
 }

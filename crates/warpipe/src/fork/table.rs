@@ -91,7 +91,7 @@ fn place(fd: RawFd) -> (usize, usize, u64) {
 
 /// A file that can be told from every other one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct File {
+pub(crate) struct File {
     pub(super) device: u64,
     pub(super) inode: u64,
 }

@@ -5,17 +5,21 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{ChildStdout, Stdio};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process};
 
-use super::stage::{Guarded, LONG, command, role};
+use super::stage::{Guarded, LONG, Scratch, command, eventually, role, stream};
 use crate::fork::driver_files::EXPORTED;
 use crate::fork::lifeline::Lifeline;
+use crate::link::peer::{Process, Sign};
 use crate::os;
+use crate::{Device, Domain, Subscriber};
 
 /// Files of the driver: so many that to release them takes longer than to release a lifeline.
 const FILES: usize = 200;
@@ -32,6 +36,71 @@ fn say(words: &[i32]) {
     let words: Vec<String> = words.iter().map(i32::to_string).collect();
     println!("numbers {}", words.join(" "));
     std::io::stdout().flush().unwrap();
+}
+
+/// A child that has let go of what it lets go of, and lives until it is killed.
+fn fork_and_live() -> i32 {
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    // SAFETY: the child makes three system calls.
+    match unsafe { libc::fork() } {
+        0 => {
+            rustix::io::write(&writer, b"x").unwrap();
+            live()
+        }
+        child => {
+            rustix::io::read(&reader, &mut [0]).unwrap();
+            child
+        }
+    }
+}
+
+fn live() -> ! {
+    // SAFETY: waits for a signal; should nobody send one, that is its own alarm's.
+    unsafe {
+        libc::alarm(6 * LONG.as_secs() as u32);
+        loop {
+            libc::pause();
+        }
+    }
+}
+
+/// A parent that nobody knows when it forks: it makes its lifeline after that, and dies when it is told to.
+fn fork_link_and_die(files: &[OwnedFd]) -> ! {
+    let child = fork_and_live();
+    let lifeline = Lifeline::of_process().unwrap();
+    let mut words = vec![lifeline.end.as_fd().as_raw_fd()];
+    words.extend(files.iter().map(AsRawFd::as_raw_fd));
+    say(&words);
+    say(&[child]);
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+    // SAFETY: ends the process at once.
+    unsafe { libc::_exit(0) }
+}
+
+/// A parent in a place without a procfs, as a container may be. False where it cannot go there.
+fn hide_procfs() -> bool {
+    let root = c"/".as_ptr();
+    let (proc, tmpfs) = (c"/proc".as_ptr(), c"tmpfs".as_ptr());
+    // SAFETY: plain system calls with terminated paths, in a process of one test: its mounts are its own from the first on.
+    let codes = unsafe {
+        [
+            libc::unshare(libc::CLONE_NEWNS),
+            libc::mount(root, root, std::ptr::null(), libc::MS_REC | libc::MS_PRIVATE, std::ptr::null()),
+            libc::mount(tmpfs, proc, tmpfs, 0, std::ptr::null()),
+        ]
+    };
+    codes == [0; 3] && std::fs::create_dir_all("/proc/self/fd").is_ok()
+}
+
+/// A parent that calls `exec` when it is told to, and leaves a child.
+fn fork_and_exec(files: &[OwnedFd]) -> ! {
+    let lifeline = Lifeline::of_process().unwrap();
+    let mut words = vec![lifeline.end.as_fd().as_raw_fd(), lifeline.alarm.as_fd().as_raw_fd()];
+    words.extend(files.iter().map(AsRawFd::as_raw_fd));
+    say(&words);
+    say(&[fork_and_live()]);
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+    panic!("{}", std::process::Command::new("sleep").arg("600").exec());
 }
 
 /// A parent: forks when it is told to, and dies at once. Its child says its process id, and lives on.
@@ -154,6 +223,134 @@ fn a_forked_child_that_keeps_exported_memory_keeps_its_parents_lifeline() {
     assert_eq!(words[1..], [1, 0, 0], "what was exported is left alone");
     assert!(parent.process.0.wait().unwrap().success());
     assert!(!parent.has_ended(0), "what may be a file of the driver is open");
+    drop(child);
+    assert!(parent.has_ended(LONG.as_secs() as i64));
+}
+
+#[test]
+fn a_child_forked_before_anybody_knew_its_parent_keeps_the_lifeline_with_the_drivers_files() {
+    let test = "a_child_forked_before_anybody_knew_its_parent_keeps_the_lifeline_with_the_drivers_files";
+    if role().is_some() {
+        // One that looks like exported memory: the child keeps it.
+        fork_link_and_die(&[driver_file(MemfdFlags::CLOEXEC), driver_file(MemfdFlags::empty())]);
+    }
+    let mut parent = Parent::start(test);
+    let child = Child(Pid::from_raw(hear(&mut parent.lines)[0]).unwrap());
+    parent.process.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    assert!(parent.process.0.wait().unwrap().success());
+    assert_eq!(parent.locked(), 1, "the child has what may be a file of the driver");
+    assert!(!parent.has_ended(0));
+    drop(child);
+    assert!(parent.has_ended(LONG.as_secs() as i64));
+}
+
+#[test]
+fn a_child_forked_before_anybody_knew_its_parent_delays_nobody() {
+    let test = "a_child_forked_before_anybody_knew_its_parent_delays_nobody";
+    if role().is_some() {
+        fork_link_and_die(&[driver_file(MemfdFlags::CLOEXEC)]);
+    }
+    let mut parent = Parent::start(test);
+    let child = Child(Pid::from_raw(hear(&mut parent.lines)[0]).unwrap());
+    parent.process.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    assert!(parent.has_ended(LONG.as_secs() as i64));
+    assert!(rustix::process::test_kill_process(child.0).is_ok(), "the child lives");
+}
+
+#[test]
+fn exec_is_seen_although_a_child_keeps_the_lifeline_and_streams_need_not_wait_for_the_child() {
+    let test = "exec_is_seen_although_a_child_keeps_the_lifeline_and_streams_need_not_wait_for_the_child";
+    if role().is_some() {
+        fork_and_exec(&[driver_file(MemfdFlags::empty())]);
+    }
+    let mut parent = Parent::start(test);
+    let child = Child(Pid::from_raw(hear(&mut parent.lines)[0]).unwrap());
+    let pid = Pid::from_child(&parent.process.0);
+    let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).unwrap();
+    // The first of its files is the alarm.
+    let process = Process::of_parts([pidfd, parent.end.try_clone().unwrap(), parent.files.remove(0)]);
+    assert!(!process.shows(Sign::Suspect));
+    parent.process.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    eventually("the process is suspect", || process.shows(Sign::Suspect));
+    eventually("it is over after a while", || process.shows(Sign::Over(Duration::from_millis(10))));
+    assert!(!process.shows(Sign::Proven), "the child may hold the driver's files");
+    drop(child);
+    eventually("nobody holds them", || process.shows(Sign::Proven));
+    assert!(rustix::process::test_kill_process(pid).is_ok(), "the new program runs");
+}
+
+/// Subscribes, holds a sample, and becomes another program; a child that this library has not seen keeps everything.
+fn hold_and_exec(test: &str, scratch: &Domain) -> ! {
+    let builder = Subscriber::builder("a").domain(scratch).device(&Device::host());
+    let mut subscriber = builder.build().unwrap();
+    std::mem::forget(subscriber.receive(&stream()).unwrap());
+    // SAFETY: a fork, without a stack of its own; the child makes two system calls.
+    let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as i32 };
+    if child == 0 {
+        live();
+    }
+    say(&[child]);
+    let mut after = command(module_path!(), test, "after");
+    panic!("{}", after.stdin(Stdio::inherit()).exec());
+}
+
+#[test]
+fn a_program_that_called_exec_lives_on_when_a_child_from_before_ends() {
+    let test = "a_program_that_called_exec_lives_on_when_a_child_from_before_ends";
+    let domain = || Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+    match role().as_deref() {
+        Some("before") => hold_and_exec(test, &domain()),
+        Some(_) => {
+            let builder = Subscriber::builder("a").domain(&domain()).device(&Device::host());
+            let mut subscriber = builder.build().unwrap();
+            say(&[1]);
+            assert_eq!(subscriber.receive(&stream()).unwrap().to_vec(LONG).unwrap(), b"after");
+            return say(&[2]);
+        }
+        None => {}
+    }
+    let scratch = Scratch::new();
+    let publisher = scratch.publisher(|it| it);
+    let mut command = command(module_path!(), test, "before");
+    command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(Stdio::piped());
+    let mut program = Guarded(command.spawn().unwrap());
+    let mut lines = BufReader::new(program.0.stdout.take().unwrap()).lines();
+    publisher.wait_for_subscribers(1, LONG).unwrap();
+    publisher.send_bytes(&stream(), b"before").unwrap();
+    let child = Child(Pid::from_raw(hear(&mut lines)[0]).unwrap());
+    assert_eq!(hear(&mut lines), [1]);
+    publisher.wait_for_subscribers(2, LONG).unwrap();
+    drop(child);
+    eventually("the program before is gone", || publisher.subscribers().len() < 2);
+    publisher.send_bytes(&stream(), b"after").unwrap();
+    assert_eq!(hear(&mut lines), [2], "the program after is not");
+}
+
+#[test]
+fn a_forked_child_that_cannot_see_its_files_keeps_its_parents_lifeline() {
+    let test = "a_forked_child_that_cannot_see_its_files_keeps_its_parents_lifeline";
+    if role().is_some() {
+        let file = driver_file(MemfdFlags::CLOEXEC);
+        let lifeline = Lifeline::of_process().unwrap();
+        say(&[lifeline.end.as_fd().as_raw_fd(), file.as_raw_fd()]);
+        std::io::stdin().read_line(&mut String::new()).unwrap();
+        say(&[if hide_procfs() { fork_and_live() } else { 0 }]);
+        // SAFETY: ends the process at once.
+        unsafe { libc::_exit(0) }
+    }
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can hide /proc");
+        return;
+    }
+    let mut parent = Parent::start(test);
+    parent.process.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    let Some(child) = Pid::from_raw(hear(&mut parent.lines)[0]).map(Child) else {
+        println!("skipped: /proc cannot be hidden here");
+        return;
+    };
+    assert!(parent.process.0.wait().unwrap().success());
+    assert_eq!(parent.locked(), 1, "the child has a file of the driver");
+    assert!(!parent.has_ended(0), "a false proof");
     drop(child);
     assert!(parent.has_ended(LONG.as_secs() as i64));
 }

@@ -24,4 +24,4 @@ mod subscriber_handshake;
 mod unread;
 mod users;
 
-pub(crate) use stage::send_raw;
+pub(crate) use stage::{alone, send_raw};

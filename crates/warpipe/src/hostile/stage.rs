@@ -91,8 +91,10 @@ pub(super) fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// The descriptors that this process has open once nothing is on its way out any more.
+/// The descriptors that this process has open once nothing is on its way out any more, its lifeline's among them: they
+/// come with the first link, and stay.
 pub(super) fn settled_descriptors() -> usize {
+    let _lifeline = Lifeline::of_process().unwrap();
     let (mut count, mut agreed) = (descriptors(), 0);
     eventually("the count is steady", || {
         let last = std::mem::replace(&mut count, descriptors());
@@ -118,7 +120,7 @@ pub(super) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 }
 
 /// Runs `body` in a process with no other test in it, so that limits and counts are its own.
-pub(super) fn alone(module: &str, test: &str, body: impl FnOnce()) {
+pub(crate) fn alone(module: &str, test: &str, body: impl FnOnce()) {
     if role().as_deref() == Some("alone") {
         return body();
     }

@@ -1,12 +1,19 @@
 //! Another user at the door. **This module is marked for unsafe**: it changes a child process's user.
 
 use std::fs::Permissions;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::stage::{LONG, Scratch, alone, assert_delivers, command, name, role, stream};
 use crate::{Device, Domain, Error, Subscriber};
 
 const NOBODY: u32 = 65534;
+
+/// A user of whom there is no other process.
+const STRANGER: u32 = 61_234;
 
 /// Becomes nobody, subscribes, and prints what came of it.
 fn stranger() {
@@ -220,4 +227,44 @@ fn a_publisher_of_another_user_in_a_domain_of_mine_is_not_trusted() {
     assert!(std::io::BufRead::lines(stdout).map_while(Result::ok).any(|line| line.contains("listening")));
     let error = scratch.try_subscriber().map(drop).unwrap_err();
     assert!(matches!(&error, Error::AccessDenied { detail, .. } if detail.contains("65534")), "{error}");
+}
+
+/// Sends descriptors that nobody receives, until this user may send no more. The sockets that hold them.
+fn fill_what_is_in_flight() -> Option<Vec<OwnedFd>> {
+    let none = rustix::process::Rlimit { current: Some(64), maximum: Some(64) };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, none).unwrap();
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let (sender, holder) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let stdin = std::io::stdin();
+    let fds = [stdin.as_fd(); 40];
+    let mut sent = (0..16).map(|_| super::send_raw(&sender, b"x", &fds));
+    let limit = sent.find(|sent| *sent != Ok(()))?;
+    (limit == Err(Errno::TOOMANYREFS)).then_some(vec![sender, holder])
+}
+
+#[test]
+fn a_user_with_too_many_descriptors_in_flight_is_told_of_the_limit() {
+    let test = "a_user_with_too_many_descriptors_in_flight_is_told_of_the_limit";
+    if role().as_deref() == Some("stranger") {
+        // SAFETY: plain system calls; this process has one test and no other thread that minds.
+        assert_eq!(unsafe { [libc::setgid(STRANGER), libc::setuid(STRANGER)] }, [0, 0]);
+        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let builder = crate::Publisher::builder("a").domain(&domain).device(&Device::host());
+        let publisher = builder.build().unwrap();
+        let Some(held) = fill_what_is_in_flight() else { return println!("outcome: no limit") };
+        let subscribe = || Subscriber::builder("a").domain(&domain).device(&Device::host()).build();
+        let error = subscribe().map(drop).unwrap_err();
+        assert!(matches!(error, Error::InFlightLimit { soft: 64, .. }), "{error:?}");
+        drop(held);
+        assert_delivers(&publisher, &mut subscribe().unwrap(), b"afterwards");
+        return println!("outcome: {error}");
+    }
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can become another user");
+        return;
+    }
+    let scratch = Scratch::new();
+    std::os::unix::fs::chown(&scratch.path, Some(STRANGER), Some(STRANGER)).unwrap();
+    let outcome = visit(test, &scratch, false);
+    assert!(outcome == "no limit" || outcome.contains("RLIMIT_NOFILE (soft limit 64)"), "{outcome}");
 }

@@ -4,10 +4,11 @@
 //! each link sees itself), the end of its [alarm](crate::fork::lifeline), or its pidfd. It does no more, but its GPU
 //! may still be writing. *Proven*: the end of its lifeline; nothing of that process touches memory any more, and
 //! nothing will. A pidfd is no such proof: a forked child that holds the driver's files keeps the parent's device work
-//! going. *Over*: proven, or the process has exited and its lifeline is still open after an orphan timeout; streams
-//! that wait for it are rescued then, and memory waits on.
+//! going. *Over*: proven, or its lifeline is still open an orphan timeout after the process was seen to be suspect;
+//! streams that wait for it are rescued then, and memory waits on.
 //!
-//! A process has one [`Process`] here, however many links lead to it.
+//! A process has one [`Process`] here, however many links lead to it. One that has called `exec` since is another: its
+//! pidfd is the same, its lifeline is not.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
@@ -26,7 +27,7 @@ use crate::fork::lifeline::Lifeline;
 use crate::fork::{self, Home, PrivateFd};
 use crate::os;
 
-/// How long an exited process whose lifeline is open keeps the streams that wait for it waiting, where nobody says
+/// How long a suspect process whose lifeline is open keeps the streams that wait for it waiting, where nobody says
 /// otherwise.
 pub(crate) const ORPHAN_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -61,9 +62,10 @@ impl ProcessId {
                 _ => {
                     let pid = rustix::process::getpid();
                     let pidfd = PrivateFd::open(|| rustix::process::pidfd_open(pid, PidfdFlags::empty()));
-                    let number = ProcessId::Number(pid.as_raw_nonzero().get());
-                    let id = pidfd.map_or(number, |pidfd| ProcessId::of(pidfd.as_fd(), pid.as_raw_nonzero().get()));
-                    own.insert((fork::generation(), id)).1
+                    let number = pid.as_raw_nonzero().get();
+                    // Without a descriptor it is this number for now, and asked again.
+                    let Ok(pidfd) = pidfd else { return ProcessId::Number(number) };
+                    own.insert((fork::generation(), ProcessId::of(pidfd.as_fd(), number))).1
                 }
             }
         })
@@ -170,7 +172,8 @@ fn open_pidfd(pid: i32) -> std::result::Result<PrivateFd, Errno> {
 pub(crate) enum Sign {
     /// It does no more, as far as can be seen; its GPU may. Told where the socket's end tells as well.
     Suspect,
-    /// Streams that wait for it are to be rescued: proven, or it has exited and has been an orphan's parent for so long.
+    /// Streams that wait for it are to be rescued: proven, or it has been suspect, and perhaps an orphan's parent, for so
+    /// long. (One that calls `exec` and left an orphan never exits, as far as its pidfd tells.)
     Over(Duration),
     /// Nothing of it touches memory any more.
     Proven,
@@ -213,7 +216,7 @@ pub(crate) struct Process {
 
 #[derive(Default)]
 struct State {
-    /// Since when it has exited and its lifeline is open.
+    /// Since when it is suspect and its lifeline is open.
     orphaned: Option<Instant>,
     /// Who is to be told of what, by its number at the watcher.
     listeners: Vec<(Sign, u64)>,
@@ -251,7 +254,7 @@ impl Process {
     /// The process as it is known already; else by what it sent.
     fn known_or(id: ProcessId, pidfd: PrivateFd, lifeline: [PeerFd; 2]) -> Result<Arc<Process>, HandshakeFault> {
         let lifeline = pipes(lifeline)?;
-        if let Some(process) = Process::known(id) {
+        if let Some(process) = Process::known(id, &lifeline[0]) {
             return Ok(process);
         }
         let process = Process::new(pidfd, lifeline)?;
@@ -259,13 +262,18 @@ impl Process {
         Ok(process)
     }
 
-    fn known(id: ProcessId) -> Option<Arc<Process>> {
+    /// The process of that pidfd, as long as it has that lifeline: a program that called `exec` has the pidfd of the one
+    /// before, whose lifeline may be open still (in a child), and whose death is not its own.
+    fn known(id: ProcessId, end: &PrivateFd) -> Option<Arc<Process>> {
         let found: Vec<Arc<Process>> = with_known(|known| {
             let same = known.iter().filter(|(other, _)| matches!(id, ProcessId::Inode(_)) && *other == id);
             same.filter_map(|(_, process)| process.upgrade()).collect()
         });
         // The lifeline of a process whose socket has just spoken has not ended, but for one that was sent to deceive.
-        found.into_iter().find(|process| !process.shows(Sign::Suspect))
+        let pipe = fork::identity(end.as_fd());
+        let is_it =
+            |process: &Arc<Process>| fork::identity(process.end.as_fd()) == pipe && !process.shows(Sign::Suspect);
+        found.into_iter().find(is_it).filter(|_| pipe.is_some())
     }
 
     /// One that somebody else tells of: the descriptors of [`relay`](Self::relay). It is taken at his word for its
@@ -274,7 +282,7 @@ impl Process {
         let [pidfd, end, alarm] = fds;
         check_pidfd(&pidfd).map_err(HandshakeFault::Lifeline)?;
         let (pidfd, lifeline) = (pidfd.accept(), pipes([end, alarm])?);
-        let known = Process::known(ProcessId::of(pidfd.as_fd(), 0));
+        let known = Process::known(ProcessId::of(pidfd.as_fd(), 0), &lifeline[0]);
         known.map_or_else(|| Process::new(pidfd, lifeline), Ok)
     }
 
@@ -283,6 +291,12 @@ impl Process {
     pub(crate) fn of_pipe(end: std::os::fd::OwnedFd) -> Arc<Process> {
         let pidfd = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).unwrap();
         let alarm = end.try_clone().unwrap();
+        Process::of_parts([pidfd, end, alarm])
+    }
+
+    /// One that these descriptors tell of.
+    #[cfg(test)]
+    pub(crate) fn of_parts([pidfd, end, alarm]: [std::os::fd::OwnedFd; 3]) -> Arc<Process> {
         let [pidfd, end, alarm] = [pidfd, end, alarm].map(|fd| PrivateFd::new(fd).unwrap());
         Process::new(pidfd, [end, alarm]).unwrap()
     }
@@ -371,7 +385,7 @@ impl Process {
                 // Nothing but time tells that it is an orphan's parent.
                 self.watcher.tick(self.me.clone());
             }
-            if seen.exited && level < PROVEN {
+            if level == SUSPECT {
                 self.lock().orphaned.get_or_insert_with(Instant::now);
             }
         }
@@ -404,7 +418,7 @@ impl Watched for Process {
     }
 }
 
-/// How many of the processes with links to this one have exited while somebody holds their lifeline.
+/// How many of the processes with links to this one are suspect while somebody holds their lifeline.
 pub(crate) fn orphaned() -> usize {
     let all: Vec<Arc<Process>> =
         with_known(|known| known.iter().filter_map(|(_, process)| process.upgrade()).collect());
@@ -420,7 +434,8 @@ fn pipes(lifeline: [PeerFd; 2]) -> Result<[PrivateFd; 2], HandshakeFault> {
 /// Our own lifeline's pipes say where pipes live.
 fn check_pipe(fd: &PeerFd) -> Result<(), String> {
     let kind = os::kind_of(fd.as_fd()).map_err(|error| error.to_string())?;
-    let own = Lifeline::of_process().and_then(|own| os::kind_of(own.end.as_fd())).map_err(|error| error.to_string())?;
+    let own = Lifeline::of_process().map_err(|e| Error::os("sendmsg", "this end's lifeline", e).to_string())?;
+    let own = os::kind_of(own.end.as_fd()).map_err(|error| error.to_string())?;
     if kind.file != FileType::Fifo || kind.device != own.device {
         return Err("no pipe".into());
     }

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use super::{Address, Admission, Answer, Caller, Ending, FDS_MAX, Keep, Kind, Refusal, UNASKED};
 use crate::domain::Claim;
-use crate::error::{HandshakeFault, Result};
+use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::closer::{PeerFd, PeerSocket};
 use crate::link::limits::{Seat, Seats, makes_way};
@@ -336,7 +336,7 @@ impl Desk {
         let fds = answer.fds.len().min(FDS_MAX) as u8;
         let message = Message::Granted { generation: self.generation, body: answer.body, fds };
         send_with(socket, &message, &answer.fds)
-            .map_err(|error| Refusal(format!("the admission could not be sent: {error}")))
+            .map_err(|error| Refusal(Error::os("sendmsg", "the admission", error).to_string()))
     }
 
     /// Tells one who took this endpoint for another kind.
