@@ -12,3 +12,6 @@ pub(crate) enum StreamOp {
     Wait { word: DevicePtr, value: u64 },
     Signal { word: DevicePtr, value: u64 },
 }
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Access;

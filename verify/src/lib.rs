@@ -29,7 +29,9 @@ mod error;
 #[path = "../../crates/warpipe/src/tensor.rs"]
 mod tensor;
 
-pub mod semaphore;
+mod pool;
+mod semaphore;
 
 #[cfg(not(miri))]
 pub mod models;
+pub mod states;

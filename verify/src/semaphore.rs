@@ -6,3 +6,6 @@ pub(crate) mod room;
 #[cfg(not(miri))]
 #[path = "models/room.rs"]
 pub mod model;
+
+#[path = "states/semaphore.rs"]
+pub mod states;

@@ -161,13 +161,18 @@ pub(crate) fn change(address: usize, bytes: usize, operation: impl FnOnce() -> u
 }
 
 /// A sleep as long as something is so, or until the time is up, which it is when nobody can do anything else.
-pub(crate) fn wait(is_so: impl FnOnce() -> bool) {
+pub fn wait(is_so: impl FnOnce() -> bool) {
     step(|| {
         if is_so() && !RUN.with_borrow(|run| run.time_is_up) {
             resume_unwind(Box::new(Stop::Asleep));
         }
         0
     });
+}
+
+/// What a phase learns of the [`World`], which may change while it runs.
+pub fn ask(about: impl FnOnce() -> u64) -> u64 {
+    step(about)
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -208,8 +213,8 @@ pub struct Found {
 /// # Errors
 /// What is wrong, and the way there.
 pub fn search<M: Model>(make: impl Fn() -> M, deaths: usize, states_max: usize) -> Result<Found, String> {
-    atomic::set(Way::Steps);
     let model = make();
+    atomic::set(Way::Steps);
     RUN.with_borrow_mut(|run| *run = Run::default());
     let result = loop {
         let result = Search::new(&model, deaths, states_max).run();
@@ -278,10 +283,11 @@ impl<'a, M: Model> Search<'a, M> {
             if *phase == DONE {
                 continue;
             }
-            match self.make_step(state, index, *phase, returned, false)? {
+            match self.make_step(number, state, index, *phase, returned, false)? {
                 None => sleepers.push((index, *phase, returned.clone())),
                 Some(next) => {
-                    can_go_on = true;
+                    // One that looks in vain does not get further by it.
+                    can_go_on |= next != *state;
                     self.enter(next, number, format!("process {index} in phase {phase:#x}"))?;
                 }
             }
@@ -289,7 +295,7 @@ impl<'a, M: Model> Search<'a, M> {
         // Time passes when nobody can do anything else: the limits of sleeps are far longer than any step.
         if !can_go_on {
             for (index, phase, returned) in sleepers {
-                if let Some(next) = self.make_step(state, index, phase, &returned, true)? {
+                if let Some(next) = self.make_step(number, state, index, phase, &returned, true)? {
                     self.enter(next, number, format!("process {index} wakes up by itself"))?;
                 }
             }
@@ -308,6 +314,7 @@ impl<'a, M: Model> Search<'a, M> {
 
     fn make_step(
         &mut self,
+        number: u32,
         state: &State,
         index: usize,
         phase: u64,
@@ -327,7 +334,11 @@ impl<'a, M: Model> Search<'a, M> {
             Err(stop) => match stop.downcast_ref::<Stop>() {
                 Some(Stop::Stepped) => Came::Stepped,
                 Some(Stop::Asleep) => Came::Asleep,
-                None => return Err("a process panicked".into()),
+                None => {
+                    let text = stop.downcast_ref::<String>().map(String::as_str);
+                    let text = text.or(stop.downcast_ref::<&str>().copied()).unwrap_or("it panicked");
+                    return Err(format!("{text}\n{}", self.way(number)));
+                }
             },
         };
         let process = match came {

@@ -91,7 +91,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> bool {
 pub fn apply(workspace: &Workspace, method: Method, time: Option<Duration>) -> Outcome<Counts> {
     match method {
         Method::Style => style::report(workspace).map(|()| Counts::ONE_PASSED),
-        Method::Model => tests(workspace, &["loom"], time),
+        Method::Model => tests(workspace, &["loom", "states"], time),
     }
 }
 

@@ -20,10 +20,16 @@ unsafe impl Shared for AtomicU64 {}
 // SAFETY: an atomic.
 unsafe impl Shared for AtomicU32 {}
 
-#[derive(Debug)]
 pub(crate) struct Page {
     base: *mut u8,
     bytes: usize,
+}
+
+/// Not where it lies: states are compared by what is printed of them.
+impl std::fmt::Debug for Page {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes", self.bytes)
+    }
 }
 
 // SAFETY: memory of atomics alone, at a fixed address until drop.

@@ -103,9 +103,9 @@ pub(super) fn bytes_for(permits: u32) -> usize {
 /// A place that is this member's.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place {
-    index: u32,
+    pub(super) index: u32,
     /// Hand-overs there had been when it began to wait.
-    handed: u64,
+    pub(super) handed: u64,
 }
 
 /// What has become of a waiter.

@@ -1,0 +1,20 @@
+//! Stands for a pool: who has which block, and which user had which bytes, are the library's.
+
+#[path = "../../../crates/warpipe/src/pool/block.rs"]
+pub(crate) mod block;
+pub(crate) mod core;
+#[path = "../../../crates/warpipe/src/pool/marks.rs"]
+pub(crate) mod marks;
+#[path = "../states/pool.rs"]
+pub mod states;
+
+/// Few, so that pairs run out.
+const PAIRS_MAX: u32 = 3;
+
+const PAIR_BYTES: usize = 32;
+
+const PAGE_BYTES: usize = PAIRS_MAX as usize * PAIR_BYTES;
+
+fn released_at(pair: u32) -> usize {
+    pair as usize * PAIR_BYTES
+}

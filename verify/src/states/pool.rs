@@ -1,0 +1,470 @@
+//! A pool's grants: peers take blocks, give them back by words that their devices write *later*, say goodbye, die, and are
+//! proven dead, in any order. The books are the library's ([`State`], [`Borrower`], [`Arena`], [`Marks`]); what binds them
+//! together stands here as `pool/core.rs` and `pool/counter.rs` have it.
+//!
+//! What is shown: a block is nobody's before whoever had it is past it. A dead peer's device may write until its death is
+//! proven; a peer that lies spoils its own blocks alone.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use super::block::{Block, Borrower, Counts, Lend};
+use super::core::State;
+use super::marks::{Mark, Marks};
+use super::{PAGE_BYTES, PAIRS_MAX, released_at};
+use crate::backend::{Access, TimelineWord};
+use crate::device::Device;
+use crate::link::peer::Process;
+use crate::memory::arena::{Arena, SlotId};
+use crate::memory::page::Page;
+
+/// The owner's user; peer `n` is of user `n`.
+const OWNER: u32 = 0;
+
+/// What happens next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Act {
+    /// A peer comes, under a new number.
+    Come(u8),
+    /// It asks for a block of its own.
+    Ask(u8),
+    /// It opens the block that the owner lends.
+    Open(u8),
+    /// Its process gives its oldest block back: the word is its device's to write.
+    GiveBack(u8),
+    /// Its device writes the oldest word that is due.
+    Land(u8),
+    /// It says goodbye, having given everything back.
+    Leave(u8),
+    /// Its process dies. Its device does not yet.
+    Die(u8),
+    /// It is proven dead.
+    Prove(u8),
+    /// It writes into its page what comes to its mind.
+    Lie(u8),
+    /// The owner takes a block and lends it.
+    Lend,
+    /// The owner lets it go.
+    LetGo,
+    /// Streams of the owner's are past what they were given.
+    Pass,
+    /// What the scrubber was to clear is cleared.
+    Clear,
+    /// The watcher looks.
+    Tick,
+}
+
+/// What the owner does wrongly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    None,
+    /// It frees what a peer had when its process dies.
+    FreesAtDeath,
+    /// ... when it says goodbye, whatever its words say.
+    FreesAtGoodbye,
+    /// A peer that opens a block is not counted.
+    ForgetsBorrowers,
+    /// It clears nothing.
+    ClearsNothing,
+    /// It gives a block out before it is cleared.
+    GivesUncleared,
+    /// It notes one user where several had a block.
+    NotesOneUser,
+}
+
+/// One block in somebody's hands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Hand {
+    place: (u32, u64),
+    pair: u32,
+    value: u64,
+    /// Given back by the process; its device has still to write the word.
+    is_given_back: bool,
+}
+
+/// A peer as it is.
+#[derive(Debug, Clone, Default)]
+struct Peer {
+    number: u64,
+    hands: Vec<Hand>,
+    is_here: bool,
+    is_dead: bool,
+    is_leaving: bool,
+    lies: bool,
+}
+
+/// A pool, and the truth about it.
+pub struct Play {
+    fault: Fault,
+    state: State,
+    peers: Vec<Peer>,
+    pages: HashMap<u64, Arc<Page>>,
+    processes: HashMap<u64, Arc<Process>>,
+    next_number: u64,
+    lent: Option<SlotId>,
+    /// What the proof of deaths has freed, behind the owner's streams.
+    pending: Vec<Vec<SlotId>>,
+    fences: u64,
+    cleared: u64,
+    /// By place: the value at which what is under way there is cleared.
+    clearing: HashMap<(u32, u64), u64>,
+    /// By place: the user that wrote there last.
+    written: HashMap<(u32, u64), u32>,
+}
+
+const BLOCK: u64 = 1 << 20;
+
+impl Play {
+    /// A pool of one region of two blocks, and peers that have not come yet.
+    pub fn new(peers: usize, fault: Fault) -> Play {
+        let arena = Arena::new(&Device, 2 * BLOCK);
+        let (blocks, lends, borrowers, counts, marks) = Default::default();
+        let _: &Counts = &counts;
+        let mut state = State { arena, blocks, lends, borrowers, counts, marks };
+        let growth = state.arena.plan(BLOCK, 0).expect("room");
+        state.arena.adopt(growth, growth.make(&Device)).expect("memory");
+        state.marks.push(Marks::default());
+        Play {
+            fault,
+            state,
+            peers: vec![Peer::default(); peers],
+            pages: HashMap::new(),
+            processes: HashMap::new(),
+            next_number: 1,
+            lent: None,
+            pending: Vec::new(),
+            fences: 0,
+            cleared: 0,
+            clearing: HashMap::new(),
+            written: HashMap::new(),
+        }
+    }
+
+    /// Everything that may happen to so many peers.
+    pub fn acts(peers: u8) -> Vec<Act> {
+        let each =
+            [Act::Come, Act::Ask, Act::Open, Act::GiveBack, Act::Land, Act::Leave, Act::Die, Act::Prove, Act::Lie];
+        let of_peers = (0..peers).flat_map(|peer| each.map(|act| act(peer)));
+        of_peers.chain([Act::Lend, Act::LetGo, Act::Pass, Act::Clear, Act::Tick]).collect()
+    }
+
+    /// Makes it happen.
+    ///
+    /// # Errors
+    /// What is wrong then.
+    pub fn act(&mut self, act: Act) -> Result<(), String> {
+        match act {
+            Act::Come(peer) => self.come(peer.into()),
+            Act::Ask(peer) => self.ask(peer.into())?,
+            Act::Open(peer) => self.open(peer.into()),
+            Act::GiveBack(peer) => {
+                let peer = &mut self.peers[usize::from(peer)];
+                let alive = peer.is_here && !peer.is_dead;
+                let oldest = peer.hands.iter_mut().find(|hand| alive && !hand.is_given_back);
+                oldest.into_iter().for_each(|hand| hand.is_given_back = true);
+            }
+            Act::Land(peer) => self.land(peer.into()),
+            Act::Leave(peer) => self.leave(peer.into()),
+            Act::Die(peer) => self.die(peer.into()),
+            Act::Prove(peer) => self.prove(peer.into()),
+            Act::Lie(peer) => self.lie(peer.into()),
+            Act::Lend => self.lend()?,
+            Act::LetGo => {
+                if let Some(slot) = self.lent.take() {
+                    self.state.owner_lets_go(slot);
+                }
+            }
+            Act::Pass => {
+                let freed = std::mem::take(&mut self.pending);
+                freed.into_iter().flatten().for_each(|slot| self.state.borrower_lets_go(slot));
+            }
+            Act::Clear => self.cleared = self.fences,
+            Act::Tick => self.reclaim(),
+        }
+        self.check()
+    }
+
+    fn come(&mut self, peer: usize) {
+        if self.peers[peer].is_here {
+            return;
+        }
+        let (number, page) = (self.next_number, Page::new(PAGE_BYTES));
+        self.next_number += 1;
+        let process = Arc::new(Process::default());
+        let borrower = Borrower::new(page, process.clone());
+        self.processes.insert(number, process);
+        self.pages.insert(number, borrower.page.clone());
+        self.state.borrowers.insert(number, borrower);
+        self.peers[peer] = Peer { number, is_here: true, ..Peer::default() };
+    }
+
+    fn is_alive(&self, peer: usize) -> bool {
+        let peer = &self.peers[peer];
+        peer.is_here && !peer.is_dead && !peer.is_leaving
+    }
+
+    fn place(&self, slot: SlotId) -> (u32, u64) {
+        let slot = self.state.arena.slot(slot);
+        (slot.region, slot.offset)
+    }
+
+    /// As `Core::take`.
+    fn take(&mut self, user: u32, block: Block) -> Result<Option<SlotId>, String> {
+        self.reclaim();
+        let Some(slot) = self.state.arena.take(BLOCK) else { return Ok(None) };
+        let place = self.place(slot);
+        for peer in self.peers.iter().filter(|peer| !peer.lies) {
+            if let Some(hand) = peer.hands.iter().find(|hand| hand.place == place) {
+                return Err(format!("the block at {place:?} is lent again while {peer:?} has it: {hand:?}"));
+            }
+        }
+        if self.lent.is_some_and(|lent| self.place(lent) == place) {
+            return Err(format!("the block at {place:?} is lent again while its owner has it"));
+        }
+        if self.clearing.get(&place).is_some_and(|&value| value > self.cleared) {
+            return Err(format!("the block at {place:?} is lent again before it is cleared"));
+        }
+        let range = place.1..place.1 + BLOCK;
+        let marks = &mut self.state.marks[0];
+        if marks.are_foreign_to(user, &range) && self.fault != Fault::ClearsNothing {
+            self.fences += 1;
+            self.clearing.insert(place, self.fences);
+            if self.fault != Fault::GivesUncleared {
+                self.state.arena.fence(slot, self.fences);
+            }
+            // Whoever gets it waits for that; what was there is not seen.
+            self.written.remove(&place);
+        }
+        marks.set(range, Mark::User(user));
+        if let Some(&other) = self.written.get(&place).filter(|&&other| other != user) {
+            return Err(format!("user {user} sees what user {other} left at {place:?}"));
+        }
+        self.state.blocks.insert(slot, block);
+        Ok(Some(slot))
+    }
+
+    fn ask(&mut self, peer: usize) -> Result<(), String> {
+        let number = self.peers[peer].number;
+        if !self.is_alive(peer) || self.state.borrowers[&number].is_full() {
+            return Ok(());
+        }
+        if let Some(slot) = self.take(peer as u32 + 1, Block::borrowed())? {
+            self.hand_over(peer, slot);
+        }
+        Ok(())
+    }
+
+    fn hand_over(&mut self, peer: usize, slot: SlotId) {
+        let place = self.place(slot);
+        let Peer { number, hands, .. } = &mut self.peers[peer];
+        let borrower = self.state.borrowers.get_mut(number).expect("it is here");
+        let (pair, value) = borrower.open(slot).expect("it was asked");
+        hands.push(Hand { place, pair, value, is_given_back: false });
+        self.written.insert(place, peer as u32 + 1);
+    }
+
+    fn open(&mut self, peer: usize) {
+        let (Some(slot), number) = (self.lent, self.peers[peer].number) else { return };
+        if !self.is_alive(peer) || self.state.borrowers[&number].is_full() {
+            return;
+        }
+        self.hand_over(peer, slot);
+        if self.fault != Fault::ForgetsBorrowers {
+            self.state.borrow(slot);
+        }
+        if self.fault != Fault::NotesOneUser {
+            let (region, offset) = self.place(slot);
+            self.state.marks[region as usize].set(offset..offset + BLOCK, Mark::Several);
+        }
+    }
+
+    /// The word comes behind all that the device was to do with the block.
+    fn land(&mut self, peer: usize) {
+        let Peer { number, hands, .. } = &mut self.peers[peer];
+        if let Some(index) = hands.iter().position(|hand| hand.is_given_back) {
+            let hand = hands.remove(index);
+            self.pages[number].at::<TimelineWord>(released_at(hand.pair)).store(hand.value);
+        }
+    }
+
+    fn leave(&mut self, peer: usize) {
+        let who = &mut self.peers[peer];
+        if !who.is_here || who.is_dead || who.is_leaving || who.hands.iter().any(|hand| !hand.is_given_back) {
+            return;
+        }
+        who.is_leaving = true;
+        let number = who.number;
+        if let Some(borrower) = self.state.borrowers.get_mut(&number) {
+            borrower.is_leaving = true;
+        }
+        if self.fault == Fault::FreesAtGoodbye {
+            self.free(number);
+            self.state_passes();
+        }
+        self.reclaim();
+    }
+
+    fn die(&mut self, peer: usize) {
+        let who = &mut self.peers[peer];
+        if !who.is_here || who.is_dead {
+            return;
+        }
+        who.is_dead = true;
+        let number = who.number;
+        if self.fault == Fault::FreesAtDeath {
+            self.free(number);
+            self.state_passes();
+        }
+    }
+
+    fn state_passes(&mut self) {
+        let freed = std::mem::take(&mut self.pending);
+        freed.into_iter().flatten().for_each(|slot| self.state.borrower_lets_go(slot));
+    }
+
+    /// As `Core::free_soon`.
+    fn free(&mut self, number: u64) {
+        if let Some(borrower) = self.state.borrowers.remove(&number) {
+            let (_, slots) = borrower.into_slots();
+            self.pending.push(slots);
+        }
+    }
+
+    /// From here on nothing of it writes: what was under way never lands.
+    fn prove(&mut self, peer: usize) {
+        if !self.peers[peer].is_here || !self.peers[peer].is_dead {
+            return;
+        }
+        let number = self.peers[peer].number;
+        self.processes[&number].prove();
+        self.peers[peer] = Peer::default();
+        self.reclaim();
+        self.free(number);
+    }
+
+    fn lie(&mut self, peer: usize) {
+        if !self.is_alive(peer) {
+            return;
+        }
+        let Peer { number, hands, lies, .. } = &mut self.peers[peer];
+        *lies = true;
+        for hand in hands {
+            self.pages[number].at::<TimelineWord>(released_at(hand.pair)).store(hand.value);
+        }
+    }
+
+    fn lend(&mut self) -> Result<(), String> {
+        if self.lent.is_none()
+            && let Some(slot) = self.take(OWNER, Block::owned())?
+        {
+            self.lent = Some(slot);
+            let place = self.place(slot);
+            self.written.insert(place, OWNER);
+            let lend = Lend { slot, bytes: BLOCK, access: Access };
+            self.state.lends.insert(1, lend);
+        }
+        Ok(())
+    }
+
+    /// As `Core::reclaim`.
+    fn reclaim(&mut self) {
+        self.state.collect_released();
+        self.state.borrowers.retain(|_, borrower| !borrower.is_done());
+        let dead: Vec<u64> =
+            self.state.borrowers.iter().filter(|(_, b)| b.is_dead_and_gone()).map(|(&number, _)| number).collect();
+        dead.into_iter().for_each(|number| self.free(number));
+        let cleared = self.cleared;
+        self.state.arena.collect(|_, value| value <= cleared);
+    }
+
+    /// What holds at every time.
+    fn check(&self) -> Result<(), String> {
+        let mut places = HashSet::new();
+        for &slot in self.state.blocks.keys() {
+            if !places.insert(self.place(slot)) {
+                return Err(format!("two blocks lie at {:?}", self.place(slot)));
+            }
+        }
+        for peer in self.peers.iter().filter(|peer| !peer.lies) {
+            for hand in &peer.hands {
+                if !places.contains(&hand.place) {
+                    return Err(format!("{peer:?} has a block that is free: {hand:?}"));
+                }
+            }
+        }
+        if self.state.used() > self.state.arena.total() {
+            return Err(format!("{} bytes are used of {}", self.state.used(), self.state.arena.total()));
+        }
+        Ok(())
+    }
+
+    /// Everybody goes, and everything is free again.
+    ///
+    /// # Errors
+    /// What is not.
+    pub fn finish(&mut self) -> Result<(), String> {
+        for peer in 0..self.peers.len() as u8 {
+            for act in [Act::Die(peer), Act::Prove(peer)] {
+                self.act(act)?;
+            }
+        }
+        for act in [Act::LetGo, Act::Clear, Act::Pass, Act::Tick, Act::Clear, Act::Tick] {
+            self.act(act)?;
+        }
+        if self.state.used() != 0 {
+            return Err(format!("{} bytes are never free again", self.state.used()));
+        }
+        Ok(())
+    }
+
+    /// All that tells one state from another; what only counts is left out.
+    fn print(&self) -> String {
+        let mut blocks: Vec<_> = self.state.blocks.iter().map(|(&slot, block)| (self.place(slot), *block)).collect();
+        blocks.sort_by_key(|(place, _)| *place);
+        let mut written: Vec<_> = self.written.iter().collect();
+        written.sort();
+        let base = |number: u64| self.state.borrowers.get(&number).map(|borrower| format!("{borrower:?}"));
+        let words = |number: u64| {
+            let page = self.pages.get(&number)?;
+            Some((0..PAIRS_MAX).map(|pair| page.at::<TimelineWord>(released_at(pair)).load()).collect::<Vec<_>>())
+        };
+        let peers: Vec<_> = self.peers.iter().map(|peer| (peer, base(peer.number), words(peer.number))).collect();
+        let waiting = self.state.arena.waiting_bytes();
+        let behind = self.fences - self.cleared;
+        format!(
+            "{blocks:?} {written:?} {peers:?} {:?} {:?} {waiting} {behind} {:?}",
+            self.lent, self.pending, self.state.marks
+        )
+    }
+}
+
+/// A panic is a finding, too.
+fn sound(play: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
+    catch_unwind(AssertUnwindSafe(play)).unwrap_or_else(|_| Err("the books do not add up".into()))
+}
+
+/// Plays every row of acts up to a length, each state once. How many states there were.
+///
+/// # Errors
+/// What goes wrong, and the acts before it.
+pub fn search(peers: u8, length: usize, fault: Fault) -> Result<usize, String> {
+    let acts = Play::acts(peers);
+    let (mut seen, mut open) = (HashSet::new(), VecDeque::from([Vec::new()]));
+    while let Some(row) = open.pop_front() {
+        for &act in &acts {
+            let mut row = row.clone();
+            row.push(act);
+            let mut play = Play::new(peers.into(), fault);
+            let played = sound(|| row.iter().try_for_each(|&act| play.act(act)));
+            played.map_err(|wrong| format!("{wrong}\nafter {row:?}"))?;
+            if seen.insert(play.print()) {
+                sound(|| play.finish()).map_err(|wrong| format!("{wrong}\nafter {row:?}"))?;
+                if row.len() < length {
+                    open.push_back(row);
+                }
+            }
+        }
+    }
+    Ok(seen.len())
+}

@@ -1,0 +1,225 @@
+//! The semaphore: members take permits, give them back behind work of their devices, and are killed at any step of it; the
+//! creator sweeps behind them. All on the library's [`Room`].
+
+use std::sync::atomic::Ordering::SeqCst;
+
+use super::room::{CREATOR, LOOK, Look, Place, Room, bytes_for};
+use crate::atomic::AtomicU64;
+use crate::memory::page::Page;
+use crate::steps::{self, DONE, Model, World};
+
+/// What a member does next, in the highest byte of its phase; below it the permit or the place, below that the value that
+/// it owes, or the hand-overs that it has seen.
+const TRIES: u64 = 0;
+const LINES_UP: u64 = 1;
+const SERVES: u64 = 2;
+const LOOKS: u64 = 3;
+const SLEEPS: u64 = 4;
+const GIVES_UP: u64 = 5;
+const HAS: u64 = 6;
+const USES: u64 = 7;
+const PROMISES: u64 = 8;
+const HANDS_ON: u64 = 9;
+const OWES: u64 = 10;
+
+/// The creator has swept when all others were done: it ticks as long as there is a semaphore.
+const LAST: u64 = 1 << 48;
+
+fn phase(kind: u64, at: u32, value: u64) -> u64 {
+    kind << 56 | u64::from(at) << 32 | value
+}
+
+/// A semaphore, its creator, which is process 0, and its members.
+pub struct Semaphore {
+    room: Room,
+    members: Vec<Patience>,
+    /// The phases that all begin with.
+    begin: Vec<u64>,
+    /// By member, and 0 for the creator: the permit that it takes itself to have, and 1.
+    holding: Vec<AtomicU64>,
+    /// Whether the creator takes back what the dead had.
+    sweeps: Sweeps,
+}
+
+/// When the creator sweeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sweeps {
+    /// Behind each death.
+    Proven,
+    /// Behind no death: as if nobody watched.
+    Never,
+    /// Before it: as if whoever says nothing were dead.
+    Early,
+}
+
+/// How long a member waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Patience {
+    /// Until it has a permit.
+    Waits,
+    /// It lines up, and may leave at any time.
+    GivesUp,
+    /// Not at all.
+    Tries,
+}
+
+impl Semaphore {
+    pub fn new(members: &[Patience], permits: u32, sweeps: Sweeps) -> Semaphore {
+        let room = Room::new(Page::new(bytes_for(permits)), permits);
+        let holding = (0..=members.len()).map(|_| AtomicU64::new(0)).collect();
+        let begin = vec![0; members.len() + 1];
+        Semaphore { room, members: members.to_vec(), begin, holding, sweeps }
+    }
+
+    /// A holder that is handing its permit on to one that waits, while a third one tries to take one.
+    pub fn handing_on() -> Semaphore {
+        let mut semaphore = Semaphore::new(&[Patience::Waits, Patience::Waits, Patience::Tries], 1, Sweeps::Proven);
+        let permit = semaphore.room.take_free(1, 0).expect("a free permit");
+        let place = semaphore.room.line_up(2).expect("a free place");
+        semaphore.begin = vec![0, phase(HANDS_ON, permit, 0), phase(LOOKS, place.index, place.handed), TRIES];
+        semaphore
+    }
+
+    fn member(&self, me: u32, now: u64) -> u64 {
+        let (kind, at, value) = (now >> 56, (now >> 32 & 0xffff) as u32, now & 0xffff_ffff);
+        let place = Place { index: at, handed: value };
+        let (room, patience) = (&self.room, self.members[me as usize - 1]);
+        match kind {
+            TRIES if !room.has_waiters() => match room.take_free(me, 0) {
+                Some(permit) => phase(HAS, permit, 0),
+                None if patience == Patience::Tries => DONE,
+                None => phase(LINES_UP, 0, 0),
+            },
+            TRIES if patience == Patience::Tries => DONE,
+            TRIES => phase(LINES_UP, 0, 0),
+            LINES_UP => {
+                let place = room.line_up(me).expect("there are places for all");
+                phase(SERVES, place.index, place.handed)
+            }
+            SERVES => {
+                room.serve(me);
+                phase(LOOKS, at, value)
+            }
+            LOOKS => {
+                let next = if patience == Patience::GivesUp { GIVES_UP } else { SLEEPS };
+                self.after(room.look(place, me), phase(next, at, value))
+            }
+            SLEEPS => {
+                room.sleep(place, LOOK, || false);
+                phase(SERVES, at, value)
+            }
+            GIVES_UP => self.after(room.withdraw(place, me), DONE),
+            HAS => {
+                self.holding[me as usize].store(u64::from(at) + 1, SeqCst);
+                phase(USES, at, 0)
+            }
+            USES => {
+                self.holding[me as usize].store(0, SeqCst);
+                phase(PROMISES, at, 0)
+            }
+            // Its stream waits for whose work comes before.
+            PROMISES => phase(HANDS_ON, at, room.promise(at, me)),
+            HANDS_ON => {
+                room.hand_on(at, me);
+                phase(OWES, at, value)
+            }
+            // Its device had nothing to do.
+            _ if value == 0 => DONE,
+            _ if !room.word(at).reached(value - 1) => now,
+            _ => {
+                room.word(at).store(value);
+                DONE
+            }
+        }
+    }
+
+    fn after(&self, look: Look, waiting: u64) -> u64 {
+        match look {
+            Look::Granted { permit, .. } => phase(HAS, permit, 0),
+            Look::Waiting => waiting,
+            Look::Lost => panic!("a place is its waiter's"),
+        }
+    }
+
+    /// Its phase says who has been swept away.
+    fn creator(&self, swept: u64, world: &World) -> u64 {
+        let bits = |is: &dyn Fn(usize) -> bool| {
+            (1..=self.members.len()).filter(|&member| is(member)).map(|member| 1u64 << member).sum::<u64>()
+        };
+        let seen = steps::ask(|| {
+            let done = bits(&|member| world.phases[member] == DONE || world.dead[member]);
+            done << 32 | bits(&|member| world.dead[member])
+        });
+        let (done, dead) = (seen >> 32, seen & 0xffff_ffff);
+        let all = bits(&|_| true);
+        let gone = match self.sweeps {
+            Sweeps::Proven => dead,
+            Sweeps::Never => 0,
+            // The last one is still there.
+            Sweeps::Early => dead | 1 << self.members.len(),
+        };
+        let is_news = gone & !swept != 0;
+        if !is_news && done == all && swept & LAST != 0 {
+            return DONE;
+        }
+        if !is_news && done != all {
+            // A tick, when nobody can do anything else.
+            steps::wait(|| bits(&|member| world.phases[member] == DONE || world.dead[member]) == done);
+            let dead_now = steps::ask(|| bits(&|member| world.dead[member]));
+            if dead_now != dead {
+                return swept;
+            }
+        }
+        for member in 1..=self.members.len() {
+            if dead & 1 << member != 0 {
+                self.holding[member].store(0, SeqCst);
+            }
+        }
+        self.room.sweep(|member| (member as usize) > self.members.len() || gone & 1 << member == 0);
+        swept | gone | if done == all { LAST } else { 0 }
+    }
+}
+
+impl Model for Semaphore {
+    fn processes(&self) -> usize {
+        1 + self.members.len()
+    }
+
+    fn run(&self, process: usize, phase: u64, world: &World) -> u64 {
+        if process == 0 { self.creator(phase, world) } else { self.member(process as u32, phase) }
+    }
+
+    fn begin(&self, process: usize) -> u64 {
+        self.begin[process]
+    }
+
+    fn is_mortal(&self, process: usize) -> bool {
+        process > 0
+    }
+
+    fn is_wrong(&self, world: &World) -> Option<String> {
+        let held: Vec<u64> = self.holding.iter().map(|held| held.load(SeqCst)).filter(|&held| held != 0).collect();
+        let mut different = held.clone();
+        different.sort_unstable();
+        different.dedup();
+        if different.len() != held.len() {
+            return Some(format!("a permit has two holders: {held:?}"));
+        }
+        let is_over = world.phases.iter().zip(&world.dead).all(|(&phase, &dead)| phase == DONE || dead);
+        if is_over {
+            let permits = self.room.permits();
+            if self.room.available() != permits {
+                return Some(format!("{} of {permits} permits are left", self.room.available()));
+            }
+            let members = (1..=self.members.len() as u32).chain([CREATOR]);
+            if self.room.has_waiters() || members.into_iter().any(|member| self.room.has(member)) {
+                return Some("a place is left occupied".into());
+            }
+            let is_due = |permit| !self.room.word(permit).reached(self.room.due(permit));
+            if (0..permits).any(is_due) {
+                return Some("somebody owes a signal that nobody stores".into());
+            }
+        }
+        None
+    }
+}
