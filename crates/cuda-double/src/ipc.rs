@@ -67,6 +67,13 @@ pub fn is_block(address: u64, bytes: usize) -> bool {
     with(|blocks| blocks.at(address, bytes).is_some())
 }
 
+/// Whether a kernel of the device reaches what lies there, if it is such an allocation: its device's own, one that was
+/// opened (which enables peers), and managed memory.
+pub fn is_reached(device: usize, address: u64) -> bool {
+    let reaches = |block: &Block| block.device == device || block.opened > 0 || block.kind == Kind::Managed;
+    with(|blocks| blocks.at(address, 1).is_none_or(|(_, block)| reaches(block)))
+}
+
 /// What attributes are asked of a block.
 pub struct Facts {
     pub kind: Kind,

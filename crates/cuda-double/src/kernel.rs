@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use warpipe::kernel::{HostTwin, Launch};
 
 use crate::capture;
+use crate::gather::Gather;
 use crate::memory;
 use crate::status::*;
 use crate::stream;
@@ -32,6 +33,8 @@ enum Twin {
     Plain(HostTwin),
     /// The backend's own kernel that stores many words.
     Broadcast,
+    /// The backend's own kernel that copies between tensors that lie differently.
+    Gather,
 }
 
 #[derive(Default)]
@@ -162,6 +165,9 @@ fn twin(entry: &Entry) -> Outcome<Twin> {
     if entry.name == "warpipe_broadcast" && entry.parameters == [size_of::<Signals>()] {
         return Ok(Twin::Broadcast);
     }
+    if entry.name == "warpipe_gather" && entry.parameters == [size_of::<Gather>()] {
+        return Ok(Twin::Gather);
+    }
     let mut kernels = warpipe_kernels::ALL.iter().chain(warpipe_kernels::render::ALL);
     let kernel = kernels.find(|kernel| kernel.name().to_bytes() == entry.name.as_bytes());
     match kernel {
@@ -234,6 +240,12 @@ unsafe extern "C" fn cuLaunchKernel(
                 let list = unsafe { parameters[0].cast::<Signals>().read() };
                 check(&list)?;
                 Arc::new(move || broadcast(&list, block_x))
+            }
+            Twin::Gather => {
+                // SAFETY: the one parameter has this layout, see `twin`.
+                let gather = unsafe { parameters[0].cast::<Gather>().read() };
+                gather.check(stream.device)?;
+                Arc::new(move || gather.run())
             }
         };
         stream.push(Work::Kernel(work))

@@ -6,6 +6,7 @@
 //! * A kernel is its CPU twin, found by its name in the module's PTX.
 //! * A device can be reset: all that was made on it ends, and its context is made anew by who retains it next.
 //! * A stream can be captured: its work becomes a graph, and what other threads must not do meanwhile invalidates it.
+//! * A kernel reaches plain memory of its own device alone; a copy of the driver's reaches that of all.
 //! * What the driver refuses is refused with the same code: a call without a current context, an address nobody
 //!   mapped, a handle that is not one, a size that is not the allocation's.
 //! * When the process ends, the driver ends first, and takes a moment. Whoever calls it then from another thread than the
@@ -31,6 +32,7 @@ mod control;
 mod device;
 mod ending;
 mod event;
+mod gather;
 mod host;
 mod ipc;
 mod kernel;

@@ -46,6 +46,8 @@ struct Range {
     mapped: Option<Arc<Allocation>>,
     writable: bool,
     readable: bool,
+    /// The device that was given access last.
+    reader: usize,
 }
 
 #[derive(Default)]
@@ -80,6 +82,17 @@ pub fn end_all(device: usize) {
 /// Whether work may use these bytes: mapped with that access here, or registered host memory.
 pub fn usable(address: u64, bytes: usize, write: bool) -> bool {
     is_device(address, bytes, write) || host::is_registered(address, bytes)
+}
+
+/// Whether a kernel of the device may use these bytes: its own, those of another one that it has been given, registered
+/// host memory.
+pub fn reached_by(device: usize, address: u64, bytes: usize, write: bool) -> bool {
+    usable(address, bytes, write)
+        && ipc::is_reached(device, address)
+        && with(|memory| {
+            let range = memory.ranges.range(..=address as usize).next_back();
+            range.is_none_or(|(&start, range)| address as usize - start >= range.bytes || range.reader == device)
+        })
 }
 
 /// Whether these bytes are mapped device memory with that access.
@@ -256,7 +269,7 @@ unsafe extern "C" fn cuMemAddressReserve(
             )
         }
         .map_err(|_| OUT_OF_MEMORY)?;
-        let range = Range { bytes, mapped: None, writable: false, readable: false };
+        let range = Range { bytes, mapped: None, writable: false, readable: false, reader: 0 };
         with(|memory| memory.ranges.insert(start.addr(), range));
         // SAFETY: the caller's out pointer.
         unsafe { give(address, start.addr() as u64) }
@@ -362,7 +375,7 @@ unsafe extern "C" fn cuMemSetAccess(address: u64, bytes: usize, access: *const c
             }
             // SAFETY: this library's own mapping of device memory.
             unsafe { rustix::mm::mprotect(place(address), bytes, protection) }.map_err(|_| OPERATING_SYSTEM)?;
-            (range.readable, range.writable) = (readable, writable);
+            (range.readable, range.writable, range.reader) = (readable, writable, reader);
             Ok(())
         })
     })

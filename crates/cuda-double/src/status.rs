@@ -47,6 +47,7 @@ codes! {
     ILLEGAL_STATE = 401, "the operation cannot be performed in the present state";
     NOT_FOUND = 500, "named symbol not found";
     NOT_READY = 600, "device not ready";
+    ILLEGAL_ADDRESS = 700, "an illegal memory access was encountered";
     CONTEXT_IS_DESTROYED = 709, "context is destroyed";
     HOST_MEMORY_ALREADY_REGISTERED = 712, "part or all of the requested memory range is already mapped";
     HOST_MEMORY_NOT_REGISTERED = 713, "pointer does not correspond to a registered memory region";

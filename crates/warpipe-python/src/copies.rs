@@ -11,8 +11,8 @@ use pyo3::prelude::*;
 
 use crate::device::is_cuda;
 use crate::ending;
-use crate::errors::{Fault, Outcome};
-use crate::rows::Rows;
+use crate::errors::Outcome;
+use crate::rows::{Scattered, room_for};
 use crate::slot::Slot;
 use crate::source::{Keep, Place, Source};
 use crate::wait::{in_slices, late, none_if_late};
@@ -115,6 +115,8 @@ extern "C" fn sweep_later(_: *mut c_void) -> c_int {
 impl Copies {
     /// Enqueues the copy of `source`, which is as long, into `into`, on `own` if it comes from the host. Returns the
     /// stream that does it. Waits, at most `patience`, only if too many are on their way.
+    ///
+    /// A source that lies in the target is read before that is written, by way of other memory.
     pub fn fill(
         &self,
         py: Python<'_>,
@@ -123,37 +125,44 @@ impl Copies {
         own: &warpipe::Stream,
         patience: Option<Duration>,
     ) -> PyResult<warpipe::Stream> {
+        let (to, bytes) = (into.lowest(), into.bytes());
+        let meets = source.meets(to, bytes);
         if let Some(bytes) = source.host_bytes() {
-            py.detach(|| into.write(own, bytes))?;
+            py.detach(|| if meets { into.write(own, &copied(bytes)?) } else { into.write(own, bytes) })?;
             return Ok(own.clone());
         }
-        let (address, reader, keep) = match source.place {
+        let (from, reader, keep) = match source.place {
             Place::Rows(rows, keep) => {
-                py.detach(|| gather(&rows, into, own))?;
+                py.detach(|| gather(&rows, into, own, meets))?;
                 drop(keep);
                 return Ok(own.clone());
             }
-            Place::Device(address, reader, keep) => (address, reader, keep),
+            Place::Device(lowest, reader, keep) => (From::Whole(lowest), reader, keep),
+            Place::DeviceRows(rows, reader, keep) => (From::Rows(rows), reader, keep),
             Place::Bytes(_) | Place::Host(..) => unreachable!("bytes of the host were written above"),
         };
         let target = reader.follow(py)?.clone();
-        if source.layout.bytes() > 0 {
-            py.detach(|| copy(&target, into, address))?;
-            self.keep(py, &target, keep, patience)?;
+        if bytes > 0 {
+            // Dropped with the interpreter, whatever happens without it.
+            let mut keep = Some(keep);
+            py.detach(|| copy(&target, to, bytes, &from, meets).and_then(|()| self.keep(&target, &mut keep)))?;
+            self.wait_for_room(py, &target, patience)?;
         }
         // The tensor's owner may write it again behind its own stream.
         reader.lead(py)?;
         Ok(target)
     }
 
-    /// Keeps a foreign tensor until `stream` has copied it.
-    fn keep(&self, py: Python<'_>, stream: &warpipe::Stream, keep: Keep, patience: Option<Duration>) -> PyResult<()> {
-        sweep(py);
-        if matches!(keep, Keep::Nothing) {
-            return Ok(());
-        }
+    /// Keeps a foreign tensor, if it needs that, until `stream` has copied it.
+    fn keep(&self, stream: &warpipe::Stream, keep: &mut Option<Keep>) -> Outcome<()> {
+        let Some(keep) = keep.take_if(|keep| !matches!(keep, Keep::Nothing)) else { return Ok(()) };
         let copying = Copying::of(keep, &self.open);
-        py.detach(|| stream.call(move || copying.done())).map_err(Fault::from)?;
+        Ok(stream.call(move || copying.done())?)
+    }
+
+    /// Waits, at most `patience`, if too many copies are on their way.
+    fn wait_for_room(&self, py: Python<'_>, stream: &warpipe::Stream, patience: Option<Duration>) -> PyResult<()> {
+        sweep(py);
         if self.open.load(Ordering::Acquire) > COPIES_MAX {
             let done = in_slices(py, patience, |slice| none_if_late(stream.synchronize(slice)))?;
             done.ok_or_else(|| late("the end of a copy".into(), patience))?;
@@ -176,23 +185,56 @@ impl Copies {
     }
 }
 
+/// Where a GPU's tensor lies.
+enum From {
+    /// As it is sent, from this address on.
+    Whole(u64),
+    Rows(Box<Scattered>),
+}
+
 /// Copies rows of the host into a whole target: in place where that is memory of the host that no work is due on, else by
 /// way of a buffer.
-fn gather(rows: &Rows, into: &mut impl Target, own: &warpipe::Stream) -> Outcome<()> {
-    let is_apart = into.is_private() && !rows.meet(into.lowest(), into.bytes());
-    if is_apart && !is_cuda(own.device()) && own.is_idle()? {
+fn gather(rows: &Scattered, into: &mut impl Target, own: &warpipe::Stream, meets: bool) -> Outcome<()> {
+    if into.is_private() && !meets && !is_cuda(own.device()) && own.is_idle()? {
         // SAFETY: the source's extent was checked and its owner keeps it for this call; the target is this caller's alone,
         // as long (callers compare the layouts), and on the host, where `own`, behind all that may write it, is done.
-        unsafe { rows.copy_to(into.lowest() as *mut u8) };
-        return Ok(());
+        return unsafe { rows.copy_to(into.lowest()) };
     }
     // SAFETY: as above.
     into.write(own, &unsafe { rows.to_vec() }?)
 }
 
-/// Enqueues the copy of a whole target.
-fn copy(stream: &warpipe::Stream, into: &mut impl Target, from: u64) -> Outcome<()> {
-    // SAFETY: the target is this caller's alone; the source names as many bytes (callers compare the layouts), and is kept
-    // until the stream has done the copy (`keep`), or its owner orders its reuse behind this stream.
-    Ok(unsafe { stream.copy(into.lowest(), from, into.bytes()) }?)
+/// Enqueues the copy of a whole target: of one that the source lies in by way of memory of its own.
+fn copy(stream: &warpipe::Stream, to: u64, bytes: u64, from: &From, meets: bool) -> Outcome<()> {
+    if !meets {
+        return enqueue(stream, to, bytes, from);
+    }
+    if matches!(*from, From::Whole(lowest) if lowest == to) {
+        // Each byte is there already.
+        return Ok(());
+    }
+    // An error for a stream that is being captured, which would use this memory again whenever the graph is launched.
+    stream.is_idle()?;
+    let between = warpipe::Memory::allocate(stream.device(), bytes)?;
+    // It is not unmapped before the stream is past both copies.
+    between.used_on(stream);
+    enqueue(stream, between.ptr(), bytes, from)?;
+    enqueue(stream, to, bytes, &From::Whole(between.ptr()))
+}
+
+fn enqueue(stream: &warpipe::Stream, to: u64, bytes: u64, from: &From) -> Outcome<()> {
+    // SAFETY: the target is this caller's alone; the source names as many bytes (callers compare the layouts), is apart
+    // from it, and is kept until the stream has done the copy (`keep`), or its owner orders its reuse behind this stream.
+    unsafe {
+        match from {
+            From::Whole(lowest) => Ok(stream.copy(to, *lowest, bytes)?),
+            From::Rows(rows) => rows.enqueue(stream, to),
+        }
+    }
+}
+
+fn copied(bytes: &[u8]) -> Outcome<Vec<u8>> {
+    let mut copy = room_for(bytes.len() as u64)?;
+    copy.extend_from_slice(bytes);
+    Ok(copy)
 }

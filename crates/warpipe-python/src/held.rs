@@ -11,6 +11,7 @@ use crate::away::{OwnStream, away};
 use crate::copies::{Copies, Target};
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
+use crate::rows::room_for;
 use crate::stream::{Consumer, Consumers};
 use crate::wait::{in_slices, late, none_if_late};
 
@@ -290,9 +291,7 @@ impl Target for Range<'_> {
 /// # Safety
 /// `bytes` bytes from `lowest` on are memory of `device` that can be read during the call.
 pub unsafe fn download(device: &warpipe::Device, lowest: DevicePtr, bytes: u64) -> Outcome<Vec<u8>> {
-    let mut copy = Vec::new();
-    let room = usize::try_from(bytes).ok().and_then(|length| copy.try_reserve_exact(length).ok());
-    room.ok_or_else(|| Fault::Own("DeviceMemoryError", format!("this process has no room for {bytes} bytes")))?;
+    let mut copy = room_for(bytes)?;
     copy.resize(bytes as usize, 0);
     if bytes > 0 {
         // Not a stream of the user's: that may be stuck behind something else, and this must not be.

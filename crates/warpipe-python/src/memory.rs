@@ -14,7 +14,7 @@ use crate::away::{Apart, away};
 use crate::errors::{Fault, Outcome};
 use crate::held::{Held, download};
 use crate::process::Home;
-use crate::rows::Rows;
+use crate::rows::Scattered;
 use crate::stream::{Consumer, Consumers};
 use crate::testing;
 use crate::wait::{in_slices, late, none_if_late};
@@ -310,11 +310,10 @@ impl Memory {
         if copied.layout.is_contiguous() {
             return Ok(copied);
         }
-        let layout = Layout::contiguous(copied.layout.dtype(), copied.layout.shape()).map_err(Fault::from)?;
-        let rows = Rows::of(&copied.layout, copied.lowest);
+        let scattered = Scattered::new(copied.layout, copied.lowest)?;
         // SAFETY: a copy's bytes stay as long as its hold, and its layout was checked against their length.
-        let bytes = CopiedBytes::new(py.detach(|| unsafe { rows.to_vec() })?);
-        let lowest = bytes.address();
+        let bytes = CopiedBytes::new(py.detach(|| unsafe { scattered.to_vec() })?);
+        let (layout, lowest) = (scattered.packed(), bytes.address());
         Ok(Memory { layout, address: lowest, lowest, hold: Hold::Copy(bytes), ..copied })
     }
 

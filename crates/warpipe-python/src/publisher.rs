@@ -273,7 +273,7 @@ impl Publisher {
     /// ``tensor`` is anything with ``__dlpack__``, ``__array_interface__`` or ``__cuda_array_interface__`` (PyTorch, CuPy,
     /// JAX, NumPy, Numba, ...), or bytes. On a GPU it is copied on ``stream``, by default the current stream of its
     /// framework, and may be changed behind that; no CPU waits. On the host it may be changed at once. A tensor whose
-    /// elements fill its memory keeps its strides; one with gaps is gathered.
+    /// elements fill its memory keeps its strides; one with gaps is gathered, on its own device.
     ///
     /// ``metadata``: a dict (as JSON) or bytes, at most 256 bytes.
     ///

@@ -4,6 +4,7 @@
 use pyo3::exceptions::{PyIndexError, PyOverflowError, PyTypeError, PyUnicodeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyDict, PyTuple, PyType};
+use warpipe::backend::{PointerKind, cuda};
 use warpipe::{DType, Layout};
 
 use crate::device::is_cuda;
@@ -11,7 +12,7 @@ use crate::dlpack::{self, Imported};
 use crate::dtype;
 use crate::ending;
 use crate::errors::{Fault, Outcome};
-use crate::rows::Rows;
+use crate::rows::Scattered;
 use crate::stream::{Consumer, cupy_stream, imported, torch_stream};
 
 /// A tensor to be sent.
@@ -29,9 +30,11 @@ pub enum Place {
     /// In a buffer of our own.
     Bytes(Vec<u8>),
     /// In memory of the host, with gaps or in another order than is sent.
-    Rows(Rows, #[allow(dead_code, reason = "held, not used")] Keep),
+    Rows(Box<Scattered>, #[allow(dead_code, reason = "held, not used")] Keep),
     /// On the publisher's GPU from this address on, to be read on this stream.
     Device(u64, Consumer, Keep),
+    /// On the publisher's GPU, with gaps or in another order than is sent, to be read on this stream.
+    DeviceRows(Box<Scattered>, Consumer, Keep),
 }
 
 /// What keeps a foreign tensor where it is.
@@ -137,64 +140,60 @@ impl Wanted<'_> {
                 Err(error) => return Err(error),
             };
             if !matches!(tensor.device.0, dlpack::CPU | dlpack::CUDA_HOST) {
-                return Err(elsewhere(tensor.device, device));
+                return Err(elsewhere(&place_of(tensor.device), device));
             }
             let stated = Stated::of_import(&tensor);
             return self.of_host(&stated, Keep::Capsule(Box::new(tensor)));
         }
         if !matches!(kind, dlpack::CUDA | dlpack::CUDA_MANAGED) || (dlpack::CUDA, ordinal) != dlpack::device_of(device)
         {
-            return Err(elsewhere((kind, ordinal), device));
+            return Err(elsewhere(&place_of((kind, ordinal)), device));
         }
         let (reader, is_current) = reader(found, device, stream, own)?;
         let tensor = dlpack::import(&capsule(found, Some(reader.number()))?)?;
         if tensor.device != (kind, ordinal) {
-            return Err(elsewhere(tensor.device, device));
+            return Err(elsewhere(&place_of(tensor.device), device));
         }
         let stated = Stated::of_import(&tensor);
-        let extent = stated.extent(self)?;
-        if extent.must_gather {
-            return self.find(&contiguous(found, &stated)?);
-        }
         let keep = if is_current && !self.lasting && is_from(found, "torch")? {
             Keep::Nothing
         } else {
             Keep::Capsule(Box::new(tensor))
         };
-        Ok(Source {
-            layout: stated.layout(&extent)?,
-            place: Place::Device(stated.address - extent.below, reader, keep),
-        })
+        self.of_device(&stated, reader, keep)
     }
 
     fn of_cuda_interface(self, found: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>) -> PyResult<Source> {
         let Wanted { device, stream, own, .. } = self;
         if !is_cuda(device) {
-            return Err(elsewhere((dlpack::CUDA, 0), device));
+            return Err(elsewhere(&place_of((dlpack::CUDA, 0)), device));
         }
         let stated = Stated::of_interface(found, interface)?;
-        let extent = stated.extent(self)?;
-        if extent.must_gather {
-            return self.find(&contiguous(found, &stated)?);
-        }
+        check_owner(found.py(), &stated, device)?;
         let (reader, _) = reader(found, device, stream, own)?;
         if let Some(written_on) = interface.get_item("stream")?.filter(|stream| !stream.is_none()) {
             let writer = Consumer::foreign(found.py(), device, written_on.extract()?)?;
             found.py().detach(|| reader.stream.wait_for(&writer.stream)).map_err(Fault::from)?;
         }
-        let place =
-            Place::Device(stated.address.wrapping_sub(extent.below), reader, Keep::Object(found.clone().unbind()));
-        Ok(Source { layout: stated.layout(&extent)?, place })
+        self.of_device(&stated, reader, Keep::Object(found.clone().unbind()))
+    }
+
+    fn of_device(self, stated: &Stated, reader: Consumer, keep: Keep) -> PyResult<Source> {
+        let (layout, lowest, must_gather) = stated.lie(self)?;
+        if must_gather {
+            let scattered = Box::new(Scattered::new(layout, lowest)?);
+            return Ok(Source { layout: scattered.packed(), place: Place::DeviceRows(scattered, reader, keep) });
+        }
+        Ok(Source { layout, place: Place::Device(lowest, reader, keep) })
     }
 
     fn of_host(self, stated: &Stated, keep: Keep) -> PyResult<Source> {
-        let extent = stated.extent(self)?;
-        if extent.must_gather {
-            let layout = Layout::contiguous(stated.dtype, &stated.shape).map_err(Fault::from)?;
-            let rows = Rows::new(stated.address, stated.dtype.bytes(), &stated.shape, &stated.strides);
-            return Ok(Source { layout, place: Place::Rows(rows, keep) });
+        let (layout, lowest, must_gather) = stated.lie(self)?;
+        if must_gather {
+            let scattered = Box::new(Scattered::new(layout, lowest)?);
+            return Ok(Source { layout: scattered.packed(), place: Place::Rows(scattered, keep) });
         }
-        Ok(Source { layout: stated.layout(&extent)?, place: Place::Host(stated.address - extent.below, keep) })
+        Ok(Source { layout, place: Place::Host(lowest, keep) })
     }
 }
 
@@ -206,7 +205,17 @@ impl Source {
 
     /// Whether it lies on the host.
     pub fn is_of_host(&self) -> bool {
-        !matches!(self.place, Place::Device(..))
+        !matches!(self.place, Place::Device(..) | Place::DeviceRows(..))
+    }
+
+    /// Whether any of it may lie among the `bytes` from `lowest` on.
+    pub fn meets(&self, lowest: u64, bytes: u64) -> bool {
+        let (ours, length) = match &self.place {
+            Place::Bytes(_) => return false,
+            Place::Host(address, _) | Place::Device(address, ..) => (*address, self.layout.bytes()),
+            Place::Rows(scattered, _) | Place::DeviceRows(scattered, ..) => scattered.extent(),
+        };
+        ours < lowest.saturating_add(bytes) && lowest < ours.saturating_add(length)
     }
 
     /// Its bytes, if they are on the host as they are sent.
@@ -220,7 +229,7 @@ impl Source {
                 // array library.
                 Some(unsafe { std::slice::from_raw_parts(*address as *const u8, self.layout.bytes() as usize) })
             }
-            Place::Rows(..) | Place::Device(..) => None,
+            Place::Rows(..) | Place::Device(..) | Place::DeviceRows(..) => None,
         }
     }
 }
@@ -305,13 +314,15 @@ impl Stated {
         Ok(Extent { below, bytes, must_gather: i128::from(bytes) > elements * width || is_reversed || is_turned })
     }
 
-    /// The layout of the tensor in a slot that begins with its lowest byte.
-    fn layout(&self, extent: &Extent) -> Outcome<Layout> {
+    /// The layout of the tensor in a slot that begins with its lowest byte, the address of that, and whether it is to be
+    /// gathered.
+    fn lie(&self, wanted: Wanted<'_>) -> Outcome<(Layout, u64, bool)> {
+        let extent = self.extent(wanted)?;
         let layout = Layout::strided(self.dtype, &self.shape, &self.strides, extent.below)?;
         if layout.bytes() != extent.bytes {
             return Err(Fault::layout(format!("{} bytes, or {}", layout.bytes(), extent.bytes)));
         }
-        Ok(layout)
+        Ok((layout, self.address.wrapping_sub(extent.below), extent.must_gather))
     }
 }
 
@@ -408,18 +419,27 @@ fn reader(
     })
 }
 
-/// A copy without gaps, made by the tensor's own framework on its current stream: gaps would carry what lies between.
-fn contiguous<'py>(found: &Bound<'py, PyAny>, stated: &Stated) -> PyResult<Bound<'py, PyAny>> {
-    let py = found.py();
-    if is_from(found, "torch")? {
-        return found.call_method0("contiguous");
+/// Refuses a tensor that an array interface, which names no device, places on another GPU than `device`: a kernel there does
+/// not reach it.
+fn check_owner(py: Python<'_>, stated: &Stated, device: &warpipe::Device) -> PyResult<()> {
+    if stated.shape.contains(&0) {
+        return Ok(());
     }
-    if let Some(cupy) = imported(py, "cupy")? {
-        return cupy.call_method1("ascontiguousarray", (found,));
+    let found = py.detach(|| device.backend().locate(stated.address)).map_err(Fault::from)?;
+    match found.kind {
+        PointerKind::Device | PointerKind::Pool if found.owner != device.info().id => {
+            // By its number, if it has one here. It is not opened for that.
+            let is_owner = |&ordinal: &u32| cuda::device_uuid(ordinal).is_ok_and(|uuid| uuid == found.owner.uuid);
+            let ordinal = py.detach(|| (0..cuda::device_count().unwrap_or(0)).find(is_owner));
+            let place = ordinal.map_or_else(String::new, |ordinal| format!("cuda:{ordinal}, "));
+            Err(elsewhere(&format!("{place}{}", found.owner), device))
+        }
+        PointerKind::Unknown => {
+            let said = format!("its array interface gives {:#x}, where there is no memory", stated.address);
+            Err(Fault::layout(said).into())
+        }
+        _ => Ok(()),
     }
-    let said =
-        format!("shape {:?} with strides {:?} has gaps, and nobody here can gather it", stated.shape, stated.strides);
-    Err(Fault::layout(format!("{said}; make it contiguous first")).into())
 }
 
 /// Whether the object's class belongs to a package.
@@ -429,13 +449,22 @@ fn is_from(found: &Bound<'_, PyAny>, package: &str) -> PyResult<bool> {
     Ok(root == package || (package == "jax" && root == "jaxlib"))
 }
 
-fn elsewhere(found: (i32, i32), device: &warpipe::Device) -> PyErr {
-    let place = match found {
+fn elsewhere(place: &str, device: &warpipe::Device) -> PyErr {
+    let here = if is_cuda(device) {
+        format!("cuda:{}, {}", device.info().ordinal, device.info().id)
+    } else {
+        device.to_string()
+    };
+    let next = "copy it there first, or open the endpoint with device= of the tensor";
+    Fault::Own("WrongDeviceError", format!("the tensor lies on {place}, the publisher's memory on {here}; {next}"))
+        .into()
+}
+
+/// A device in DLPack's words, for people.
+fn place_of(found: (i32, i32)) -> String {
+    match found {
         (dlpack::CPU, _) => "the host".to_owned(),
         (dlpack::CUDA | dlpack::CUDA_MANAGED, ordinal) => format!("cuda:{ordinal}"),
         (kind, ordinal) => format!("DLPack device ({kind}, {ordinal})"),
-    };
-    let next = "copy it there first, or open the endpoint with device= of the tensor";
-    Fault::Own("WrongDeviceError", format!("the tensor lies on {place}, the publisher's memory on {device}; {next}"))
-        .into()
+    }
 }

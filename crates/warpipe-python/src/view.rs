@@ -105,7 +105,8 @@ impl View {
 
     /// Copies a tensor of the same shape and element type in, on ``stream``, by default the current stream of the tensor's
     /// framework. It may be changed behind that; of the host's at once. What comes from the host without a stream is there
-    /// when this returns.
+    /// when this returns. A tensor that lies in this memory is read before that is written; a GPU takes as much memory again
+    /// for it, for a moment.
     ///
     /// Raises ``LayoutError``, ``DTypeError``, ``NotATensorError``, ``WrongDeviceError``, ``ArgumentError`` for memory that
     /// was given for reading, ``ReleasedError``, ``DriverError``, ``TimeoutError`` if the work that it is behind takes over

@@ -110,6 +110,7 @@ mod os;
 mod pool;
 mod queue;
 mod rendezvous;
+mod rows;
 mod semaphore;
 mod service;
 mod spin;

@@ -5,11 +5,12 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::backend::{Backend, DevicePtr, RawStream, StreamOp};
+use crate::backend::{Backend, DevicePtr, RawStream, Rows, StreamOp};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::Home;
 use crate::kernel::Kernel;
+use crate::tensor::Layout;
 
 /// A stream of one device: ours, or one that the user already has. Cheap to clone; an owned one is destroyed
 /// with its last clone (work already enqueued still runs).
@@ -132,6 +133,52 @@ impl Stream {
     pub unsafe fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
         // SAFETY: the stream is live as long as self; the ranges are the caller's promise.
         unsafe { self.backend().copy(self.raw(), dst, src, bytes) }
+    }
+
+    /// Enqueues a copy between tensors that lie differently: a gather of a crop or a transposed view into row-major order,
+    /// a scatter, or both (`cuMemcpyAsync`, `cuMemcpy3DAsync`, or a kernel). One piece of work, whatever the layouts.
+    ///
+    /// `into` is the layout of the slot at `to`, `source` that of the slot at `from`; a layout's offset counts from there.
+    /// Both tensors lie where this stream's device reaches them: its own memory, memory that it has mapped, registered
+    /// memory of the host.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use warpipe::{DType, Device, Layout, Memory};
+    /// let device = Device::host();
+    /// let (frame, crop) = (Memory::allocate(&device, 24)?, Memory::allocate(&device, 4)?);
+    /// let stream = device.stream()?;
+    /// frame.write(&stream, 0, &(0..24).collect::<Vec<u8>>())?;
+    /// // Rows 1 and 2, columns 3 and 4 of 4 x 6 pixels.
+    /// let from = Layout::strided(DType::U8, &[2, 2], &[6, 1], 9)?;
+    /// let into = Layout::contiguous(DType::U8, &[2, 2])?;
+    /// // SAFETY: both live until the stream is done, and are apart.
+    /// unsafe { stream.copy_elements(crop.ptr(), &into, frame.ptr(), &from)? };
+    /// stream.synchronize(Duration::from_secs(10))?;
+    /// assert_eq!(crop.to_vec(Duration::from_secs(10))?, [9, 10, 15, 16]);
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Layout`]: another shape or element type, elements of `into` that lie on each other or between each other,
+    /// or a tensor that reaches further than an address can. [`Error::Argument`] for tensors of which one lies in or
+    /// between the other's elements: copy by way of other memory. [`Error::Driver`].
+    ///
+    /// # Safety
+    /// Both slots are as long as their layouts say, stay mapped until the copy is done, and `to` is written by nobody else
+    /// meanwhile.
+    pub unsafe fn copy_elements(&self, to: DevicePtr, into: &Layout, from: DevicePtr, source: &Layout) -> Result<()> {
+        let rows = Rows::between(to, into, from, source)?;
+        if rows.bytes() == 0 {
+            return Ok(());
+        }
+        if rows.meet() {
+            let found = format!("{source:?} at {from:#x}");
+            return Err(Error::argument("from", found, format!("memory apart from that of {into:?} at {to:#x}")));
+        }
+        // SAFETY: the stream is live as long as self; every row lies in its slot, as layouts were checked to, and the two
+        // sides are apart; the rest is the caller's promise.
+        unsafe { self.backend().copy_rows(self.raw(), &rows) }
     }
 
     /// Refuses a stream that work of this library on memory of `device` must not be given to: one of another device, and

@@ -224,6 +224,31 @@ impl Layout {
         if self.shape().contains(&0) { 0 } else { self.shape().iter().product() }
     }
 
+    /// Where each element lies, in row-major order: its first byte, counted from the slot's start.
+    pub fn offsets(&self) -> impl Iterator<Item = u64> + use<> {
+        let (layout, mut index, mut at) = (*self, [0u64; RANK_MAX], self.offset as i64);
+        (0..self.elements()).map(move |_| {
+            let here = at as u64;
+            layout.step(&mut index, &mut at);
+            here
+        })
+    }
+
+    /// Goes on to the next element.
+    fn step(&self, index: &mut [u64; RANK_MAX], at: &mut i64) {
+        let width = self.dtype.bytes() as i64;
+        for axis in (0..usize::from(self.rank)).rev() {
+            // A step is taken only where another element follows: the stride of a lone element may be anything.
+            if index[axis] + 1 < self.shape[axis] {
+                index[axis] += 1;
+                *at += self.strides[axis] * width;
+                return;
+            }
+            *at -= index[axis] as i64 * self.strides[axis] * width;
+            index[axis] = 0;
+        }
+    }
+
     /// Whether the elements lie in row-major order without gaps.
     #[inline]
     pub fn is_contiguous(&self) -> bool {
@@ -316,6 +341,17 @@ mod tests {
             assert!(matches!(Layout::contiguous(DType::C128, shape), Err(Error::Layout { .. })), "{shape:?}");
         }
         assert!(matches!(Layout::strided(DType::U8, &[u64::MAX, 2], &[0, 1], 0), Err(Error::Layout { .. })));
+    }
+
+    #[test]
+    fn offsets_are_those_of_the_elements_in_row_major_order() {
+        let offsets = |layout: Layout| layout.offsets().collect::<Vec<_>>();
+        assert_eq!(offsets(Layout::contiguous(DType::F32, &[2, 2]).unwrap()), [0, 4, 8, 12]);
+        assert_eq!(offsets(Layout::strided(DType::I16, &[2, 3], &[1, -4], 16).unwrap()), [16, 8, 0, 18, 10, 2]);
+        let lone = Layout::strided(DType::F64, &[2, 1, 2], &[0, i64::MAX, 1], 8).unwrap();
+        assert_eq!(offsets(lone), [8, 16, 8, 16]);
+        assert_eq!(offsets(Layout::contiguous(DType::U8, &[]).unwrap()), [0]);
+        assert_eq!(offsets(Layout::contiguous(DType::U8, &[3, 0]).unwrap()), []);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use warpipe::{Device, Error, Stream};
 
 use super::control::control;
 use super::exit::*;
+use super::gather::*;
 use super::legacy::*;
 
 pub const MIB: u64 = 1 << 20;
@@ -38,6 +39,9 @@ cases! {
     TIMELINE = timeline;
     BROADCAST = broadcast;
     KERNEL = kernel;
+    GATHER_BOXES = gather_boxes;
+    GATHER_KERNEL = gather_kernel;
+    GATHER_FROM_ANOTHER_GPU = gather_from_another_gpu;
     UPLOAD = upload;
     UPLOAD_BEHIND_A_WAIT = upload_behind_a_wait;
     PAGEABLE_CONTROL = pageable_control;

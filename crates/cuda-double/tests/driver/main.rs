@@ -4,6 +4,7 @@
 mod cases;
 mod control;
 mod exit;
+mod gather;
 mod legacy;
 mod process;
 
@@ -34,6 +35,22 @@ fn many_signals_are_stored_by_one_kernel_behind_earlier_work() {
 #[test]
 fn a_kernel_runs_and_its_bytes_come_back() {
     Double::new().run(cases::KERNEL);
+}
+
+#[test]
+fn long_rows_are_copied_by_the_driver_and_no_further_than_the_memory_goes() {
+    // The two launches before it are those of the library's own kernels when the device is opened.
+    Double::new().env("CUDA_DOUBLE_FAIL", "cuLaunchKernel:3:999").run(cases::GATHER_BOXES);
+}
+
+#[test]
+fn short_and_turned_rows_are_copied_by_the_kernel_and_no_further_than_the_memory_goes() {
+    Double::new().env("CUDA_DOUBLE_FAIL", "cuMemcpy3DAsync_v2:1:999").run(cases::GATHER_KERNEL);
+}
+
+#[test]
+fn a_kernel_reaches_no_plain_memory_of_another_gpu() {
+    Double::new().env("CUDA_DOUBLE_DEVICES", "2").run(cases::GATHER_FROM_ANOTHER_GPU);
 }
 
 #[test]
@@ -134,7 +151,8 @@ fn a_failure_after_registering_is_undone() {
 
 #[test]
 fn a_failure_while_a_device_is_opened_leaves_it_to_be_opened_again() {
-    for step in ["cuDevicePrimaryCtxRetain:1:2", "cuModuleLoadDataEx:1:218", "cuLaunchKernel:1:719"] {
+    let retain = "cuDevicePrimaryCtxRetain:1:2";
+    for step in [retain, "cuModuleLoadDataEx:1:218", "cuLaunchKernel:1:719", "cuLaunchKernel:2:719"] {
         Double::new().env("CUDA_DOUBLE_FAIL", step).run(cases::FAILED_OPEN);
     }
 }

@@ -27,7 +27,8 @@ pub fn write(out: &mut impl Write, layout: &Layout, slot: &[u8]) -> io::Result<(
         let from = layout.offset() as usize;
         return out.write_all(&slot[from..from + dense as usize]);
     }
-    gather(out, layout, slot)
+    let width = layout.dtype().bytes() as usize;
+    layout.offsets().try_for_each(|at| out.write_all(&slot[at as usize..][..width]))
 }
 
 /// The tensor's size without gaps, or none past 64 bits.
@@ -71,30 +72,4 @@ fn header(layout: &Layout, fortran_order: bool) -> Vec<u8> {
     bytes.resize(total - 1, b' ');
     bytes.push(b'\n');
     bytes
-}
-
-/// Writes the elements one by one in row-major order. Every element lies in the slot: `Layout` vouches for it.
-fn gather(out: &mut impl Write, layout: &Layout, slot: &[u8]) -> io::Result<()> {
-    let width = layout.dtype().bytes() as i64;
-    let (shape, strides) = (layout.shape(), layout.strides());
-    let mut index = vec![0u64; shape.len()];
-    let mut at = layout.offset() as i64;
-    loop {
-        out.write_all(&slot[at as usize..(at + width) as usize])?;
-        let mut axis = shape.len();
-        loop {
-            if axis == 0 {
-                return Ok(());
-            }
-            axis -= 1;
-            // A step is taken only where another element follows: the stride of a lone element may be anything.
-            if index[axis] + 1 < shape[axis] {
-                index[axis] += 1;
-                at += strides[axis] * width;
-                break;
-            }
-            at -= index[axis] as i64 * strides[axis] * width;
-            index[axis] = 0;
-        }
-    }
 }

@@ -32,6 +32,7 @@ const METHODS: &[&str] = &[
     "create_stream",
     "batch",
     "copy",
+    "copy_rows",
     "upload",
     "download",
     "launch",

@@ -9,6 +9,7 @@ mod event;
 mod fault;
 mod fork;
 mod full;
+mod gather;
 mod goodbye;
 mod handles;
 mod holes;
@@ -94,6 +95,7 @@ pub fn all() -> Vec<Case> {
     [
         backend::CASES,
         layout::CASES,
+        gather::CASES,
         channel::CASES,
         consumers::CASES,
         streams::CASES,

@@ -39,6 +39,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 use crate::kernel::Kernel;
+pub use crate::rows::{Axis, Rows};
 
 /// An address that the device's work can use: a `CUdeviceptr`, or on the host backend an address of this process.
 pub type DevicePtr = u64;
@@ -223,6 +224,14 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// # Safety
     /// Both ranges stay mapped until the copy is done and do not overlap.
     unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()>;
+
+    /// `cuMemcpyAsync` for one row, `cuMemcpy3DAsync` for long ones in up to three dimensions, else a kernel of the
+    /// library's own: enqueues a copy between tensors that lie differently, as one piece of work. The kernel reaches what
+    /// `stream`'s device does, and no other device's memory.
+    ///
+    /// # Safety
+    /// All rows stay mapped until the copy is done, readable on one side and writable on the other, and no byte is both.
+    unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()>;
 
     /// `cuMemsetD8Async` with zeros: enqueues the clearing of device memory.
     ///

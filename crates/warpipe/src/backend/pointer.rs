@@ -73,9 +73,9 @@ impl fmt::Display for PointerKind {
 /// The allocation in which an address lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PointerInfo {
-    /// What kind it is. For every kind but [`PointerKind::Device`] the rest is zero, and the owner the device asked.
+    /// What kind it is. For every kind but [`PointerKind::Device`] the rest is zero.
     pub kind: PointerKind,
-    /// The device that owns it.
+    /// The device that owns it. Of a kind that is neither [`PointerKind::Device`] nor [`PointerKind::Pool`], the one asked.
     pub owner: DeviceId,
     /// The allocation's first byte.
     pub base: DevicePtr,

@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Access, Backend, DeviceId, DeviceInfo, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion, RawStream, StreamOp,
-    TimelineWord,
+    Access, Backend, DeviceId, DeviceInfo, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion, RawStream, Rows,
+    StreamOp, TimelineWord,
 };
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
@@ -264,6 +264,12 @@ impl<H: Hook> Backend for Wrapped<H> {
         self.hook.before("copy")?;
         // SAFETY: the caller's promise, passed on.
         unsafe { self.inner.copy(stream, dst, src, bytes) }
+    }
+
+    unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()> {
+        self.hook.before("copy_rows")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.copy_rows(stream, rows) }
     }
 
     unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use super::broadcast::Broadcast;
 use super::ending::{self, Inside};
 use super::fault::{self, Fault};
+use super::gather::Gather;
 use super::kernels::Kernels;
 use super::legacy::{EVENTS, Ledger};
 use super::memory::allocation;
@@ -17,7 +18,7 @@ use super::staging::Staging;
 use super::sys::{self, CUcontext, CUdevice, CUresult, Driver};
 use crate::backend::{
     Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
-    RawStream, StreamOp, TimelineWord,
+    RawStream, Rows, StreamOp, TimelineWord,
 };
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
@@ -37,6 +38,7 @@ pub struct CudaBackend {
     pub(super) granularity: u64,
     pub(super) kernels: Kernels,
     pub(super) broadcast: Broadcast,
+    pub(super) gather: Gather,
     pub(super) staging: Staging,
     /// Bytes of regions and plain memory given out and not yet released.
     pub(super) held: AtomicU64,
@@ -171,7 +173,7 @@ impl CudaBackend {
     ) -> Result<CudaBackend> {
         let _current = enter(driver, context)?;
         let granularity = driver.allocation_granularity(&allocation(device))?.max(1);
-        let broadcast = Broadcast::load(driver)?;
+        let (broadcast, gather) = (Broadcast::load(driver)?, Gather::load(driver)?);
         // Once more: the first context may have made the driver register a handler of its own.
         ending::close_before_the_driver()?;
         let (kernels, staging, ledger) = (Kernels::default(), Staging::default(), Ledger::default());
@@ -188,6 +190,7 @@ impl CudaBackend {
             granularity,
             kernels,
             broadcast,
+            gather,
             staging,
             held,
             ledger,
@@ -412,6 +415,11 @@ impl Backend for CudaBackend {
         let bytes = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
         // SAFETY: the caller's promise.
         unsafe { self.driver.copy_async(dst, src, bytes, stream.0) }.map_err(|fault| self.explain(fault.into()))
+    }
+
+    unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.enqueue_rows(stream.0, rows) }.map_err(|error| self.explain(error))
     }
 
     unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {

@@ -7,7 +7,7 @@ use std::ffi::{CStr, c_void};
 use std::ptr;
 
 use super::fault::Fault;
-use super::kernels::{load_function, load_module};
+use super::kernels::load_resident;
 use super::sys::{CUdeviceptr, CUfunction, CUstream, Driver};
 use crate::backend::StreamOp;
 use crate::error::Result;
@@ -44,20 +44,13 @@ pub(super) struct Broadcast {
 }
 
 impl Broadcast {
-    /// Loads the kernel and launches it once without words, so that no later launch has anything to load; on a
-    /// stream of its own, since the default stream would wait for whatever else the program runs. The context is
-    /// current.
+    /// Loads the kernel and launches it once without words, as [`load_resident`] says. The context is current.
     pub fn load(driver: &Driver) -> Result<Broadcast> {
-        let module = load_module(driver, PTX)?;
-        let function = load_function(driver, module, c"warpipe_broadcast")?;
-        let broadcast = Broadcast { function };
-        let stream = driver.stream_create()?;
-        // SAFETY: no words, and the stream is live.
-        let launched = unsafe { broadcast.launch(driver, stream, &[]) };
-        // SAFETY: created above, used for the last time.
-        let destroyed = unsafe { driver.stream_destroy(stream) };
-        launched.and(destroyed)?;
-        Ok(broadcast)
+        load_resident(driver, PTX, c"warpipe_broadcast", |function, stream| {
+            // SAFETY: no words, and the stream is live.
+            unsafe { Broadcast { function }.launch(driver, stream, &[]) }
+        })
+        .map(|function| Broadcast { function })
     }
 
     /// Stores the words of up to [`WORDS_MAX`] signals, behind the stream's earlier work.

@@ -6,6 +6,7 @@ use std::ptr;
 use std::sync::{Mutex, PoisonError, RwLock};
 
 use super::backend::CudaBackend;
+use super::fault::Fault;
 use super::sys::{CUfunction, CUmodule, CUstream, Driver};
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
@@ -58,18 +59,36 @@ fn address(text: &'static CStr) -> usize {
     text.as_ptr().addr()
 }
 
-pub(super) fn load_module(driver: &Driver, ptx: &CStr) -> Result<CUmodule> {
+fn load_module(driver: &Driver, ptx: &CStr) -> Result<CUmodule> {
     driver.module_load(ptx).map_err(|(fault, log)| fault.with_detail(&log))
 }
 
 /// Looks a function up and makes it resident: under lazy loading its first launch would otherwise load it, and
 /// loading can wait for a stream that itself waits.
-pub(super) fn load_function(driver: &Driver, module: CUmodule, name: &CStr) -> Result<CUfunction> {
+fn load_function(driver: &Driver, module: CUmodule, name: &CStr) -> Result<CUfunction> {
     // SAFETY: the module is loaded, and modules are never unloaded.
     let function = unsafe { driver.module_function(module, name) }
         .map_err(|fault| fault.with_detail(&format!("kernel {}", name.to_string_lossy())))?;
     // SAFETY: as above.
     unsafe { driver.function_load(function) }?;
+    Ok(function)
+}
+
+/// Loads a kernel of the library's own and launches it once, so that no later launch has anything to load; on a stream of
+/// its own, since the default stream would wait for whatever else the program runs. The context is current.
+pub(super) fn load_resident(
+    driver: &Driver,
+    ptx: &CStr,
+    name: &CStr,
+    launch: impl FnOnce(CUfunction, CUstream) -> Result<(), Fault>,
+) -> Result<CUfunction> {
+    let module = load_module(driver, ptx)?;
+    let function = load_function(driver, module, name)?;
+    let stream = driver.stream_create()?;
+    let launched = launch(function, stream);
+    // SAFETY: created above, used for the last time.
+    let destroyed = unsafe { driver.stream_destroy(stream) };
+    launched.and(destroyed)?;
     Ok(function)
 }
 

@@ -71,12 +71,15 @@ impl CudaBackend {
         let _current = self.enter()?;
         let kind = self.kind_of(ptr)?;
         let mut info = PointerInfo::of_kind(kind, self.info.id);
-        if kind != PointerKind::Device {
+        if !matches!(kind, PointerKind::Device | PointerKind::Pool) {
             return Ok(info);
         }
         if let Some(ordinal) = self.driver.pointer_ordinal(ptr)? {
             let device = self.driver.device(u32::try_from(ordinal).unwrap_or(u32::MAX))?;
             info.owner = DeviceId { kind: DeviceKind::Cuda, uuid: self.driver.device_uuid(device)? };
+        }
+        if kind == PointerKind::Pool {
+            return Ok(info);
         }
         (info.base, info.bytes) = self.driver.address_range(ptr)?;
         info.allocation = self.driver.pointer_buffer(ptr)?;

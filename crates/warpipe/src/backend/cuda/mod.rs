@@ -3,7 +3,7 @@
 //! Three layers: `sys` is the driver's header as Rust types and a table of function pointers; `result` has one
 //! function for each call, with `fault` to turn a status into a typed error; [`CudaBackend`] is the seam, in
 //! parts: `memory` (regions), `stream` (order), `copies` (to and from the host, through `staging`), `kernels` (modules),
-//! `broadcast` (many signals at once), `legacy` (plain memory, legacy handles, interprocess events). No call is made but
+//! `broadcast` (many signals at once), `gather` (tensors that lie differently), `legacy` (plain memory, legacy handles, interprocess events). No call is made but
 //! inside the gate of `ending`.
 //!
 //! One primary context for each device is retained for the life of the process, the same that the CUDA runtime and
@@ -15,6 +15,7 @@ mod broadcast;
 mod copies;
 pub(crate) mod ending;
 mod fault;
+mod gather;
 mod kernels;
 mod legacy;
 mod memory;

@@ -401,6 +401,13 @@ impl Driver {
     }
 
     /// # Safety
+    /// Both boxes are mapped until the copy is done; the stream is live.
+    pub unsafe fn copy_box_async(&self, rows: &CUDA_MEMCPY3D, stream: CUstream) -> Answer {
+        // SAFETY: the caller's promise.
+        unsafe { call!(self, cuMemcpy3DAsync_v2(rows, stream)) }
+    }
+
+    /// # Safety
     /// `dst` is writable for the bytes until it is done; the stream is live.
     pub unsafe fn zero_async(&self, dst: CUdeviceptr, bytes: usize, stream: CUstream) -> Answer {
         // SAFETY: the caller's promise.

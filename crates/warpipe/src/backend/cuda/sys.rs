@@ -145,6 +145,37 @@ pub(super) const STREAM_MEM_OP_WRITE_VALUE_64: c_uint = 5;
 pub(super) const STREAM_WAIT_VALUE_GEQ: c_uint = 0;
 pub(super) const STREAM_WRITE_VALUE_DEFAULT: c_uint = 0;
 
+/// `CUDA_MEMCPY3D`, of which only boxes in linear memory are used: what names arrays and offsets stays 0.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct CUDA_MEMCPY3D {
+    pub src_x: usize,
+    pub src_y: usize,
+    pub src_z: usize,
+    pub src_lod: usize,
+    pub src_memory_type: c_uint,
+    pub src_host: usize,
+    pub src_device: CUdeviceptr,
+    pub src_array: usize,
+    pub reserved0: usize,
+    pub src_pitch: usize,
+    pub src_height: usize,
+    pub dst_x: usize,
+    pub dst_y: usize,
+    pub dst_z: usize,
+    pub dst_lod: usize,
+    pub dst_memory_type: c_uint,
+    pub dst_host: usize,
+    pub dst_device: CUdeviceptr,
+    pub dst_array: usize,
+    pub reserved1: usize,
+    pub dst_pitch: usize,
+    pub dst_height: usize,
+    pub width: usize,
+    pub height: usize,
+    pub depth: usize,
+}
+
 pub(super) const STREAM_NON_BLOCKING: c_uint = 1;
 pub(super) const STREAM_CAPTURE_STATUS_NONE: c_uint = 0;
 pub(super) const STREAM_CAPTURE_MODE_RELAXED: c_uint = 2;
@@ -159,6 +190,7 @@ pub(super) const POINTER_ATTRIBUTE_DEVICE_ORDINAL: c_uint = 9;
 pub(super) const POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: c_uint = 10;
 pub(super) const POINTER_ATTRIBUTE_MEMPOOL_HANDLE: c_uint = 17;
 pub(super) const MEMORYTYPE_HOST: c_uint = 1;
+pub(super) const MEMORYTYPE_UNIFIED: c_uint = 4;
 pub(super) const FUNC_ATTRIBUTE_NUM_REGS: c_uint = 4;
 pub(super) const JIT_ERROR_LOG_BUFFER: c_uint = 5;
 pub(super) const JIT_ERROR_LOG_BUFFER_SIZE_BYTES: c_uint = 6;
@@ -257,6 +289,7 @@ functions! {
     fn cuIpcGetEventHandle(handle: *mut CUipcHandle, event: CUevent);
     fn cuIpcOpenEventHandle(event: *mut CUevent, handle: CUipcHandle);
     fn cuMemcpyAsync(destination: CUdeviceptr, source: CUdeviceptr, bytes: usize, stream: CUstream);
+    fn cuMemcpy3DAsync_v2(rows: *const CUDA_MEMCPY3D, stream: CUstream);
     fn cuMemsetD8Async(destination: CUdeviceptr, value: c_uchar, count: usize, stream: CUstream);
     fn cuMemcpyHtoDAsync_v2(destination: CUdeviceptr, source: *const c_void, bytes: usize, stream: CUstream);
     fn cuMemcpyDtoHAsync_v2(destination: *mut c_void, source: CUdeviceptr, bytes: usize, stream: CUstream);

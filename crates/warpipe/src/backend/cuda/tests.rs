@@ -96,6 +96,7 @@ fn every_function_takes_what_the_driver_takes() {
         cuIpcGetEventHandle(_, _);
         cuIpcOpenEventHandle(_, _);
         cuMemcpyAsync(_, _, _, _);
+        cuMemcpy3DAsync_v2(_, _);
         cuMemsetD8Async(_, _, _, _);
         cuMemcpyHtoDAsync_v2(_, _, _, _);
         cuMemcpyDtoHAsync_v2(_, _, _, _);
@@ -151,6 +152,35 @@ fn every_structure_has_the_drivers_layout() {
         gpu_direct_rdma_capable = allocFlags.gpuDirectRDMACapable,
         usage = allocFlags.usage,
         reserved = allocFlags.reserved
+    );
+    same_layout!(
+        ours::CUDA_MEMCPY3D,
+        theirs::CUDA_MEMCPY3D,
+        src_x = srcXInBytes,
+        src_y = srcY,
+        src_z = srcZ,
+        src_lod = srcLOD,
+        src_memory_type = srcMemoryType,
+        src_host = srcHost,
+        src_device = srcDevice,
+        src_array = srcArray,
+        reserved0 = reserved0,
+        src_pitch = srcPitch,
+        src_height = srcHeight,
+        dst_x = dstXInBytes,
+        dst_y = dstY,
+        dst_z = dstZ,
+        dst_lod = dstLOD,
+        dst_memory_type = dstMemoryType,
+        dst_host = dstHost,
+        dst_device = dstDevice,
+        dst_array = dstArray,
+        reserved1 = reserved1,
+        dst_pitch = dstPitch,
+        dst_height = dstHeight,
+        width = WidthInBytes,
+        height = Height,
+        depth = Depth
     );
 }
 
@@ -222,6 +252,7 @@ fn constants_have_the_drivers_values() {
         (ours::EVENT_INTERPROCESS, theirs::CUevent_flags::CU_EVENT_INTERPROCESS as u32),
         (ours::IPC_MEM_LAZY_ENABLE_PEER_ACCESS, theirs::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32),
         (ours::MEMORYTYPE_HOST, theirs::CUmemorytype::CU_MEMORYTYPE_HOST as u32),
+        (ours::MEMORYTYPE_UNIFIED, theirs::CUmemorytype::CU_MEMORYTYPE_UNIFIED as u32),
         (ours::FUNC_ATTRIBUTE_NUM_REGS, theirs::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS as u32),
         (ours::JIT_ERROR_LOG_BUFFER, theirs::CUjit_option::CU_JIT_ERROR_LOG_BUFFER as u32),
         (ours::JIT_ERROR_LOG_BUFFER_SIZE_BYTES, theirs::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES as u32),

@@ -19,7 +19,7 @@ use self::plain::Plain;
 use self::stream::{HostEvent, HostStream, Op};
 use super::{
     Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
-    RawStream, StreamOp, TimelineWord,
+    RawStream, Rows, StreamOp, TimelineWord,
 };
 use crate::error::{Error, LegacyFault, Result};
 use crate::kernel::{Kernel, Launch};
@@ -163,6 +163,16 @@ impl Backend for HostBackend {
     unsafe fn copy(&self, raw: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
         // SAFETY: the caller promises a live stream.
         unsafe { stream(raw)? }.push(Op::Copy { dst, src, bytes })
+    }
+
+    unsafe fn copy_rows(&self, raw: RawStream, rows: &Rows) -> Result<()> {
+        let rows = *rows;
+        let work = move || {
+            // SAFETY: the caller's promise on the rows lasts until this has run.
+            unsafe { rows.copy() }
+        };
+        // SAFETY: the caller promises a live stream.
+        unsafe { stream(raw)? }.push(Op::Call(Box::new(work)))
     }
 
     unsafe fn zero(&self, raw: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {

@@ -1,0 +1,207 @@
+//! Copies between tensors that lie differently, each as one piece of work of its stream: a copy of the driver where the
+//! rows are long and fit its three dimensions, else a kernel.
+
+use std::ffi::{CStr, c_void};
+use std::ptr;
+
+use super::backend::CudaBackend;
+use super::fault::Fault;
+use super::kernels::load_resident;
+use super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUfunction, CUstream, Driver, MEMORYTYPE_UNIFIED};
+use crate::backend::{Axis, Rows};
+use crate::error::{Error, Result};
+use crate::tensor::RANK_MAX;
+
+const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("gather.ptx"), "\0").as_bytes()) {
+    Ok(text) => text,
+    Err(_) => panic!("gather.ptx has a NUL inside"),
+};
+
+/// Rows from this length on go by the driver's own copy (`python -m warpipe.bench.gather` measures both).
+const DRIVERS_ROW_MIN: u64 = 512;
+
+/// The largest step from row to row that every driver takes (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`).
+const PITCH_MAX: i64 = i32::MAX as i64;
+
+/// A row of more than one unit is an axis, too.
+const AXES_MAX: usize = RANK_MAX + 1;
+
+const UNIT_MAX: u64 = 16;
+const THREADS: u32 = 256;
+/// Beyond these each thread copies several units.
+const BLOCKS_MAX: u64 = 1 << 16;
+
+/// The kernel's one parameter, by value, as in `gather.cu`.
+#[repr(C)]
+#[derive(Debug, Default)]
+struct Work {
+    to: CUdeviceptr,
+    from: CUdeviceptr,
+    units: u64,
+    width: u64,
+    rank: u64,
+    axes: [[u64; 3]; AXES_MAX],
+}
+
+const _: () = assert!(size_of::<Work>() == 40 + 24 * AXES_MAX);
+
+impl Work {
+    fn of(rows: &Rows) -> Work {
+        let strides = rows.axes().iter().flat_map(|axis| [axis.to as u64, axis.from as u64]);
+        let all = strides.fold(rows.to() | rows.from() | rows.bytes() | UNIT_MAX, |all, stride| all | stride);
+        let width = 1 << all.trailing_zeros();
+        let (mut work, mut units) = (Work { to: rows.to(), from: rows.from(), width, ..Work::default() }, 1);
+        let row = Axis { length: rows.bytes() / width, to: width as i64, from: width as i64 };
+        let axes = rows.axes().iter().chain((row.length > 1 || rows.axes().is_empty()).then_some(&row));
+        for (place, &Axis { length, to, from }) in work.axes.iter_mut().zip(axes) {
+            *place = [length, to as u64, from as u64];
+            units *= length;
+            work.rank += 1;
+        }
+        Work { units, ..work }
+    }
+}
+
+/// The kernel, resident in one context.
+#[derive(Debug)]
+pub(super) struct Gather {
+    function: CUfunction,
+}
+
+impl Gather {
+    /// Loads the kernel and launches it once without work, as [`load_resident`] says. The context is current.
+    pub fn load(driver: &Driver) -> Result<Gather> {
+        load_resident(driver, PTX, c"warpipe_gather", |function, stream| {
+            // SAFETY: no units, and the stream is live.
+            unsafe { Gather { function }.launch(driver, stream, Work { width: 1, ..Work::default() }) }
+        })
+        .map(|function| Gather { function })
+    }
+
+    /// # Safety
+    /// As for [`crate::backend::Backend::copy_rows`].
+    unsafe fn launch(&self, driver: &Driver, stream: CUstream, mut work: Work) -> Result<(), Fault> {
+        let blocks = work.units.div_ceil(u64::from(THREADS)).clamp(1, BLOCKS_MAX) as u32;
+        let mut parameters = [ptr::from_mut(&mut work).cast::<c_void>()];
+        // SAFETY: the kernel takes this one structure by value; the caller vouches for what it names.
+        unsafe { driver.launch(self.function, blocks, THREADS, stream, &mut parameters) }
+    }
+}
+
+impl CudaBackend {
+    /// # Safety
+    /// As for [`crate::backend::Backend::copy_rows`].
+    pub(super) unsafe fn enqueue_rows(&self, stream: CUstream, rows: &Rows) -> Result<()> {
+        let _current = self.enter_to_enqueue()?;
+        let bytes = || {
+            let wrong = |_| Error::argument("bytes", rows.bytes(), "what an address can count");
+            usize::try_from(rows.bytes()).map_err(wrong)
+        };
+        if rows.axes().is_empty() {
+            // SAFETY: the caller's promise.
+            unsafe { self.driver.copy_async(rows.to(), rows.from(), bytes()?, stream) }?;
+        } else if let Some(rows) = boxed(rows) {
+            // SAFETY: the caller's promise.
+            unsafe { self.driver.copy_box_async(&rows, stream) }?;
+        } else {
+            // SAFETY: the caller's promise.
+            unsafe { self.gather.launch(self.driver, stream, Work::of(rows)) }?;
+        }
+        Ok(())
+    }
+}
+
+/// The rows as the driver's copy of a box takes them, if it does and they are long enough.
+fn boxed(rows: &Rows) -> Option<CUDA_MEMCPY3D> {
+    let alone = Axis { length: 1, to: 0, from: 0 };
+    let (slice, row) = match *rows.axes() {
+        [row] => (alone, row),
+        [slice, row] => (slice, row),
+        _ => return None,
+    };
+    if rows.bytes() < DRIVERS_ROW_MIN {
+        return None;
+    }
+    let (to, from) = (pitch(rows, row, slice, |axis| axis.to)?, pitch(rows, row, slice, |axis| axis.from)?);
+    Some(CUDA_MEMCPY3D {
+        src_memory_type: MEMORYTYPE_UNIFIED,
+        src_device: rows.from(),
+        src_pitch: from.0,
+        src_height: from.1,
+        dst_memory_type: MEMORYTYPE_UNIFIED,
+        dst_device: rows.to(),
+        dst_pitch: to.0,
+        dst_height: to.1,
+        width: rows.bytes() as usize,
+        height: row.length as usize,
+        depth: slice.length as usize,
+        ..CUDA_MEMCPY3D::default()
+    })
+}
+
+/// How far apart the rows of one side are, and how many of them a slice is; if the driver can be told that.
+fn pitch(rows: &Rows, row: Axis, slice: Axis, stride: fn(&Axis) -> i64) -> Option<(usize, usize)> {
+    let pitch = stride(&row);
+    if pitch < rows.bytes() as i64 || pitch > PITCH_MAX {
+        return None;
+    }
+    if slice.length == 1 {
+        return Some((pitch as usize, row.length as usize));
+    }
+    let height = stride(&slice) / pitch;
+    let is_whole = stride(&slice) % pitch == 0 && height >= row.length as i64;
+    is_whole.then_some((pitch as usize, height as usize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::{DType, Layout};
+
+    fn rows(dtype: DType, shape: &[u64], strides: &[i64], offset: u64) -> Rows {
+        let (into, source) =
+            (Layout::contiguous(dtype, shape).unwrap(), Layout::strided(dtype, shape, strides, offset).unwrap());
+        Rows::between(1 << 32, &into, 1 << 40, &source).unwrap()
+    }
+
+    #[test]
+    fn long_rows_in_up_to_three_dimensions_are_the_drivers() {
+        let crop = boxed(&rows(DType::F32, &[100, 128], &[1000, 1], 8)).unwrap();
+        assert_eq!((crop.src_device, crop.src_pitch, crop.dst_pitch), ((1 << 40) + 8, 4000, 512));
+        assert_eq!((crop.width, crop.height, crop.depth), (512, 100, 1));
+        let deep = boxed(&rows(DType::U8, &[7, 100, 600], &[200_000, 1000, 1], 0)).unwrap();
+        assert_eq!((deep.src_height, deep.dst_height), (200, 100));
+        assert_eq!((deep.width, deep.height, deep.depth), (600, 100, 7));
+    }
+
+    #[test]
+    fn what_the_driver_cannot_be_told_is_the_kernels() {
+        let cases: [(&[u64], &[i64]); 6] = [
+            (&[100, 511], &[1000, 1]),
+            (&[2, 100, 600], &[100_500, 1000, 1]),
+            (&[2, 3, 4, 600], &[64_000_000, 8_000_000, 1000, 1]),
+            (&[100, 600], &[0, 1]),
+            (&[3, 100, 600], &[0, 1000, 1]),
+            (&[2, 600], &[1 << 31, 1]),
+        ];
+        for (shape, strides) in cases {
+            assert_eq!(boxed(&rows(DType::U8, shape, strides, 0)).map(|found| found.width), None, "{shape:?}");
+        }
+        assert!(boxed(&rows(DType::U8, &[100, 600], &[-1000, 1], 99_000)).is_none());
+    }
+
+    #[test]
+    fn the_kernel_copies_in_the_largest_units_that_divide_everything() {
+        let width = |dtype, shape: &[u64], strides: &[i64], offset| {
+            let work = Work::of(&rows(dtype, shape, strides, offset));
+            (work.width, work.units, work.rank)
+        };
+        assert_eq!(width(DType::U8, &[10, 48], &[64, 1], 0), (16, 30, 2));
+        assert_eq!(width(DType::U8, &[10, 48], &[64, 1], 3), (1, 480, 2));
+        assert_eq!(width(DType::F32, &[10, 16], &[1, 10], 0), (4, 160, 2));
+        assert_eq!(width(DType::F64, &[6], &[-2], 80), (8, 6, 1));
+        assert_eq!(width(DType::C128, &[4], &[0], 0), (16, 4, 1));
+        let eight = width(DType::C128, &[2; 8], &[-1, -2, -4, -8, -16, -32, -64, -128], 16 * 255 + 8);
+        assert_eq!(eight, (8, 512, 9));
+    }
+}
