@@ -110,6 +110,8 @@ pub(super) struct Core {
 
 pub(super) struct State {
     arena: Arena,
+    /// Every link has been told of all of its regions.
+    is_announced: bool,
     outlets: Vec<Outlet>,
     next_sequence: u64,
     history: VecDeque<Kept>,
@@ -194,6 +196,7 @@ impl Core {
             watcher: watcher.clone(),
             state: Mutex::new(State {
                 arena: Arena::new(&device, options.memory_limit),
+                is_announced: true,
                 outlets: Vec::new(),
                 next_sequence: 1,
                 history: VecDeque::new(),
@@ -246,6 +249,8 @@ impl Core {
         let mut state = self.lock();
         loop {
             self.reclaim(&mut state, false);
+            // A sample in a region that a subscriber cannot be told of would be the end of its link.
+            state.announce(&self.name)?;
             if let Some(slot) = state.arena.take(bytes) {
                 return Ok((slot, state.address(slot)));
             }
@@ -260,8 +265,8 @@ impl Core {
                 drop(state);
                 let made = growth.make(&self.device);
                 state = self.lock();
-                let region = state.arena.adopt(growth, made)?;
-                state.announce(region);
+                state.arena.adopt(growth, made)?;
+                state.is_announced = false;
                 continue;
             }
             let (used, limit) = (state.arena.total(), state.arena.limit());
@@ -446,17 +451,29 @@ impl State {
         self.outlets.iter().find(|outlet| to.await_it(outlet))
     }
 
-    /// Tells every subscriber of a new region. Who does not read its socket loses its link.
-    fn announce(&mut self, region: u32) {
+    /// Tells every subscriber of the regions that it does not know. Who does not read its socket loses its link.
+    ///
+    /// # Errors
+    /// This process has no room for that; nobody loses anything by it, and it is done later.
+    fn announce(&mut self, name: &str) -> Result<()> {
+        if self.is_announced {
+            return Ok(());
+        }
         let State { arena, outlets, .. } = self;
-        let chunk = &arena.chunks()[region as usize];
-        for outlet in
-            outlets.iter_mut().filter(|outlet| matches!(outlet.phase, Phase::Live | Phase::Joining | Phase::Attaching))
-        {
-            if !outlet.announce(region, chunk) {
-                outlet.leave(None);
+        let is_heard = |outlet: &&mut Outlet| matches!(outlet.phase, Phase::Live | Phase::Joining | Phase::Attaching);
+        let mut own = Ok(());
+        for outlet in outlets.iter_mut().filter(is_heard) {
+            match outlet.announce(arena.chunks()) {
+                Ok(()) => {}
+                Err(error) if message::is_own(error) => {
+                    let context = format!("memory of {name:?}, to process {}", outlet.peer.pid);
+                    own = Err(Error::os("sendmsg", context, error));
+                }
+                Err(_) => outlet.leave(Some(Farewell::Evicted("it does not read its socket".into()))),
             }
         }
+        self.is_announced = own.is_ok();
+        own
     }
 
     /// Bytes that leavers hold: they do not count against the limit, up to the limit once more, so that a

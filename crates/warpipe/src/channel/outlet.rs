@@ -6,10 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+
 use super::publisher::{Policy, SubscriberInfo};
 use crate::backend::{DeviceId, StreamOp};
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::fork::PrivateFd;
 use crate::link::PeerState;
 use crate::link::closer::PeerSocket;
@@ -59,6 +61,8 @@ pub(super) struct Outlet {
     pub(super) wake: Arc<Wake>,
     /// What the subscriber has been given and not yet released, oldest first.
     in_flight: VecDeque<(u64, SlotId)>,
+    /// Regions that it has been told of.
+    announced: usize,
     /// Releases seen completed; the subscriber counts those it has enqueued.
     releases_seen: u64,
     dropped: u64,
@@ -116,14 +120,12 @@ impl Parts {
         welcome: &Message,
         completions: Option<(u64, BorrowedFd<'_>)>,
         chunks: &[Chunk],
-    ) -> Result<Outlet, Remains> {
+    ) -> Result<Outlet, (Remains, Errno)> {
         let fds = [self.segment_fd.as_fd(), self.their_wake.as_fd()];
         if let Err(error) = message::send(self.socket.as_fd(), welcome, &fds) {
-            let text = message::text(Error::os("sendmsg", "a link", error));
-            let _ = message::send(self.socket.as_fd(), &Message::Refused { denied: false, text }, &[]);
-            return Err(Box::new(self));
+            return Err((Box::new(self), error));
         }
-        let outlet = Outlet {
+        let mut outlet = Outlet {
             id,
             phase: Phase::Attaching,
             policy,
@@ -135,6 +137,7 @@ impl Parts {
             pulse: Pulse::default(),
             watches: Vec::new(),
             in_flight: VecDeque::new(),
+            announced: 0,
             releases_seen: 0,
             dropped: 0,
             seat: self.seat,
@@ -146,12 +149,11 @@ impl Parts {
             segment_fd: Some(self.segment_fd),
         };
         outlet.beat(crate::clock::now_ns());
-        let told = completions
-            .is_none_or(|(bytes, fd)| message::send(outlet.socket(), &Message::Completions { bytes }, &[fd]).is_ok());
-        if told && chunks.iter().enumerate().all(|(id, chunk)| outlet.announce(id as u32, chunk)) {
-            Ok(outlet)
-        } else {
-            Err(Box::new(outlet))
+        let tell = |(bytes, fd)| message::send(outlet.socket(), &Message::Completions { bytes }, &[fd]);
+        let told = completions.map_or(Ok(()), tell).and_then(|()| outlet.announce(chunks));
+        match told {
+            Ok(()) => Ok(outlet),
+            Err(error) => Err((Box::new(outlet), error)),
         }
     }
 }
@@ -182,10 +184,17 @@ impl Outlet {
         self.leave(None);
     }
 
-    /// Sends a region's descriptor; false when the peer does not read its socket.
-    pub(super) fn announce(&self, id: u32, chunk: &Chunk) -> bool {
-        let region = Message::Region { id, bytes: chunk.region.bytes() };
-        message::send(self.socket(), &region, &[chunk.export.as_fd()]).is_ok()
+    /// Sends the descriptors of those regions that the subscriber has not been told of.
+    ///
+    /// # Errors
+    /// [`message::is_own`], and it is told later; or it does not read its socket.
+    pub(super) fn announce(&mut self, chunks: &[Chunk]) -> Result<(), Errno> {
+        for (id, chunk) in chunks.iter().enumerate().skip(self.announced) {
+            let region = Message::Region { id: id as u32, bytes: chunk.region.bytes() };
+            message::send(self.socket(), &region, &[chunk.export.as_fd()])?;
+            self.announced = id + 1;
+        }
+        Ok(())
     }
 
     /// Ends the subscription: takes back what was not taken, and waits for the rest.

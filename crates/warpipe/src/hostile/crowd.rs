@@ -23,11 +23,11 @@ const GOOD: u32 = 60_002;
 
 /// Runs `work` on a thread of another user: what connects there connects as that. No other thread is asked, for it may
 /// hang: so the system call itself, and not the library's, which changes all of them.
-fn as_user<T: Send>(uid: u32, work: impl FnOnce() -> T + Send) -> T {
+pub(super) fn as_user<T: Send>(uid: u32, work: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let user = scope.spawn(|| {
             // SAFETY: a plain system call that changes this thread alone, which ends soon.
-            assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, -1, uid, -1) }, 0);
+            assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, uid, uid, uid) }, 0);
             work()
         });
         user.join().unwrap()

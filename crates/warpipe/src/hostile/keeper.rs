@@ -285,6 +285,29 @@ fn answers_that_nobody_asked_for_are_dropped_and_a_silent_keeper_times_out() {
 }
 
 #[test]
+fn a_visitor_that_is_put_out_is_told_why() {
+    let scratch = Scratch::new();
+    let liar = Liar::new(&scratch);
+    let granted = packet(&Message::Granted { generation: [1; 16], body: vec![], fds: 0 });
+    let (visitor, socket) = std::thread::scope(|scope| {
+        let visiting = scope.spawn(|| attach(&scratch).unwrap());
+        let socket = liar.receive(&[(granted, 0)]);
+        (visiting.join().unwrap(), socket)
+    });
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| visitor.ask(b"anything?", LONG).unwrap_err());
+        assert!(matches!(hear(&socket), Received::Message(Message::Ask { .. }, _)));
+        send_raw(&socket, &packet(&Message::Refused { denied: false, text: "enough".into() }), &[]).unwrap();
+        drop(socket);
+        let error = asking.join().unwrap();
+        assert!(matches!(&error, Error::Refused { text, .. } if text == "enough"), "{error}");
+    });
+    for told in [visitor.ask(b"?", LONG).unwrap_err(), visitor.post(b"?").unwrap_err(), visitor.owner_gone()] {
+        assert!(matches!(&told, Error::Refused { text, .. } if text == "enough"), "{told}");
+    }
+}
+
+#[test]
 fn a_keeper_that_dies_is_told_of_when_its_process_is_proven_dead() {
     /// Remembers what it was told, in order.
     #[derive(Default)]

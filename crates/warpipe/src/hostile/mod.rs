@@ -8,6 +8,7 @@ mod files;
 mod fuse;
 mod fuzz;
 pub(crate) mod holes;
+mod in_flight;
 mod keeper;
 mod legacy;
 mod limits;

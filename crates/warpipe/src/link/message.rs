@@ -158,6 +158,11 @@ pub(crate) fn send(
     send_packet(socket, &packet, &fds)
 }
 
+/// Whether a failed send is this process's own fault, for want of memory or of descriptors in flight, and not the peer's.
+pub(crate) fn is_own(error: Errno) -> bool {
+    matches!(error, Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM | Errno::MFILE | Errno::NFILE)
+}
+
 /// Sends the first message of a connection, whose listener may let no descriptors in before it has seen who that is (see
 /// [`Listener::beware`](super::closer::Listener::beware)): then it is sent again until it has, or has said something, or
 /// `patience` is over.

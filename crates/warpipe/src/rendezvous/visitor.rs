@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -63,6 +63,8 @@ struct Inner {
     socket: PeerSocket,
     visit: Mutex<Option<Arc<dyn Visit>>>,
     is_graceful: AtomicBool,
+    /// Why the keeper has put this visitor out.
+    refusal: OnceLock<String>,
     is_dead: AtomicBool,
     next_serial: AtomicU64,
     desk: Mutex<Questions>,
@@ -147,6 +149,7 @@ impl Call {
             socket: self.socket,
             visit: Mutex::new(None),
             is_graceful: AtomicBool::new(false),
+            refusal: OnceLock::new(),
             is_dead: AtomicBool::new(false),
             next_serial: AtomicU64::new(UNASKED + 1),
             desk: Mutex::default(),
@@ -260,10 +263,12 @@ impl Visitor {
         drop(desk);
         match inner.send(&Message::Ask { serial, body: body.to_vec() }) {
             // It has closed: what it said before, its goodbye for one, is the watcher's to read, who then ends our wait.
-            Err(Error::OwnerGone { .. }) => drop(rustix::net::shutdown(&inner.socket, rustix::net::Shutdown::Both)),
+            Err(error) if has_closed(error) => {
+                let _ = rustix::net::shutdown(&inner.socket, rustix::net::Shutdown::Both);
+            }
             Err(error) => {
                 inner.lock().open.remove(&serial);
-                return Err(error);
+                return Err(inner.unsent(error));
             }
             Ok(()) => {}
         }
@@ -279,7 +284,8 @@ impl Visitor {
         if inner.lock().is_over {
             return Err(inner.owner_gone());
         }
-        inner.send(&Message::Ask { serial: inner.next_serial.fetch_add(1, SeqCst), body: body.to_vec() })
+        let question = Message::Ask { serial: inner.next_serial.fetch_add(1, SeqCst), body: body.to_vec() };
+        inner.send(&question).map_err(|error| inner.unsent(error))
     }
 
     pub(crate) fn name(&self) -> &str {
@@ -347,20 +353,28 @@ impl Inner {
         self.desk.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Why nothing more comes of this visit.
     fn owner_gone(&self) -> Error {
+        if let Some(text) = self.refusal.get() {
+            return Error::Refused { name: self.name.clone(), text: text.clone() };
+        }
         let graceful = self.is_graceful.load(SeqCst);
         Error::OwnerGone { kind: self.kind, name: self.name.clone(), pid: self.peer.pid, graceful }
     }
 
-    fn send(&self, message: &Message) -> Result<()> {
-        message::send(self.socket.as_fd(), message, &[]).map_err(|error| match error {
-            Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN => self.owner_gone(),
+    fn send(&self, message: &Message) -> std::result::Result<(), Errno> {
+        message::send(self.socket.as_fd(), message, &[])
+    }
+
+    fn unsent(&self, error: Errno) -> Error {
+        match error {
+            error if has_closed(error) => self.owner_gone(),
             // Nobody reads: it is stopped, or hung.
             Errno::AGAIN => {
                 Error::Timeout { what: format!("{:?} to read its socket", self.name), waited: Duration::ZERO }
             }
             other => Error::os("sendmsg", format!("a question to {:?}", self.name), other),
-        })
+        }
     }
 
     fn wait_for(&self, serial: u64, timeout: Duration) -> Result<Gift> {
@@ -412,7 +426,12 @@ impl Inner {
                     self.on_answer(serial, Err(Error::Refused { name: self.name.clone(), text }));
                 }
                 Ok(Received::Message(Message::Bye(_), _)) => self.is_graceful.store(true, SeqCst),
-                // Anything else, a refusal among them, is the end of what we have to say to each other.
+                Ok(Received::Message(Message::Refused { text, .. }, _)) => {
+                    let _ = self.refusal.set(text);
+                    self.over();
+                    return Next::Stop;
+                }
+                // Anything else is the end of what we have to say to each other.
                 Ok(Received::Message(..) | Received::End) | Err(_) => {
                     self.over();
                     return Next::Stop;
@@ -463,6 +482,10 @@ impl Watched for Inner {
             _ => self.on_socket(),
         }
     }
+}
+
+fn has_closed(error: Errno) -> bool {
+    matches!(error, Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN)
 }
 
 /// Takes in what a domain told of arrivals, so that the next one wakes again.

@@ -128,7 +128,7 @@ impl Core {
             let fault = HandshakeFault::Device { publisher: own.to_string(), subscriber: device.to_string() };
             return refuse(&socket, false, fault);
         }
-        let policy = self.options.policy_for(&peer);
+        let (policy, pid) = (self.options.policy_for(&peer), peer.pid);
         let parts = match Parts::new(&self.device, self.options.depth, self.generation, peer, socket.clone()) {
             Ok(parts) => parts.seated(seat),
             Err(error) => return refuse(&socket, false, error),
@@ -146,7 +146,12 @@ impl Core {
         let mut outlet = match parts.welcome(id, policy, &welcome, completions, state.arena.chunks()) {
             Ok(outlet) if !state.closed => outlet,
             Ok(outlet) => return self.watcher.bury(Box::new(outlet)),
-            Err(remains) => return self.watcher.bury(remains),
+            Err((remains, error)) => {
+                drop(state);
+                let context = format!("the link to process {pid}");
+                refuse(&socket, false, Error::os("sendmsg", context, error));
+                return self.watcher.bury(remains);
+            }
         };
         let watch = |fd, kind| self.watcher.watch(fd, &self.me, tag(id, kind));
         let sign = |sign, kind| outlet.peer.watch(sign, &self.me, tag(id, kind));
@@ -362,6 +367,8 @@ impl Watched for Core {
             outlet.feel_pulse();
         }
         self.look_out(&mut state);
+        // What this process had no room for when the memory grew.
+        let _ = state.announce(&self.name);
         self.evict_stalled(&mut state);
         self.bury(&mut state);
     }
