@@ -8,7 +8,6 @@ use warpipe::{DType, Layout};
 use crate::device::is_cuda;
 use crate::dlpack;
 use crate::dtype::typestr;
-use crate::ending;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{Hold, Memory, Stay};
 use crate::stream::{Consumer, likely};
@@ -165,7 +164,6 @@ pub fn numpy<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny
         memory.clone()
     };
     let dtype = memory.layout.dtype();
-    let _inside = ending::enter(py);
     let numpy = py.import("numpy")?;
     if let Some(typestr) = typestr(dtype) {
         return numpy.call_method1("asarray", (View { memory, typestr },));
@@ -189,7 +187,6 @@ pub fn numpy_as<'py>(
         return Err(PyValueError::new_err("from a GPU to the host it must be copied, and `copy` is False"));
     }
     let array = numpy(py, memory)?;
-    let _inside = ending::enter(py);
     let wanted = dtype.map(|dtype| py.import("numpy")?.call_method1("dtype", (dtype,))).transpose()?;
     if let Some(wanted) = wanted
         && !array.getattr("dtype")?.eq(&wanted)?
@@ -223,7 +220,6 @@ fn extension<'py>(py: Python<'py>, dtype: DType) -> PyResult<Bound<'py, PyAny>> 
 
 /// A CuPy array in place, on CuPy's current stream.
 pub fn cupy<'py>(slf: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    let _inside = ending::enter(slf.py());
     slf.py().import("cupy")?.call_method1("from_dlpack", (slf,))
 }
 
@@ -231,7 +227,6 @@ pub fn cupy<'py>(slf: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
 /// done with it.
 pub fn jax<'py>(slf: &Bound<'py, PyAny>, memory: &Memory, copy: Option<bool>) -> PyResult<Bound<'py, PyAny>> {
     let py = slf.py();
-    let _inside = ending::enter(py);
     let aliased = py.import("jax.dlpack")?.call_method1("from_dlpack", (slf,))?;
     if !copy.unwrap_or(is_cuda(&memory.device)) {
         return Ok(aliased);

@@ -7,7 +7,6 @@ use pyo3::types::{PyBool, PyBytes, PyFloat, PyInt, PyString, PyType};
 use warpipe::DType;
 use warpipe::tensor::RANK_MAX;
 
-use crate::ending;
 use crate::errors::Fault;
 use crate::stream::imported;
 
@@ -25,7 +24,6 @@ pub fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<DType> {
     if let Some(dtype) = known(found) {
         return Ok(dtype);
     }
-    let _inside = ending::enter(found.py());
     let dtype = named(found)?;
     if is_constant(found)? {
         remember(found, dtype);

@@ -1,14 +1,9 @@
-//! The end of the interpreter, and threads that are inside of it then.
-//! **This module is marked for unsafe**: it calls Python in a way that its end cannot unwind, and asks for the interpreter's
-//! number.
+//! What the end of a program closes, and the callbacks that it waits for.
+//! **This module is marked for unsafe**: it asks for the interpreter's number.
 //!
-//! A thread that wants the interpreter back while that ends is ended by it; before CPython 3.14 by unwinding its stack
-//! (`pthread_exit`), and what Rust holds there is dropped without the interpreter: a crash. PyO3 parks threads that were
-//! in `detach`. It cannot know of Python that runs below us, a tensor's `__dlpack__` for example. So who calls Python
-//! from here says so ([`enter`]); once the program ends (`atexit`), no other thread than the one that ends it gets in, and
-//! that one waits for those who are.
+//! Once the program ends (`atexit`), what is open says goodbye, no callback begins any more, and those that have begun are
+//! waited for. Threads that are elsewhere in a call go on until they want the interpreter: see `parked`.
 
-use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -17,13 +12,14 @@ use pyo3::exceptions::PyImportError;
 use pyo3::ffi;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyDict;
 
 use crate::away::Apart;
+use crate::parked;
 use crate::stream::imported;
 use crate::wait::{SLICE, in_slices};
 
-/// How long the end of the program waits for those who are inside.
+/// How long the end of the program waits for callbacks.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The process in the upper half, how many are inside in the lower: of a parent's threads none goes on in a child.
@@ -31,22 +27,15 @@ static INSIDE: AtomicU64 = AtomicU64::new(0);
 /// The process that ends; 0 for none.
 static ENDING: AtomicU32 = AtomicU32::new(0);
 
-thread_local! {
-    static ENDS_IT: Cell<bool> = const { Cell::new(false) };
-    /// How often this thread is inside: Python that we call may call us.
-    static DEPTH: Cell<u32> = const { Cell::new(0) };
-}
-
-/// One call of Python that may take long enough for the interpreter to end meanwhile.
+/// A callback that runs.
 #[derive(Debug)]
-pub struct Inside(u32);
+struct Inside(u32);
 
 impl Inside {
     fn begin() -> Inside {
         let own = std::process::id();
         let more = |inside: u64| Some(if of(inside) == own { inside + 1 } else { u64::from(own) << 32 | 1 });
         let _ = INSIDE.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more);
-        DEPTH.set(DEPTH.get() + 1);
         Inside(own)
     }
 }
@@ -55,7 +44,6 @@ impl Drop for Inside {
     fn drop(&mut self) {
         let less = |inside: u64| (of(inside) == self.0).then(|| inside.saturating_sub(1));
         let _ = INSIDE.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
-        DEPTH.set(DEPTH.get() - 1);
     }
 }
 
@@ -68,35 +56,12 @@ fn is_anybody_inside() -> bool {
     of(inside) == std::process::id() && inside as u32 > 0
 }
 
-/// Whether this thread, which has just been counted, came too late.
-fn is_over() -> bool {
-    has_begun() && !ENDS_IT.get() && DEPTH.get() == 1
-}
-
-/// To be held while Python runs below. A thread that comes when the program ends stays here: it is one that the program
-/// does not wait for.
-pub fn enter(py: Python<'_>) -> Inside {
-    // Counted before the look: who ends the program looks in the other order.
-    let inside = Inside::begin();
-    if !is_over() {
-        return inside;
-    }
-    drop(inside);
-    py.detach(|| park())
-}
-
-fn park() -> ! {
-    loop {
-        std::thread::park();
-    }
-}
-
 /// Whether the program has begun to end: nothing new is asked of the interpreter.
 pub fn has_begun() -> bool {
     ENDING.load(Ordering::SeqCst) == std::process::id()
 }
 
-/// Whether somebody is inside who does not come out any more.
+/// Whether a callback runs that does not come back any more.
 pub fn is_anybody_stuck() -> bool {
     has_begun() && is_anybody_inside()
 }
@@ -134,16 +99,17 @@ impl Callback {
 
     /// Calls it, unless the program ends. What it raises goes to ``sys.unraisablehook``.
     pub fn call<T: for<'py> IntoPyObject<'py> + Send>(&self, argument: T) {
+        // Counted before the look: who ends the program looks in the other order.
         let _inside = Inside::begin();
-        if is_over() {
+        if has_begun() {
             return;
         }
+        parked::expect_end();
         let _ = Python::try_attach(|py| {
             // Held for the call: the owner may go meanwhile.
             let Some(callback) = self.function().as_ref().map(|callback| callback.clone_ref(py)) else { return };
             let callback = callback.bind(py);
-            let arguments = (argument,).into_pyobject(py);
-            if let Err(error) = arguments.and_then(|arguments| call_or_park(callback, &arguments)) {
+            if let Err(error) = callback.call1((argument,)) {
                 error.write_unraisable(py, Some(callback));
             }
         });
@@ -153,31 +119,6 @@ impl Callback {
     pub fn call_once<T: for<'py> IntoPyObject<'py> + Send>(&self, argument: T) {
         self.call(argument);
         let _ = Python::try_attach(|_| self.clear());
-    }
-}
-
-type Call = unsafe extern "C" fn(*mut ffi::PyObject, *mut ffi::PyObject, *mut ffi::PyObject) -> *mut ffi::PyObject;
-type UnwindingCall =
-    unsafe extern "C-unwind" fn(*mut ffi::PyObject, *mut ffi::PyObject, *mut ffi::PyObject) -> *mut ffi::PyObject;
-
-/// A callback is somebody else's, and may never return: its thread is parked when it is unwound.
-fn call_or_park<'py>(callback: &Bound<'py, PyAny>, arguments: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
-    // SAFETY: the same function; what it unwinds with is caught below.
-    let call: UnwindingCall = unsafe { std::mem::transmute::<Call, UnwindingCall>(ffi::PyObject_Call) };
-    let park = Park;
-    // SAFETY: a live object, a tuple, no keywords; the result is a new reference, or null with an exception set.
-    let result = unsafe { call(callback.as_ptr(), arguments.as_ptr(), std::ptr::null_mut()) };
-    std::mem::forget(park);
-    // SAFETY: as above.
-    unsafe { Bound::from_owned_ptr_or_err(callback.py(), result) }
-}
-
-/// Dropped only when the stack is unwound by the end of the interpreter: nothing above may be dropped then.
-struct Park;
-
-impl Drop for Park {
-    fn drop(&mut self) {
-        park();
     }
 }
 
@@ -286,10 +227,9 @@ fn close_all(py: Python<'_>) {
     });
 }
 
-/// What ``atexit`` calls: closes what is open, and waits for those who are inside.
+/// What ``atexit`` calls: closes what is open, and waits for callbacks that run.
 #[pyfunction]
 fn _end(py: Python<'_>) -> PyResult<()> {
-    ENDS_IT.set(true);
     ENDING.store(std::process::id(), Ordering::SeqCst);
     close_all(py);
     let look = |slice: Duration| {

@@ -4,6 +4,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
 use warpipe::Error;
 
+use crate::parked;
+
 /// What goes wrong on this side of the seam: the library's errors, Python's, and this package's own.
 #[derive(Debug)]
 pub enum Fault {
@@ -60,6 +62,7 @@ impl From<warpipe::SendError> for Fault {
 
 impl From<Fault> for PyErr {
     fn from(fault: Fault) -> PyErr {
+        parked::expect_end();
         Python::attach(|py| match fault {
             Fault::Own(class, message) => raise(py, class, &message, |_| Ok(())),
             Fault::Library(error) => {

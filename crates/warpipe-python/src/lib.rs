@@ -20,7 +20,7 @@
 //! | `source`, `rows`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |
 //! | `errors`, `wait`, `turn`, `process` | exceptions; waits that Ctrl-C ends; threads; forks |
 //! | `away` | calls and ends that may be held up, without the interpreter |
-//! | `ending` | threads that are inside of Python when that ends |
+//! | `ending`, `parked` | what the end of Python closes, and threads that it meets |
 //! | `testing` | private switches of the tests |
 //!
 //! An object asks which process it is in before it touches a lock (`process`). No wait holds the interpreter. What is
@@ -58,6 +58,7 @@ mod memory;
 mod metadata;
 mod office;
 mod outgoing;
+mod parked;
 mod pool;
 mod process;
 mod publisher;

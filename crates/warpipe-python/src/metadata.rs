@@ -4,7 +4,6 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::ending;
 use crate::errors::Fault;
 
 /// The most bytes there may be beside a frame.
@@ -30,7 +29,6 @@ pub fn encode(found: Option<&Bound<'_, PyAny>>, limit: usize) -> PyResult<Vec<u8
 
 fn dump(found: &Bound<'_, PyAny>) -> PyResult<String> {
     let py = found.py();
-    let _inside = ending::enter(py);
     let options = PyDict::new(py);
     options.set_item("separators", (",", ":"))?;
     options.set_item("ensure_ascii", false)?;
@@ -58,7 +56,6 @@ pub fn decode<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyDict>
     if bytes.is_empty() {
         return Ok(PyDict::new(py));
     }
-    let _inside = ending::enter(py);
     let parsed = match py.import("json")?.call_method1("loads", (PyBytes::new(py, bytes),)) {
         Err(error) if !error.is_instance_of::<PyException>(py) => return Err(error),
         parsed => parsed.ok(),

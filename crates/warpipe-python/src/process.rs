@@ -3,6 +3,7 @@
 use warpipe::Error;
 
 use crate::errors::Outcome;
+use crate::parked;
 
 /// The process that something was made in.
 #[derive(Debug, Clone, Copy)]
@@ -11,6 +12,7 @@ pub struct Home(u32);
 impl Home {
     /// This one.
     pub fn here() -> Home {
+        parked::expect_end();
         Home(std::process::id())
     }
 
@@ -21,6 +23,7 @@ impl Home {
 
     /// An error in a forked child.
     pub fn check(self) -> Outcome<()> {
+        parked::expect_end();
         if self.is_here() { Ok(()) } else { Err(Error::Forked.into()) }
     }
 }

@@ -10,7 +10,6 @@ use warpipe::{DType, Layout};
 use crate::device::is_cuda;
 use crate::dlpack::{self, Imported};
 use crate::dtype;
-use crate::ending;
 use crate::errors::{Fault, Outcome};
 use crate::rows::Scattered;
 use crate::stream::{Consumer, cupy_stream, imported, torch_stream};
@@ -85,7 +84,6 @@ struct Extent {
 impl Wanted<'_> {
     /// Finds the tensor behind `found`.
     pub fn find(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
-        let _inside = ending::enter(found.py());
         if let Ok(bytes) = found.cast::<PyBytes>() {
             return Source::bytes(bytes.as_bytes().to_vec());
         }

@@ -11,7 +11,6 @@ use pyo3::prelude::*;
 use crate::array::{self, Request};
 use crate::device::is_cuda;
 use crate::dlpack;
-use crate::ending;
 use crate::memory::Memory;
 use crate::process::Home;
 use crate::stream::{Consumer, imported};
@@ -134,7 +133,6 @@ impl Torch {
 
 /// A tensor in place, on PyTorch's current stream.
 pub fn tensor<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
-    let _inside = ending::enter(py);
     let torch = match found(py)? {
         Some(torch) => torch,
         None => Torch::of(py.import("torch")?.as_any())?,

@@ -159,3 +159,45 @@ else:
         assert interpreters.run_string(other, program) is None
     finally:
         interpreters.destroy(other)
+
+
+BELOW = """
+begun = threading.Barrier(2)
+
+class Endless:
+    # Python that runs below a call of ours and does not come back.
+    def wait(self, *_arguments, **_options):
+        begun.wait()
+        while True:
+            time.sleep(0.001)
+
+    __float__ = __array__ = __fspath__ = __str__ = wait
+
+def run():
+    publisher.name, publisher.closed
+    CALL
+
+threading.Thread(target=run, daemon=True).start()
+begun.wait()
+sys.slow = Slow()
+"""
+
+
+@pytest.mark.parametrize("call", [
+    "subscriber.receive(Endless())", "publisher.wait_for_subscribers(1, Endless())", "publisher.send(Endless())",
+    "warpipe.Domain(Endless())", "warpipe.Member.join('m', domain=Endless())", "warpipe.Stream(Endless())",
+    "held = warpipe.Members.watch(domain, on=Endless().wait), warpipe.Member.join('m', domain=domain); time.sleep(1e6)",
+])
+def test_the_program_ends_while_a_thread_does_not_come_back_from_python_below_a_call(tmp_path, device, call):
+    ends(tmp_path, device, BELOW.replace("CALL", call))
+
+
+def test_the_program_ends_while_threads_get_errors(tmp_path, device):
+    ends(tmp_path, device, """
+for _ in range(8):
+    forever(lambda: subscriber.receive(0))
+    forever(lambda: warpipe.Ticket("none"))
+    forever(lambda: warpipe.Device("none"))
+time.sleep(0.1)
+sys.slow = Slow()
+""")
