@@ -1,8 +1,9 @@
-//! Control by the process that uses the double: its calls are counted, made to hang, or made to fail, by function.
+//! Control by the process that uses the double: its calls are counted, made to hang, or made to
+//! fail, by function.
 //!
-//! Who wants that finds the functions below by `dlsym` in the library that is loaded already. They are no driver's. The
-//! table is the process's; a thread can be [exempt](cudaDoubleExempt), so that a test's own calls are neither counted nor
-//! harmed.
+//! Who wants that finds the functions below by `dlsym` in the library that is loaded already. They
+//! are no driver's. The table is the process's; a thread can be [exempt](cudaDoubleExempt), so that
+//! a test's own calls are neither counted nor harmed.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -157,7 +158,8 @@ extern "C" fn cudaDoubleExempt(is_exempt: c_int) -> c_int {
     IS_EXEMPT.replace(is_exempt != 0).into()
 }
 
-/// Gives `each` the name of every function that was called since the last [`cudaDoubleReset`], and how often.
+/// Gives `each` the name of every function that was called since the last [`cudaDoubleReset`], and
+/// how often.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cudaDoubleCalls(
     each: Option<unsafe extern "C" fn(name: *const c_char, length: usize, calls: u64, argument: *mut c_void)>,
@@ -166,7 +168,8 @@ unsafe extern "C" fn cudaDoubleCalls(
     let Some(each) = each else { return };
     let table = lock();
     for (name, function) in table.iter().flatten().filter(|(_, function)| function.calls > 0) {
-        // SAFETY: the caller's function, with the argument that came with it; the text lives while it runs.
+        // SAFETY: the caller's function, with the argument that came with it; the text lives while
+        // it runs.
         unsafe { each(name.as_ptr().cast(), name.len(), function.calls, argument) };
     }
 }

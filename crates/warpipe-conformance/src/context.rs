@@ -1,6 +1,7 @@
 //! What a case is given.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -85,6 +86,27 @@ impl Context {
         warpipe_kernels::preload(&device)?;
         let domain = Domain::at(folder.join("domain"))?;
         Ok(Context { settings, device, domain, figures: Mutex::default() })
+    }
+
+    /// The same surroundings, for whoever keeps them. Its figures are its own.
+    pub fn twin(&self) -> Context {
+        let Context { settings, device, domain, .. } = self;
+        Context {
+            settings: settings.clone(),
+            device: device.clone(),
+            domain: domain.clone(),
+            figures: Mutex::default(),
+        }
+    }
+
+    /// Surroundings with a domain of their own, and peers in it: for parts of a case that shall not see each other.
+    ///
+    /// # Errors
+    /// Those of making the domain.
+    pub fn apart(&self, name: &str) -> Result<Context> {
+        let folder = self.folder().join(name);
+        std::fs::DirBuilder::new().mode(0o700).create(&folder).context("making a folder")?;
+        Context::open(self.settings.clone(), &folder, 0)
     }
 
     /// Makes everything that stays for the process's life, so that a guard sees only what a case does: the watcher,

@@ -1,5 +1,5 @@
-//! Control of the driver's test double: calls of this process are counted, made to hang, or made to fail. **This module is
-//! marked for unsafe**: it calls functions that it looks up by name.
+//! Control of the driver's test double: calls of this process are counted, made to hang, or made to
+//! fail. **This module is marked for unsafe**: it calls functions that it looks up by name.
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_char, c_int, c_void};
@@ -48,8 +48,8 @@ impl Double {
 
     fn tell<T>(&self, control: &str, name: &str) -> Result<T> {
         let name = CString::new(name)?;
-        // SAFETY: the double has these functions, which take a terminated text; `T` is what the caller knows that they
-        // answer: a status, or a count.
+        // SAFETY: the double has these functions, which take a terminated text; `T` is what the
+        // caller knows that they answer: a status, or a count.
         Ok(unsafe { self.library.get::<OfName<T>>(control)?(name.as_ptr()) })
     }
 
@@ -87,7 +87,8 @@ impl Double {
         self.tell("cudaDoubleFailed", function)
     }
 
-    /// Fails call number `call` of `function`, from 1 and counted from the last [`reset`](Self::reset), with this status.
+    /// Fails call number `call` of `function`, from 1 and counted from the last
+    /// [`reset`](Self::reset), with this status.
     ///
     /// # Errors
     /// None in practice.
@@ -116,14 +117,16 @@ impl Double {
     /// None in practice.
     pub fn calls(&self) -> Result<BTreeMap<String, u64>> {
         unsafe extern "C" fn each(name: *const c_char, length: usize, calls: u64, argument: *mut c_void) {
-            // SAFETY: the double's text of that length, and the map below, which nobody else uses meanwhile.
+            // SAFETY: the double's text of that length, and the map below, which nobody else uses
+            // meanwhile.
             let (name, map) = unsafe {
                 (std::slice::from_raw_parts(name.cast(), length), &mut *argument.cast::<BTreeMap<String, u64>>())
             };
             map.insert(String::from_utf8_lossy(name).into_owned(), calls);
         }
         let mut map: BTreeMap<String, u64> = BTreeMap::new();
-        // SAFETY: the double's function of this name has this signature, and `each` takes what it is given here.
+        // SAFETY: the double's function of this name has this signature, and `each` takes what it
+        // is given here.
         unsafe {
             let calls = self.library.get::<unsafe extern "C" fn(Each, *mut c_void)>("cudaDoubleCalls")?;
             calls(each, (&raw mut map).cast());

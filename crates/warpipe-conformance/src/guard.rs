@@ -33,6 +33,15 @@ impl Guard {
         Guard { device: device.clone(), folder, before }
     }
 
+    /// Whether nothing counts more than before, just now.
+    pub fn is_settled(&self) -> bool {
+        self.is_no_more(&count(&self.device, &self.folder))
+    }
+
+    fn is_no_more(&self, now: &BTreeMap<String, u64>) -> bool {
+        now.iter().all(|(key, &count)| count <= self.before.get(key).copied().unwrap_or(0))
+    }
+
     /// Waits until nothing counts more than before.
     ///
     /// # Errors
@@ -41,7 +50,7 @@ impl Guard {
         let mut now = BTreeMap::new();
         let same = eventually(SETTLE, || {
             now = count(&self.device, &self.folder);
-            now.iter().all(|(key, &count)| count <= self.before.get(key).copied().unwrap_or(0))
+            self.is_no_more(&now)
         });
         if same {
             return Ok(());

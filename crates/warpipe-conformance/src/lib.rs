@@ -9,6 +9,7 @@
 //!   [`shared`] is memory that nothing orders but what a case tries; [`guard`] sees that nothing is left behind.
 //! * [`double`] has calls of the driver's test double hang or fail.
 //! * [`graph`] captures a stream's work, as CUDA graphs do.
+//! * [`workload`] is the work of each primitive, with an oracle in every step.
 //! * [`plain`] is memory of another allocator, with legacy handles to it.
 //! * [`runner`] gives each case a process of its own and a time limit; [`report`] says how it went.
 #![deny(missing_docs)]
@@ -28,6 +29,7 @@ pub mod report;
 pub mod runner;
 pub mod shared;
 pub mod words;
+pub mod workload;
 
 pub use context::{Backend, Context};
 

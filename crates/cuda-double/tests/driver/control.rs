@@ -49,7 +49,8 @@ impl Control {
 
     fn calls(&self) -> Vec<(String, u64)> {
         unsafe extern "C" fn each(name: *const c_char, length: usize, calls: u64, argument: *mut c_void) {
-            // SAFETY: the double's text of that length, and the vector below, which nobody else uses meanwhile.
+            // SAFETY: the double's text of that length, and the vector below, which nobody else
+            // uses meanwhile.
             let (name, list) = unsafe {
                 (std::slice::from_raw_parts(name.cast(), length), &mut *argument.cast::<Vec<(String, u64)>>())
             };

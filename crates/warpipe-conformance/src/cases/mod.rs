@@ -1,6 +1,7 @@
 //! The behaviours, by what they are about.
 
 mod backend;
+mod blocked;
 mod capture;
 mod channel;
 mod consumers;
@@ -23,6 +24,7 @@ mod orphan;
 mod policy;
 mod pool;
 mod queue;
+mod refused;
 mod reset;
 mod reuse;
 mod semaphore;
@@ -63,6 +65,11 @@ impl Case {
     /// Not to be tried under MPS.
     pub const fn ends_clients(self) -> Case {
         Case { ends_clients: true, ..self }
+    }
+
+    /// With another limit.
+    pub const fn limit(self, seconds: u64) -> Case {
+        Case { limit: Duration::from_secs(seconds), ..self }
     }
 
     /// With another limit in the long mode.
@@ -115,8 +122,10 @@ pub fn all() -> Vec<Case> {
         goodbye::CASES,
         orphan::CASES,
         fault::CASES,
+        refused::CASES,
         holes::CASES,
         full::CASES,
+        blocked::CASES,
         reuse::CASES,
         model::CASES,
         queue::CASES,

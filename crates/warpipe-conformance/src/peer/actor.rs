@@ -9,6 +9,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, LegacyMemory, Member, Publisher, Sample, SampleMut, Stream, Subscriber};
 
 use super::holder::Holder;
+use super::hung::Hung;
 use super::labour::Labour;
 use super::order::{Answer, Batch, Fault, Item, Order};
 use super::semaphore::Contender;
@@ -51,6 +52,7 @@ struct Actor {
     publisher: Option<Publisher>,
     labour: Labour,
     holder: Holder,
+    hung: Hung,
     sockets: Vec<std::os::fd::OwnedFd>,
     semaphore: Contender,
     members: Vec<Member>,
@@ -78,6 +80,7 @@ impl Actor {
             publisher: None,
             labour: Labour::default(),
             holder: Holder::default(),
+            hung: Hung::default(),
             sockets: Vec::new(),
             semaphore: Contender::default(),
             members: Vec::new(),
@@ -103,7 +106,7 @@ impl Actor {
             Order::SendBehindGate(batch) => {
                 let (gate, opened) = mpsc::channel::<()>();
                 self.gate = Some(gate);
-                self.streams()?.sending.call(move || _ = opened.recv_timeout(PATIENCE))?;
+                self.streams()?.sending.call(move || _ = opened.recv_timeout(100 * PATIENCE))?;
                 return Ok(Answer::Number(self.send(batch)?));
             }
             Order::OpenGate => self.gate = None,
@@ -144,6 +147,7 @@ impl Actor {
             Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
             Order::Join { name, role } => self.members.push(Member::join(&self.context.domain, &name, &role)?),
             Order::Leave => self.members.clear(),
+            Order::Hung(order) => return self.hung.carry_out(&self.context, order),
             Order::Hold(order) => return self.holder.carry_out(&self.context, order),
             Order::Signals(order) => {
                 let signals = match &mut self.signals {
@@ -301,6 +305,7 @@ impl Actor {
         self.publisher = None;
         self.labour.end()?;
         self.holder = Holder::default();
+        self.hung = Hung::default();
         self.sockets.clear();
         self.semaphore = Contender::default();
         self.members.clear();

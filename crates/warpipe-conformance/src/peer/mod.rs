@@ -5,6 +5,7 @@
 
 mod actor;
 mod holder;
+mod hung;
 mod labour;
 mod order;
 mod semaphore;
@@ -13,6 +14,7 @@ mod signals;
 pub use actor::act;
 pub(crate) use actor::{describe_layout, digest};
 pub use holder::HolderOrder;
+pub use hung::{FOREIGN_SEED, FOREIGN_WORDS, HungOrder, WAITING};
 pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, Reply, SubscriberPlan, Task, kind_of};
 pub use semaphore::{Board, SemaphoreOrder};
 pub use signals::SignalOrder;

@@ -287,6 +287,8 @@ pub enum Order {
     Hold(super::HolderOrder),
     /// Something about timelines and events.
     Signals(super::SignalOrder),
+    /// Something while a function of the driver hangs.
+    Hung(super::HungOrder),
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
     /// The same by a bare `clone`, of which no library learns: the child holds all that its parent holds.

@@ -15,6 +15,7 @@ use warpipe::{Device, Permit, Semaphore, Stream};
 use warpipe_kernels as kernels;
 
 use super::order::Answer;
+use super::signals::hold;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::{Check, Tally, fill_words};
@@ -49,6 +50,8 @@ pub enum SemaphoreOrder {
         /// How long its kernel runs.
         slow_us: u64,
     },
+    /// Acquire on the stream, keep it, and release behind that. Answers at once.
+    HoldUp,
     /// Release what is held.
     Release,
     /// Go in and out, on the CPU, and count. Answers with the most hand-overs to others that one wait had.
@@ -227,6 +230,7 @@ impl Contender {
                 self.permits.push((permit, on_stream));
             }
             SemaphoreOrder::BeSlow { slow_us } => self.post()?.be_slow(Duration::from_micros(slow_us))?,
+            SemaphoreOrder::HoldUp => self.post()?.hold_up()?,
             SemaphoreOrder::Release => self.release()?,
             SemaphoreOrder::Compete { board, rounds } => {
                 return self.post()?.compete(Path::new(&board), rounds).map(Answer::Number);
@@ -273,6 +277,12 @@ impl Post {
     fn be_slow(&self, slow: Duration) -> Result<()> {
         let permit = self.semaphore.acquire(&self.stream, PATIENCE)?;
         kernels::spin(&self.stream, slow)?;
+        Ok(permit.release(&self.stream)?)
+    }
+
+    fn hold_up(&self) -> Result<()> {
+        let permit = self.semaphore.acquire(&self.stream, PATIENCE)?;
+        hold(&self.stream)?;
         Ok(permit.release(&self.stream)?)
     }
 

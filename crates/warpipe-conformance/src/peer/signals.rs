@@ -24,6 +24,8 @@ pub enum SignalOrder {
         /// How late.
         slow_us: u64,
     },
+    /// Keep the stream, for longer than any case takes.
+    Hold,
     /// Check all of it behind the stream's work. Answers with the number of wrong words.
     Read {
         /// What it should be.
@@ -89,6 +91,7 @@ impl Signals {
             SignalOrder::Write { seed, slow_us } => {
                 self.memory()?.write(&self.stream, seed, Duration::from_micros(slow_us))?;
             }
+            SignalOrder::Hold => hold(&self.stream)?,
             SignalOrder::Read { seed } => {
                 let memory = self.memory.as_ref().context("it has mapped nothing")?;
                 return Ok(Answer::Number(memory.wrong(&mut self.tally, &self.stream, seed)?));
@@ -143,6 +146,11 @@ impl Signals {
     fn event(&self) -> Result<&Event> {
         self.events.last().context("it has no event")
     }
+}
+
+/// Keeps a stream until the process ends. A kernel cannot: one that waits for ever is a GPU's end.
+pub(super) fn hold(stream: &Stream) -> warpipe::Result<()> {
+    stream.call(|| std::thread::sleep(100 * PATIENCE))
 }
 
 /// The pages of segments and shared words that this process can take away from under those who share them.

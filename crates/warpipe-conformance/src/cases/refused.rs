@@ -1,0 +1,252 @@
+//! What each primitive does when the driver refuses one call, once: any call of any function, with
+//! any code.
+//!
+//! The call answers with a typed error, or the library tries again; and what comes next is whole,
+//! comes once, and leaves nothing behind.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::Case;
+use crate::chance::Chance;
+use crate::context::Context;
+use crate::double::Double;
+use crate::process::eventually;
+use crate::workload::{KINDS, Kind, Site, Workload, is_refusal};
+
+macro_rules! cases {
+    ($($name:literal: $function:ident = $kind:literal;)*) => {
+        pub(super) const CASES: &[Case] = &[$(Case::new($name, $function).limit(300).long(3600)),*];
+
+        $(fn $function(context: &Context) -> Result<()> {
+            matrix(context, $kind)
+        })*
+    };
+}
+
+cases! {
+    "a channel of which the driver refuses any one call loses, tears and leaks nothing": channel = "channel";
+    "a queue of which the driver refuses any one call does every job once and leaks nothing": queue = "queue";
+    "a service of which the driver refuses any one call answers every request once and leaks nothing":
+        service = "service";
+    "a pool of which the driver refuses any one call keeps every block and leaks nothing": pool = "pool";
+    "shared memory of which the driver refuses any one call is whole the next time and leaks nothing": memory = "memory";
+    "legacy memory of which the driver refuses any one call is whole the next time and leaks nothing":
+        legacy = "legacy handle";
+    "a timeline of which the driver refuses any one call goes on and leaks nothing": timeline = "timeline";
+    "an event of which the driver refuses any one call goes on and leaks nothing": event = "event";
+    "a semaphore of which the driver refuses any one call keeps every permit and leaks nothing": semaphore = "semaphore";
+}
+
+/// No memory, a capture somewhere in the process, and whatever else.
+const CODES: [i32; 3] = [2, 900, 999];
+/// What gives memory back, and what is called around everything, that too. A device that refuses to
+/// take something back keeps it until the process ends (a known fault), so a guard would find it:
+/// these cells are left out, and counted.
+const LEFT_OUT: &[&str] = &[
+    "cuCtxGetCurrent",
+    "cuCtxGetId",
+    "cuCtxPopCurrent_v2",
+    "cuCtxPushCurrent_v2",
+    "cuDevicePrimaryCtxGetState",
+    "cuMemAddressFree",
+    "cuMemHostUnregister",
+    "cuMemRelease",
+    "cuMemUnmap",
+];
+/// Turns in which the refusal may come.
+const TURNS: u64 = 3;
+/// Cells that are tried of each primitive's matrix, but for the long mode.
+const SHORT: usize = 40;
+/// How long anything may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How often one refusal may be told: by the call, by the link that it ended, by the newcomer that
+/// got none.
+const TOLD_MAX: u64 = 3;
+/// Failed cells that are named.
+const NAMED: usize = 100;
+
+/// One refusal: this call of this function, with this code.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Cell {
+    function: String,
+    call: u64,
+    code: i32,
+}
+
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} with {}", self.function, self.call, self.code)
+    }
+}
+
+/// What became of the cells.
+#[derive(Debug, Default)]
+struct Sum {
+    refusals: u64,
+    told: u64,
+    failed: Vec<String>,
+}
+
+fn matrix(context: &Context, name: &str) -> Result<()> {
+    let kind = *KINDS.iter().find(|kind| kind.name == name).context("a primitive")?;
+    let double = Arc::new(Double::of(&context.settings)?);
+    let twin = Arc::new(context.twin());
+    let site = Site { context: twin, name: "refused".into(), double: Some(double.clone()), patience: PATIENCE };
+    let all = cells(context, kind, &site, &double)?;
+    let (left_out, all): (Vec<Cell>, Vec<Cell>) =
+        all.into_iter().partition(|cell| LEFT_OUT.contains(&cell.function.as_str()));
+    let chosen = choose(&all, context);
+    let under_way = watch_over(&all);
+    let (mut sum, mut seeds) = (Sum::default(), 1000..);
+    for cell in &chosen {
+        *under_way.lock().unwrap_or_else(PoisonError::into_inner) = (Some(cell.clone()), Instant::now());
+        if let Err(error) = refuse(context, kind, &site, &double, cell, &mut seeds, &mut sum) {
+            eprintln!("{cell}: {error:#}");
+            sum.failed.push(format!("{cell}: {error:#}"));
+        }
+        ensure!(sum.failed.len() < NAMED, "{}", sum.failed.join("; "));
+    }
+    double.reset()?;
+    context.figure("cells", all.len());
+    context.figure("left_out", left_out.len());
+    context.figure("refusals", sum.refusals);
+    context.figure("told", sum.told);
+    ensure!(sum.failed.is_empty(), "{}", sum.failed.join("; "));
+    ensure!(sum.refusals > 0, "nothing was refused");
+    Ok(())
+}
+
+/// Every call that the workload makes while nothing is refused.
+fn cells(context: &Context, kind: Kind, site: &Site, double: &Double) -> Result<Vec<Cell>> {
+    let guard = context.guard();
+    double.reset()?;
+    let mut workload = kind.open(site.clone())?;
+    (1..=TURNS).try_for_each(|turn| workload.turn(turn))?;
+    workload.audit()?;
+    drop(workload);
+    guard.settles()?;
+    let mut cells = Vec::new();
+    for (function, calls) in double.calls()? {
+        for call in 1..=calls {
+            cells.extend(CODES.map(|code| Cell { function: function.clone(), call, code }));
+        }
+    }
+    Ok(cells)
+}
+
+/// Some of each function's, whatever their numbers.
+fn choose(all: &[Cell], context: &Context) -> Vec<Cell> {
+    if context.settings.long {
+        return all.to_vec();
+    }
+    let mut chance: Chance = context.chance();
+    let mut functions: Vec<&str> = all.iter().map(|cell| cell.function.as_str()).collect();
+    functions.dedup();
+    let of = |name: &str| all.iter().filter(|cell| cell.function == name).collect::<Vec<_>>();
+    let mut chosen: Vec<Cell> = Vec::new();
+    for index in 0..SHORT.min(all.len()) {
+        let cell = (*chance.pick(&of(functions[index % functions.len()]))).clone();
+        if !chosen.contains(&cell) {
+            chosen.push(cell);
+        }
+    }
+    chosen
+}
+
+type UnderWay = Arc<Mutex<(Option<Cell>, Instant)>>;
+
+/// Ends the process, and names the cell, when one does not come to an end.
+fn watch_over(all: &[Cell]) -> UnderWay {
+    let under_way: UnderWay = Arc::new(Mutex::new((None, Instant::now())));
+    let watched = Arc::downgrade(&under_way);
+    let count = all.len();
+    std::thread::spawn(move || {
+        while let Some(under_way) = watched.upgrade() {
+            let (cell, since) = under_way.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            drop(under_way);
+            if let Some(cell) = cell
+                && since.elapsed() > 5 * PATIENCE
+            {
+                eprintln!("{cell}, one of {count}, does not come to an end");
+                std::process::abort();
+            }
+            std::thread::park_timeout(PATIENCE / 10);
+        }
+    });
+    under_way
+}
+
+/// Opens, again where that was refused. A name may be taken for a moment after its last owner.
+fn open(kind: Kind, site: &Site, told: &mut u64) -> Result<Box<dyn Workload>> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let error = match kind.open(site.clone()) {
+            Ok(workload) => return Ok(workload),
+            Err(error) => error,
+        };
+        let is_taken = matches!(error.downcast_ref(), Some(warpipe::Error::NameTaken { .. }));
+        let is_over = Instant::now() >= deadline || *told >= TOLD_MAX;
+        ensure!(!is_over && is_refusal(&error), error.context("opening it"));
+        *told += u64::from(!is_taken);
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+}
+
+/// 1 if a call was refused, 0 if all went well.
+fn is_told(turn: Result<()>) -> Result<u64> {
+    match turn {
+        Err(error) if is_refusal(&error) => Ok(1),
+        other => other.map(|()| 0),
+    }
+}
+
+fn has_failed(double: &Double, cell: &Cell) -> bool {
+    double.failed(&cell.function).is_ok_and(|failed| failed > 0)
+}
+
+fn refuse(
+    context: &Context,
+    kind: Kind,
+    site: &Site,
+    double: &Double,
+    cell: &Cell,
+    seeds: &mut impl Iterator<Item = u64>,
+    sum: &mut Sum,
+) -> Result<()> {
+    let guard = context.guard();
+    double.reset()?;
+    double.fail(&cell.function, cell.call, cell.code)?;
+    let mut seed = || seeds.next().context("a number");
+    let mut told = 0;
+    let mut workload = open(kind, site, &mut told)?;
+    for _ in 0..TURNS {
+        told += is_told(workload.turn(seed()?))?;
+    }
+    if double.failed(&cell.function)? == 0 {
+        // It comes while everything is dropped; or not at all, where threads took turns in another
+        // order.
+        drop(workload);
+        eventually(PATIENCE, || guard.is_settled() || has_failed(double, cell));
+        sum.refusals += double.failed(&cell.function)?;
+        double.reset()?;
+        workload = open(kind, site, &mut told).context("again")?;
+    } else {
+        sum.refusals += 1;
+        double.reset()?;
+    }
+    // What was refused may be told only by the next call.
+    let mut well = 0;
+    while well < 2 {
+        let is_refused = is_told(workload.turn(seed()?)).context("when nothing is refused any more")?;
+        (well, told) = if is_refused == 0 { (well + 1, told) } else { (0, told + is_refused) };
+        ensure!(told <= TOLD_MAX, "one refusal was told {told} times");
+    }
+    sum.told += told;
+    workload.audit().context("at the end")?;
+    drop(workload);
+    guard.settles()
+}

@@ -1,0 +1,128 @@
+//! Memory that others open, blocks of a pool, and legacy handles.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use warpipe::backend::Access;
+use warpipe::{LentBuffer, Memory, Pool, PoolClient, Stream};
+
+use super::{Site, Workload};
+use crate::payload::Tally;
+use crate::place::{Place, fill, wrong_words};
+use crate::plain::{self, Plain};
+
+const MIB: u64 = 1 << 20;
+
+/// Fills a place and sees that another of the same memory reads it.
+fn cross(site: &Site, tally: &mut Tally, stream: &Stream, from: &impl Place, to: &impl Place, seed: u64) -> Result<()> {
+    let wrong = site.apart(|| {
+        fill(from, stream, seed, Duration::ZERO, true)?;
+        wrong_words(to, stream, tally, seed)
+    })?;
+    ensure!(wrong == 0, "{wrong} wrong words");
+    Ok(())
+}
+
+struct Blocks {
+    client: PoolClient,
+    pool: Pool,
+    stream: Stream,
+    tally: Tally,
+    site: Site,
+}
+
+const BLOCK: u64 = 2 * MIB;
+const LIMIT: u64 = 2 * BLOCK;
+
+pub(super) fn pool(site: Site) -> Result<Box<dyn Workload>> {
+    let context = &site.context;
+    let (stream, tally) = (context.stream()?, site.apart(|| Ok(context.tally()?))?);
+    let pool = Pool::builder(&site.name_of("pool"))
+        .domain(&context.domain)
+        .device(&context.device)
+        .memory_limit(LIMIT)
+        .reserve(LIMIT);
+    let pool = pool.wait(site.patience).build()?;
+    let client = PoolClient::open(&context.domain, &site.name_of("pool"), &context.device)?;
+    Ok(Box::new(Blocks { client, pool, stream, tally, site }))
+}
+
+impl Workload for Blocks {
+    fn turn(&mut self, seed: u64) -> Result<()> {
+        let Blocks { client, pool, stream, tally, site } = self;
+        let block = pool.allocate_timeout(BLOCK, site.patience)?;
+        let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, &site.context.device)?;
+        cross(site, tally, stream, &lent, &block, seed)?;
+        lent.free(stream)?;
+        block.free(stream)?;
+        let granted = client.allocate_timeout(BLOCK, site.patience)?;
+        cross(site, tally, stream, &granted, &granted, seed + (1 << 32))?;
+        Ok(granted.free(stream)?)
+    }
+
+    fn audit(&mut self) -> Result<()> {
+        drop(self.pool.allocate_timeout(LIMIT, self.site.patience)?);
+        let stats = self.pool.stats();
+        ensure!(stats.lent_bytes == 0, "blocks are lent still: {stats:?}");
+        Ok(())
+    }
+}
+
+struct Published {
+    stream: Stream,
+    tally: Tally,
+    site: Site,
+}
+
+pub(super) fn memory(site: Site) -> Result<Box<dyn Workload>> {
+    let (stream, tally) = (site.context.stream()?, site.apart(|| Ok(site.context.tally()?))?);
+    Ok(Box::new(Published { stream, tally, site }))
+}
+
+impl Workload for Published {
+    fn turn(&mut self, seed: u64) -> Result<()> {
+        let Published { stream, tally, site } = self;
+        let context = &site.context;
+        let memory = Memory::allocate(&context.device, MIB)?;
+        let publication = memory.publication(&site.name_of("memory")).domain(&context.domain).access(Access::ReadWrite);
+        let published = publication.build()?;
+        let opened = published.ticket()?.open(&context.device)?;
+        cross(site, tally, stream, &opened, &memory, seed)?;
+        let export = memory.export()?;
+        let imported = Memory::import_fd(&context.device, &export.fd, &export.info, Access::ReadWrite)?;
+        cross(site, tally, stream, &imported, &opened, seed + (1 << 32))?;
+        opened.write(stream, 0, &seed.to_le_bytes())?;
+        let bytes = memory.to_vec(site.patience)?;
+        ensure!(bytes[..8] == seed.to_le_bytes(), "what was written is read");
+        Ok(())
+    }
+}
+
+struct Handles {
+    stream: Stream,
+    tally: Tally,
+    site: Site,
+}
+
+pub(super) fn legacy(site: Site) -> Result<Box<dyn Workload>> {
+    let (stream, tally) = (site.context.stream()?, site.apart(|| Ok(site.context.tally()?))?);
+    Ok(Box::new(Handles { stream, tally, site }))
+}
+
+impl Workload for Handles {
+    fn turn(&mut self, seed: u64) -> Result<()> {
+        const WORDS: u64 = 4096;
+        let Handles { stream, tally, site } = self;
+        let device = &site.context.device;
+        let memory = site.apart(|| Plain::new(device, WORDS, seed))?;
+        let opened = memory.export()?.open(device)?;
+        opened.used_by(stream)?;
+        site.apart(|| plain::check(&opened, seed, tally))?;
+        let closed = opened.close(site.patience);
+        site.apart(|| {
+            drop(memory);
+            Ok(())
+        })?;
+        Ok(closed?)
+    }
+}
