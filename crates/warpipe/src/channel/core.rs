@@ -37,6 +37,7 @@ use crate::link::limits::{Seat, Seats};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::{Peer, ProcessId, Sign};
 use crate::link::proof::Streams;
+use crate::link::pulse::Uptime;
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Usage, Watch, Watched, Watcher, new_generation};
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
@@ -162,7 +163,7 @@ pub(super) enum Unsent {
 struct Greeting {
     /// Declared first: it ends before the socket is closed.
     watch: Watch,
-    since: Instant,
+    clock: Uptime,
     peer: Peer,
     socket: Arc<PeerSocket>,
     /// From its `Hello` on.

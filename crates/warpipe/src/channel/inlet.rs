@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 pub(super) use self::handshake::SubscriberIdentity;
 use self::handshake::{Greeter, Welcome, import};
@@ -25,7 +25,7 @@ use crate::link::entry::{Completion, Violation};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::{Peer, Sign};
 use crate::link::proof::{Proof, Streams};
-use crate::link::pulse::Pulse;
+use crate::link::pulse::{Pulse, Uptime};
 use crate::link::ring::count_release;
 use crate::link::segment::Segment;
 use crate::link::wake::{Bell, Wake};
@@ -126,7 +126,7 @@ impl Inlet {
             let detail = format!("uid {} listens in a domain of uid {}", peer.uid, domain.owner());
             return Err(Error::AccessDenied { name: name.to_string(), detail });
         }
-        let greeter = Greeter { socket: &socket, name: name.as_str(), kind, start: Instant::now(), timeout };
+        let greeter = Greeter { socket: &socket, name: name.as_str(), kind, clock: Uptime::default(), timeout };
         greeter.hello(&Message::Hello { generation, device: device.info().id, kind })?;
         let mut welcome = greeter.welcome(device, &peer)?;
         match greeter.settle(device, &mut welcome) {

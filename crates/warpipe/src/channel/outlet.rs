@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::io::Errno;
 
@@ -19,7 +19,7 @@ use crate::link::entry::Description;
 use crate::link::limits::Seat;
 use crate::link::message::{self, Farewell, Message};
 use crate::link::peer::Peer;
-use crate::link::pulse::Pulse;
+use crate::link::pulse::{Pulse, Uptime};
 use crate::link::ring::{Room, SenderRing};
 use crate::link::segment::Segment;
 use crate::link::wake::Wake;
@@ -55,7 +55,8 @@ pub(super) struct Outlet {
     pub(super) is_foreign: bool,
     pub(super) peer: Peer,
     pub(super) ring: SenderRing,
-    pub(super) since: Instant,
+    /// Since it was welcomed.
+    pub(super) clock: Uptime,
     pulse: Pulse,
     /// Shared, so that a sender can sleep on it without the publisher's lock.
     pub(super) wake: Arc<Wake>,
@@ -133,7 +134,7 @@ impl Parts {
             is_foreign: self.peer.uid != rustix::process::geteuid().as_raw(),
             peer: self.peer,
             ring: self.ring,
-            since: Instant::now(),
+            clock: Uptime::default(),
             pulse: Pulse::default(),
             watches: Vec::new(),
             in_flight: VecDeque::new(),

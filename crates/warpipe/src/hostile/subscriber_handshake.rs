@@ -130,9 +130,12 @@ fn run(cases: Vec<(&'static str, Script, Judge)>) {
     }
     let before = settled_descriptors();
     for (what, script, judge) in cases {
-        let error = meet(&scratch, Duration::from_millis(300), script).map(drop).unwrap_err();
+        // Only who is to be waited for in vain is not waited for long.
+        let is_silent = judge(&Error::Handshake { name: String::new(), fault: HandshakeFault::Silent(LONG) });
+        let timeout = if is_silent { Duration::from_millis(300) } else { LONG };
+        let error = meet(&scratch, timeout, script).map(drop).unwrap_err();
         assert!(judge(&error), "{what}: {error:?}");
-        eventually(&format!("every descriptor is closed after {what}"), || descriptors() == before);
+        eventually(&format!("every descriptor is closed after {what}"), || descriptors() <= before);
     }
     let publisher = scratch.publisher(|it| it);
     assert_delivers(&publisher, &mut scratch.subscriber(), b"a good one afterwards");

@@ -4,10 +4,13 @@
 //! Silence is counted in ticks of ours that found the word unchanged, and not by a clock. While this process does not run
 //! (both were stopped, the machine slept), it cannot tell a peer that is silent from one that stands as still as itself.
 //! What the peer writes as the time may be anything; only that it changes counts.
+//!
+//! For the same reason other waits for a peer are measured in time in which this process ran ([`Uptime`]).
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicU64};
-use std::time::Duration;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::watcher::{STALLED_AFTER, TICK};
 
@@ -44,9 +47,59 @@ impl Pulse {
     }
 }
 
+/// More than this between two looks at a clock is time in which this process did not run.
+const STEP: Duration = TICK.saturating_add(Duration::from_millis(50));
+
+/// A clock that goes while this process runs, for who looks at it with each [`TICK`] or more often.
+#[derive(Debug)]
+pub(crate) struct Uptime(Mutex<(Instant, Duration)>);
+
+impl Default for Uptime {
+    fn default() -> Uptime {
+        Uptime(Mutex::new((Instant::now(), Duration::ZERO)))
+    }
+}
+
+impl Uptime {
+    /// What has passed since it was made.
+    pub(crate) fn ran(&self) -> Duration {
+        self.look(Instant::now())
+    }
+
+    fn look(&self, now: Instant) -> Duration {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (last, ran) = *state;
+        *state = (now.max(last), ran.saturating_add(now.saturating_duration_since(last).min(STEP)));
+        state.1
+    }
+
+    /// As if this process had stood still for so long since the last look.
+    #[cfg(test)]
+    pub(crate) fn freeze(&self, time: Duration) {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        state.0 = state.0.checked_sub(time).expect("a moment that the clock can tell");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_clock_does_not_go_while_this_process_stands_still() {
+        let clock = Uptime::default();
+        let start = clock.0.lock().unwrap().0;
+        let mut now = start;
+        for _ in 0..10 {
+            now += TICK;
+            clock.look(now);
+        }
+        assert_eq!(clock.look(now), 10 * TICK);
+        assert_eq!(clock.look(now + Duration::from_secs(3600)), 10 * TICK + STEP);
+        assert_eq!(clock.look(now), 10 * TICK + STEP, "nor does it go back");
+        clock.freeze(Duration::from_secs(60));
+        assert!(clock.ran() <= 10 * TICK + 2 * STEP);
+    }
 
     #[test]
     fn silence_is_what_our_own_ticks_have_seen_of_it() {

@@ -281,16 +281,16 @@ impl Desk {
         if self.observer.take_news() {
             self.review(ledger, &mut findings);
         }
-        let timeout = ledger.rules.lease_timeout;
+        let (timeout, now) = (ledger.rules.lease_timeout, ledger.now());
         for seat in &mut ledger.seats {
             if seat.end.is_none() && seat.subscriber.may_have_news() {
-                seat.listen(&mut findings);
+                seat.listen(now, &mut findings);
             }
             if !seat.unready.is_empty() {
                 seat.settle(&mut findings);
             }
             if let Some(timeout) = timeout.filter(|_| !seat.leases.is_empty()) {
-                seat.expire(timeout, &mut findings);
+                seat.expire(timeout, now, &mut findings);
             }
         }
         if ledger.seats.iter().any(|seat| seat.end.is_some()) {

@@ -78,7 +78,7 @@ impl Answers {
         };
         let answer = Answer { job: ticket.job, number: ticket.number, verdict };
         let has_output = output.is_some();
-        let Loan { sample, metadata } = match output {
+        let Loan { sample, metadata, lease } = match output {
             Some(output) => output,
             None => Loan::new(self.publisher.loan(&Layout::bytes_only(0)?)?),
         };
@@ -90,7 +90,7 @@ impl Answers {
                 other => other,
             };
             let output =
-                failed.sample.filter(|_| has_output).map(|sample| Box::new(Loan { sample: *sample, metadata }));
+                failed.sample.filter(|_| has_output).map(|sample| Box::new(Loan { sample: *sample, metadata, lease }));
             Unsaid { error, is_told, output }
         })
     }
@@ -172,7 +172,7 @@ impl Duty {
     /// # Errors
     /// Those of [`Publisher::loan`](crate::Publisher::loan).
     pub fn output(&self, layout: &Layout) -> Result<Loan> {
-        self.desk.publisher.loan(layout).map(Loan::new)
+        self.desk.publisher.loan(layout).map(|sample| Loan::of_lease(sample, self.ticket))
     }
 
     /// The job is done once the work enqueued on `stream` is, with `output` if there is one. `stream` is behind the one
@@ -213,9 +213,7 @@ impl Duty {
 
     fn answer(mut self, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<(), AnswerError> {
         let _range = nvtx::range(nvtx::COMPLETE);
-        if let Some(foreign) = output.as_ref().filter(|output| !self.desk.publisher.lent(&output.sample)) {
-            let layout = format!("a loan of somebody else, {:?}", foreign.layout());
-            let error = Error::argument("output", layout, "one of this worker's `Lease::output`");
+        if let Some(error) = output.as_ref().and_then(|output| self.refuses(output)) {
             return Err(AnswerError { error, duty: Some(Box::new(self)), output: output.map(Box::new) });
         }
         match self.desk.send(self.ticket, verdict, output, stream) {
@@ -233,6 +231,17 @@ impl Duty {
 }
 
 impl Duty {
+    /// Why that is no result of this lease.
+    fn refuses(&self, output: &Loan) -> Option<Error> {
+        let tell = |ticket: Ticket| format!("of job {}, attempt {}", ticket.job, ticket.attempt);
+        if !self.desk.publisher.lent(&output.sample) {
+            let found = format!("a loan of somebody else, {:?}", output.layout());
+            return Some(Error::argument("output", found, "one of this worker's `Lease::output`"));
+        }
+        let other = output.lease.filter(|lease| *lease != self.ticket)?;
+        Some(Error::argument("output", format!("one {}", tell(other)), format!("one {}", tell(self.ticket))))
+    }
+
     fn say_failed(&self) -> Result<(), Unsaid> {
         let send = |stream: &Stream| {
             let verdict = Verdict::Failed("its worker dropped it without an answer".into());
@@ -341,7 +350,7 @@ impl Lease {
     ///
     /// # Errors
     /// [`Error::QueueGone`]; [`Error::Timeout`] when the owner holds too many earlier results; [`Error::Argument`] for a
-    /// stream of another device; [`Error::Driver`]. The attempt has failed then: [`Duty::complete`] can try again.
+    /// stream of another device, or an output of another lease; [`Error::Driver`]. The attempt has failed then: [`Duty::complete`] can try again.
     pub fn complete(self, stream: &Stream) -> Result<()> {
         self.answer(Verdict::Completed, None, stream)
     }

@@ -130,15 +130,15 @@ impl Ledger {
     /// Writes down what became of the lease. True if others have left something to be given out.
     fn gave(&mut self, given: Given) -> bool {
         let Some(Giving { ticket, seat: id, untaken, end, is_awaited, .. }) = self.giving.take() else { return false };
-        let mut findings = Vec::new();
+        let (mut findings, now) = (Vec::new(), self.now());
         if let Some(seat) = id.and_then(|id| self.seat(id)) {
             match given {
                 Given::At(position) => {
-                    seat.place(ticket, position);
+                    seat.place(ticket, position, now);
                     untaken.into_iter().for_each(|position| seat.untake(position, &mut findings));
                 }
                 // No position is 0.
-                Given::Told => seat.place(ticket, 0),
+                Given::Told => seat.place(ticket, 0, now),
                 Given::Nobody => seat.unlease(ticket),
             }
         } else if let (Given::At(position), Some(reason)) = (given, end) {
@@ -240,12 +240,12 @@ impl Desk {
         stream: &Stream,
         deadline_ns: u64,
     ) -> Result<u64, SubmitError> {
-        let Loan { sample, metadata } = input;
+        let Loan { sample, metadata, lease } = input;
         let (job, is_next) = books.next_job();
         let ticket = Ticket { job, number: 1, attempt: 1, deadline_ns };
         let encoded = match ticket.encode(&metadata) {
             Ok(encoded) => encoded,
-            Err(error) => return Err(SubmitError { error, loan: Some(Box::new(Loan { sample, metadata })) }),
+            Err(error) => return Err(SubmitError { error, loan: Some(Box::new(Loan { sample, metadata, lease })) }),
         };
         let to = if is_next { books.choose(job, &[]) } else { None };
         books.enter(metadata, deadline_ns);
@@ -265,7 +265,7 @@ impl Desk {
                 // If the worker may have been told, its answer is to find a lease, though no job.
                 let given = if sample.is_some() { Given::Nobody } else { Given::Told };
                 let metadata = books.withdraw(job, sample.is_some());
-                let loan = sample.map(|sample| Box::new(Loan { sample: *sample, metadata }));
+                let loan = sample.map(|sample| Box::new(Loan { sample: *sample, metadata, lease }));
                 (given, Err(SubmitError { error, loan }))
             }
         };

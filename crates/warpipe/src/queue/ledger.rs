@@ -11,7 +11,9 @@ use super::seat::{Finding, Seat};
 use super::wire::Ticket;
 use crate::channel::{Arrival, Awaited, Parcel};
 use crate::link::message::text;
+use crate::link::pulse::Uptime;
 use crate::link::wake::Bell;
+use crate::link::watcher::TICK;
 
 /// A look without having been rung.
 const IDLE: Duration = Duration::from_secs(10);
@@ -63,6 +65,8 @@ pub(super) struct Rules {
 #[derive(Debug)]
 pub(super) struct Ledger {
     pub(super) rules: Rules,
+    /// What leases are measured by.
+    pub(super) uptime: Uptime,
     jobs: BTreeMap<u64, Job>,
     /// A thread is giving a job out, without the lock.
     pub(super) giving: Option<Giving>,
@@ -103,6 +107,7 @@ impl Ledger {
     pub(super) fn new(rules: Rules) -> Ledger {
         Ledger {
             rules,
+            uptime: Uptime::default(),
             jobs: BTreeMap::new(),
             giving: None,
             awaiting: 0,
@@ -123,6 +128,11 @@ impl Ledger {
             is_shut: false,
             is_closed: false,
         }
+    }
+
+    /// Now, by the clock of leases; nobody asks where they have no limit.
+    pub(super) fn now(&self) -> Duration {
+        if self.rules.lease_timeout.is_some() { self.uptime.ran() } else { Duration::ZERO }
     }
 
     /// Jobs that are not done yet, or whose outcome was not taken.
@@ -371,8 +381,9 @@ impl Ledger {
         };
         let expiry = self.rules.lease_timeout.and_then(|timeout| {
             let oldest = self.seats.iter().filter_map(Seat::oldest_lease).min()?;
-            // Whatever was chosen, also more than the clock can count.
-            Some(timeout.saturating_sub(oldest.elapsed()).saturating_add(Duration::from_millis(1)))
+            // Whatever was chosen, also more than the clock can count, which is to be looked at with every tick.
+            let left = timeout.saturating_sub(self.now().saturating_sub(oldest));
+            Some(left.saturating_add(Duration::from_millis(1)).min(TICK))
         });
         limit.min(expiry.unwrap_or(limit))
     }

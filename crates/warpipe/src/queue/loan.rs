@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
-use super::wire::check_user;
+use super::wire::{Ticket, check_user};
 
 /// Device memory on loan: of the queue for a job's input ([`Queue::loan`](super::Queue::loan)), or of the worker for
 /// its result ([`Lease::output`](super::Lease::output)). Fill it on a stream, then submit or complete with it on that
@@ -17,11 +17,17 @@ use super::wire::check_user;
 pub struct Loan {
     pub(super) sample: SampleMut,
     pub(super) metadata: Vec<u8>,
+    /// Of a result: the lease that it is for.
+    pub(super) lease: Option<Ticket>,
 }
 
 impl Loan {
     pub(super) fn new(sample: SampleMut) -> Loan {
-        Loan { sample, metadata: Vec::new() }
+        Loan { sample, metadata: Vec::new(), lease: None }
+    }
+
+    pub(super) fn of_lease(sample: SampleMut, lease: Ticket) -> Loan {
+        Loan { lease: Some(lease), ..Loan::new(sample) }
     }
 
     /// The device address of the element with all indices 0.

@@ -75,7 +75,8 @@ impl QueueBuilder {
     }
 
     /// How long a worker may hold jobs without answering any: then they go to others, its late answers do not count,
-    /// and it gets no new job before it has answered. `None`, the default, waits for its death.
+    /// and it gets no new job before it has answered. Time in which the queue's own process stands still does not count.
+    /// `None`, the default, waits for its death.
     pub fn lease_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.lease_timeout = timeout;
         self

@@ -20,7 +20,8 @@ pub(super) struct Record {
     pub(super) ticket: Ticket,
     /// Where in the worker's ring it was put; `None` while that is under way.
     position: Option<u64>,
-    since: Instant,
+    /// By the queue's [clock](super::ledger::Ledger::now), as all times of leases.
+    since: Duration,
     /// It took too long, and the job is somebody else's by now.
     pub(super) is_late: bool,
     is_answered: bool,
@@ -54,7 +55,7 @@ pub(super) struct Seat {
     has_left: bool,
     /// It takes no more jobs.
     pub(super) is_leaving: bool,
-    last_answer: Option<Instant>,
+    last_answer: Option<Duration>,
 }
 
 /// What an answer, or its data, means for its job.
@@ -100,14 +101,14 @@ impl Seat {
     }
 
     pub(super) fn lease(&mut self, ticket: Ticket, position: Option<u64>) {
-        let record = Record { ticket, position, since: Instant::now(), is_late: false, is_answered: false };
+        let record = Record { ticket, position, since: Duration::ZERO, is_late: false, is_answered: false };
         self.leases.push(record);
     }
 
     /// A lease that was under way is there. It may have been answered before.
-    pub(super) fn place(&mut self, ticket: Ticket, position: u64) {
+    pub(super) fn place(&mut self, ticket: Ticket, position: u64, now: Duration) {
         if let Some(lease) = self.leases.iter_mut().find(|lease| lease.ticket == ticket) {
-            (lease.position, lease.since) = (Some(position), Instant::now());
+            (lease.position, lease.since) = (Some(position), now);
         }
     }
 
@@ -117,13 +118,13 @@ impl Seat {
     }
 
     /// Since when the oldest lease has made no progress: an answer to one is a sign of life for all.
-    pub(super) fn oldest_lease(&self) -> Option<Instant> {
+    pub(super) fn oldest_lease(&self) -> Option<Duration> {
         let oldest = self.leases.iter().filter(|lease| lease.can_expire()).map(|lease| lease.since).min()?;
         Some(self.last_answer.map_or(oldest, |answer| answer.max(oldest)))
     }
 
     /// Takes in the answers that have come.
-    pub(super) fn listen(&mut self, findings: &mut Vec<Finding>) {
+    pub(super) fn listen(&mut self, now: Duration, findings: &mut Vec<Finding>) {
         for _ in 0..ANSWERS_AT_ONCE {
             if self.end.is_some() {
                 return;
@@ -131,7 +132,7 @@ impl Seat {
             match self.subscriber.take_arrival() {
                 Ok(None) => return,
                 Ok(Some(arrival)) => {
-                    if let Err(error) = self.hear(arrival, findings) {
+                    if let Err(error) = self.hear(arrival, now, findings) {
                         self.part(&error);
                     }
                 }
@@ -147,13 +148,13 @@ impl Seat {
     }
 
     /// Takes in one answer. What its worker had no right to say ends the link.
-    fn hear(&mut self, arrival: Arrival, findings: &mut Vec<Finding>) -> Result<(), Error> {
+    fn hear(&mut self, arrival: Arrival, now: Duration, findings: &mut Vec<Finding>) -> Result<(), Error> {
         let answer = Answer::decode(arrival.metadata()).map_err(|wrong| self.subscriber.fail(wrong))?;
         let Some(index) = self.find(answer.job, answer.number) else {
             let found = format!("job {} with ticket {}", answer.job, answer.number);
             return Err(self.subscriber.fail(violation("answer", found, "a job that it holds")));
         };
-        self.last_answer = Some(Instant::now());
+        self.last_answer = Some(now);
         if answer.verdict == Verdict::Completed {
             self.leases[index].is_answered = true;
             self.unready.push_back(Unready { ticket: self.leases[index].ticket, arrival });
@@ -201,12 +202,11 @@ impl Seat {
     }
 
     /// The leases that have made no progress for `timeout`: from now on their answers do not count.
-    pub(super) fn expire(&mut self, timeout: Duration, findings: &mut Vec<Finding>) {
-        let now = Instant::now();
+    pub(super) fn expire(&mut self, timeout: Duration, now: Duration, findings: &mut Vec<Finding>) {
         let (last, pid) = (self.last_answer, self.pid);
         for lease in self.leases.iter_mut().filter(|lease| lease.can_expire()) {
             let since = last.map_or(lease.since, |answer| answer.max(lease.since));
-            if now.saturating_duration_since(since) >= timeout {
+            if now.saturating_sub(since) >= timeout {
                 lease.is_late = true;
                 let reason = format!("no answer from process {pid} within {timeout:?}");
                 findings.push(Finding::Failed(lease.ticket.job, reason));

@@ -192,6 +192,24 @@ fn a_loan_of_another_queue_is_refused_and_given_back() {
 }
 
 #[test]
+fn an_output_of_another_lease_is_refused_and_given_back() {
+    let place = Place::new("outputs");
+    let (queue, mut worker) = (place.queue(), place.worker());
+    let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &place.stream).unwrap());
+    let [(_a, first), (_b, second)] = [0, 1].map(|_| worker.lease(&place.stream).unwrap().split());
+    let mut output = first.output(&Layout::bytes_only(5).unwrap()).unwrap();
+    output.write(&place.stream, b"first").unwrap();
+    let refused = second.complete(Some(output), &place.stream).unwrap_err();
+    let text = refused.error.to_string();
+    assert!(matches!(refused.error, Error::Argument { argument: "output", .. }), "{text}");
+    assert!(jobs.iter().all(|job| text.contains(&format!("of job {}, attempt 1", job.id()))), "{text}");
+    first.complete(refused.output.map(|output| *output), &place.stream).unwrap();
+    refused.duty.unwrap().complete(None, &place.stream).unwrap();
+    let results = jobs.map(|job| job.wait(&place.stream, SOON).unwrap().to_vec().unwrap());
+    assert_eq!(results, [b"first".to_vec(), vec![]]);
+}
+
+#[test]
 fn many_threads_submit_and_wait_at_once_and_each_gets_its_own() {
     let place = Place::new("threads");
     let queue = place.queue();

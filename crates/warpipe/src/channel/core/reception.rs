@@ -61,7 +61,7 @@ impl Core {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         match self.watcher.watch(socket.as_fd(), &self.me, tag(id, SOCKET)) {
             Ok(watch) => {
-                drop(greetings.insert(id, Greeting { watch, since: Instant::now(), peer, socket, seat: None }))
+                drop(greetings.insert(id, Greeting { watch, clock: Uptime::default(), peer, socket, seat: None }))
             }
             Err(error) => refuse(&socket, false, error),
         }
@@ -356,10 +356,11 @@ impl Watched for Core {
         self.seats.settle();
         self.claim.listener.look();
         self.listen_again();
-        let late = |since: Instant| since.elapsed() > self.options.handshake_timeout;
-        self.greetings.lock().unwrap_or_else(PoisonError::into_inner).retain(|_, greeting| !late(greeting.since));
+        // Looked at with every tick.
+        let late = |clock: &Uptime| clock.ran() > self.options.handshake_timeout;
+        self.greetings.lock().unwrap_or_else(PoisonError::into_inner).retain(|_, greeting| !late(&greeting.clock));
         let mut state = self.lock();
-        let is_late = |outlet: &mut Outlet| outlet.phase == Phase::Attaching && late(outlet.since);
+        let is_late = |outlet: &mut Outlet| outlet.phase == Phase::Attaching && late(&outlet.clock);
         let given_up: Vec<Outlet> = state.outlets.extract_if(.., is_late).collect();
         given_up.into_iter().for_each(|outlet| self.drop_outlet(&mut state, outlet));
         for outlet in &state.outlets {

@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use crate::backend::testing::{Holding, Wrapped};
 use crate::device::Device;
-use crate::domain::Domain;
+use crate::domain::{Domain, EndpointName};
 use crate::error::Error;
+use crate::link::watcher::Watched;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::{PeerState, Publisher, PublisherBuilder, Subscriber, SubscriberInfo};
@@ -159,4 +160,19 @@ fn a_publisher_that_is_dropped_completes_what_late_joiners_have_of_its_history()
     drop(go);
     assert_eq!(sample.to_vec(LONG).unwrap(), [7; 8]);
     sample.finish(LONG).unwrap();
+}
+
+#[test]
+fn a_newcomer_is_not_given_up_because_this_process_stood_still() {
+    let stage = Stage::new("frozen");
+    let builder = Publisher::builder("a").domain(&stage.domain).device(&stage.device);
+    let publisher = builder.handshake_timeout(LONG).build().unwrap();
+    let newcomer = stage.domain.connect(&EndpointName::new("a").unwrap(), LONG).unwrap();
+    let greetings = || publisher.core.greetings.lock().unwrap();
+    eventually("it is let in", || !greetings().is_empty());
+    // The other end stood still, too, and says who it is when both go on.
+    greetings().values().for_each(|greeting| greeting.clock.freeze(2 * LONG));
+    publisher.core.on_tick(0);
+    assert_eq!(greetings().len(), 1);
+    drop(newcomer);
 }

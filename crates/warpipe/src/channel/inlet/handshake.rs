@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
@@ -10,8 +10,10 @@ use crate::error::{Error, HandshakeFault, Result};
 use crate::link::closer::{PeerFd, PeerSocket};
 use crate::link::message::{self, Message, Received};
 use crate::link::peer::Peer;
+use crate::link::pulse::Uptime;
 use crate::link::segment::{OpenError, Segment};
 use crate::link::wake::Wake;
+use crate::link::watcher::TICK;
 use crate::memory::arena::REGIONS_MAX;
 use crate::memory::board::Board;
 use crate::memory::region::Region;
@@ -42,7 +44,7 @@ pub(super) struct Greeter<'a> {
     pub(super) socket: &'a PeerSocket,
     pub(super) name: &'a str,
     pub(super) kind: Kind,
-    pub(super) start: Instant,
+    pub(super) clock: Uptime,
     pub(super) timeout: Duration,
 }
 
@@ -51,8 +53,13 @@ impl Greeter<'_> {
         Error::Handshake { name: self.name.to_string(), fault }
     }
 
+    /// What is left of the time in which this process runs.
+    fn left(&self) -> Duration {
+        self.timeout.saturating_sub(self.clock.ran())
+    }
+
     pub(super) fn hello(&self, message: &Message) -> Result<()> {
-        let said = message::send_first(self.socket.as_fd(), message, self.timeout.saturating_sub(self.start.elapsed()));
+        let said = message::send_first(self.socket.as_fd(), message, self.left());
         said.map_err(|error| Error::os("sendmsg", format!("the handshake with {:?}", self.name), error))
     }
 
@@ -83,11 +90,11 @@ impl Greeter<'_> {
                 Received::Message(Message::Bye(_), _) | Received::End => return Err(self.fault(HandshakeFault::Closed)),
                 Received::Message(message, fds) => return Ok((message, fds)),
                 Received::Nothing => {
-                    let left = self.timeout.saturating_sub(self.start.elapsed());
+                    let left = self.left();
                     if left.is_zero() {
                         return Err(self.fault(HandshakeFault::Silent(self.timeout)));
                     }
-                    message::wait_readable(self.socket.as_fd(), left);
+                    message::wait_readable(self.socket.as_fd(), left.min(TICK));
                 }
             }
         }

@@ -134,6 +134,21 @@ fn a_lease_without_an_end_is_no_overflow() {
 }
 
 #[test]
+fn a_lease_does_not_run_out_while_its_queue_stands_still() {
+    let place = Place::new("frozen");
+    let queue = place.build(|it| it.lease_timeout(Some(LONG)));
+    let mut worker = one_worker(&place, &queue);
+    let job = queue.submit_bytes(b"work", &place.stream).unwrap();
+    let lease = worker.lease(&place.stream).unwrap();
+    // Both go on together.
+    queue.desk.lock().uptime.freeze(2 * LONG);
+    let state = queue.state().unwrap();
+    assert_eq!((state.leased, state.waiting), (1, 0));
+    lease.complete(&place.stream).unwrap();
+    assert_eq!(job.wait(&place.stream, SOON).unwrap().attempt(), 1);
+}
+
+#[test]
 fn jobs_that_were_called_off_leave_nothing_behind() {
     let place = Place::new("off");
     let queue = place.queue();
