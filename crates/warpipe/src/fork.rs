@@ -14,6 +14,7 @@
 
 pub(crate) mod driver_files;
 pub(crate) mod lifeline;
+pub(crate) mod own;
 mod table;
 
 use std::cell::Cell;
@@ -136,7 +137,8 @@ pub(crate) fn identity(fd: BorrowedFd<'_>) -> Option<File> {
 pub(crate) struct Section(());
 
 thread_local! {
-    /// Sections of this thread: a signal handler that forks inside one must not wait for itself.
+    /// Sections of this thread: a signal handler that forks inside one must not wait for itself. It needs no lock, and the
+    /// child has this thread's.
     static DEPTH: Cell<u64> = const { Cell::new(0) };
 }
 
@@ -213,8 +215,13 @@ impl Pause {
 }
 
 fn install() {
+    // Done when the library is loaded: no child finds another thread here.
     static INSTALL: Once = Once::new();
     INSTALL.call_once(|| {
+        // An allocator may register handlers with its first allocation (jemalloc does), which take its locks before a
+        // fork. Those of the last to register come first: were that the allocator, `before_fork` would wait for sections
+        // that wait for its locks. So it has allocated before we register.
+        drop(std::hint::black_box(Box::new(GATE.load(Ordering::Relaxed))));
         // SAFETY: the three handlers are async-signal-safe: atomics, sleeps, and system calls in the child. They stay
         // valid because this library is never unloaded while its handles exist.
         let code = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_in_parent), Some(after_in_child)) };

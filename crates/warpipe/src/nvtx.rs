@@ -19,12 +19,13 @@ use std::ffi::{CStr, OsString, c_char, c_int, c_uint, c_void};
 use std::marker::PhantomData;
 use std::mem;
 use std::ptr;
-use std::sync::OnceLock;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 use libloading::Library;
 
 use crate::error::Error;
+use crate::fork::own::Own;
 
 /// A sample is handed to its subscribers.
 pub(crate) const SEND: &CStr = c"warpipe.send";
@@ -68,13 +69,23 @@ pub enum State {
 /// }
 /// ```
 pub fn state() -> &'static State {
-    static STATE: OnceLock<State> = OnceLock::new();
-    STATE.get_or_init(|| {
-        let state = start(std::env::var_os(SWITCH), std::env::var_os(INJECTION));
-        if !matches!(state, State::On { .. }) {
-            MAY_BE_ON.store(false, Ordering::Relaxed);
-        }
-        state
+    // A forked child goes on with what its parent found, and finds out itself if that was under way.
+    static STATE: AtomicPtr<State> = AtomicPtr::new(ptr::null_mut());
+    static STARTING: Own<Mutex<()>> = Own::new();
+    // SAFETY: what is published here is never freed, and never written through.
+    let known = || unsafe { STATE.load(Ordering::Acquire).as_ref() };
+    known().unwrap_or_else(|| {
+        let _starting = STARTING.lock();
+        known().unwrap_or_else(|| {
+            let state = start(std::env::var_os(SWITCH), std::env::var_os(INJECTION));
+            if !matches!(state, State::On { .. }) {
+                MAY_BE_ON.store(false, Ordering::Relaxed);
+            }
+            let state = Box::into_raw(Box::new(state));
+            STATE.store(state, Ordering::Release);
+            // SAFETY: as above.
+            unsafe { &*state }
+        })
     })
 }
 

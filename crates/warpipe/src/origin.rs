@@ -4,9 +4,10 @@
 //! the time at which its process started, its namespace, and the boot's id it is one process for good.
 
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use crate::error::{Error, Result};
+use crate::fork::own::Own;
 
 /// A process, told apart from every other one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -33,8 +34,8 @@ pub(crate) enum Life {
 impl Origin {
     /// This process; read once, and again after a fork.
     pub(crate) fn here() -> Result<Origin> {
-        static HERE: Mutex<Option<Origin>> = Mutex::new(None);
-        let mut here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
+        static HERE: Own<Mutex<Option<Origin>>> = Own::new();
+        let mut here = HERE.lock();
         match *here {
             Some(origin) if origin.pid == std::process::id() as i32 => Ok(origin),
             _ => Ok(*here.insert(Origin::read()?)),

@@ -22,8 +22,22 @@ const STRAYS: [&str; 6] =
 #[test]
 fn a_child_forked_under_constant_opening_keeps_no_descriptor_of_its_parent() {
     let folder = std::env::temp_dir().join(format!("warpipe-forks-{}", std::process::id()));
-    let domain = Domain::at(&folder).unwrap();
     let before = descriptors();
+    let found = while_opening(&folder, || fork_children(&before, &folder));
+    assert!(found.is_empty(), "strays in {CHILDREN} children, by kind: {found:#?}");
+}
+
+#[test]
+fn a_child_forked_under_constant_opening_opens_endpoints_of_its_own() {
+    let folder = std::env::temp_dir().join(format!("warpipe-forks-own-{}", std::process::id()));
+    let statuses = while_opening(&folder, || (0..CHILDREN / 8).map(|_| open_in_a_child(&folder)).collect::<Vec<_>>());
+    // SIGALRM is one that hangs.
+    assert!(statuses.iter().all(|&status| status == 0), "{statuses:?}");
+}
+
+/// Runs `work` while other threads open and close endpoints in a domain of that folder.
+fn while_opening<T>(folder: &Path, work: impl FnOnce() -> T) -> T {
+    let domain = Domain::at(folder).unwrap();
     let is_over = AtomicBool::new(false);
     let found = std::thread::scope(|scope| {
         for number in 0..3 {
@@ -34,13 +48,31 @@ fn a_child_forked_under_constant_opening_keeps_no_descriptor_of_its_parent() {
                 }
             });
         }
-        let found = std::panic::catch_unwind(|| fork_children(&before, &folder));
+        let found = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
         is_over.store(true, Ordering::Relaxed);
         found
     });
-    std::fs::remove_dir_all(&folder).unwrap();
-    let found = found.unwrap();
-    assert!(found.is_empty(), "strays in {CHILDREN} children, by kind: {found:#?}");
+    std::fs::remove_dir_all(folder).unwrap();
+    found.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// How a child ends that opens endpoints of its own.
+fn open_in_a_child(folder: &Path) -> i32 {
+    // SAFETY: as in `fork_children`; a child that hangs ends by its own alarm.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: as above.
+        unsafe {
+            libc::alarm(60);
+            let path = folder.join("child");
+            let done = std::panic::catch_unwind(|| open_and_close(&Domain::at(path).unwrap(), 0));
+            libc::_exit(i32::from(done.is_err()));
+        }
+    }
+    let mut status = 0;
+    // SAFETY: reaps our own child, and writes one `int`.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    status
 }
 
 fn open_and_close(domain: &Domain, number: usize) {

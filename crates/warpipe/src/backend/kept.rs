@@ -7,19 +7,22 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::Backend;
+use crate::fork::own::Own;
 
-static COUNT: AtomicU64 = AtomicU64::new(0);
-static BYTES: AtomicU64 = AtomicU64::new(0);
+/// How many, and their bytes. A forked child has kept nothing.
+static KEPT: Own<[AtomicU64; 2]> = Own::new();
 
 /// How many mappings and regions stay, and their bytes.
 pub(crate) fn kept() -> (u64, u64) {
-    (COUNT.load(Relaxed), BYTES.load(Relaxed))
+    let [count, bytes] = KEPT.get();
+    (count.load(Relaxed), bytes.load(Relaxed))
 }
 
 /// Counts memory that a device did not take back.
 pub(crate) fn keep(bytes: u64) {
-    COUNT.fetch_add(1, Relaxed);
-    BYTES.fetch_add(bytes, Relaxed);
+    let [count, all] = KEPT.get();
+    count.fetch_add(1, Relaxed);
+    all.fetch_add(bytes, Relaxed);
 }
 
 /// [`Backend::unregister`]. True if the memory may be unmapped; else it is counted as kept, and must stay.
@@ -55,6 +58,13 @@ mod tests {
             Some(parse(start)?..parse(end)?)
         };
         maps.lines().filter_map(range).any(|range| range.contains(&address))
+    }
+
+    #[test]
+    fn a_forked_child_has_kept_nothing() {
+        keep(4096);
+        assert!(kept().0 > 0);
+        crate::hostile::in_a_forked_child(|| kept() == (0, 0));
     }
 
     #[test]

@@ -14,7 +14,8 @@ use crate::clock::now_ns;
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
-use crate::fork::{self, Home};
+use crate::fork::Home;
+use crate::fork::own::Own;
 use crate::link::peer::{ORPHAN_TIMEOUT, Process, Sign};
 use crate::link::proof::{Proof, Streams};
 use crate::link::watcher::{Next, Usage, Watch, Watched, Watcher, new_generation};
@@ -170,12 +171,12 @@ enum Phase {
     Ended,
 }
 
-static HOUSES: Mutex<Vec<(u64, Weak<House>)>> = Mutex::new(Vec::new());
+static HOUSES: Own<Mutex<Vec<Weak<House>>>> = Own::new();
 
 fn houses() -> Vec<Arc<House>> {
-    let mut all = HOUSES.lock().unwrap_or_else(PoisonError::into_inner);
-    all.retain(|(generation, house)| *generation == fork::generation() && house.strong_count() > 0);
-    all.iter().filter_map(|(_, house)| house.upgrade()).collect()
+    let mut all = HOUSES.lock();
+    all.retain(|house| house.strong_count() > 0);
+    all.iter().filter_map(Weak::upgrade).collect()
 }
 
 impl House {
@@ -188,7 +189,7 @@ impl House {
             return Ok(house);
         }
         let house = Arc::new(House::open(domain, device)?);
-        HOUSES.lock().unwrap_or_else(PoisonError::into_inner).push((fork::generation(), Arc::downgrade(&house)));
+        HOUSES.lock().push(Arc::downgrade(&house));
         Ok(house)
     }
 

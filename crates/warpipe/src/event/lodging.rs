@@ -13,7 +13,8 @@ use super::layout::{EVENTS, FROM_MAX, LANES, PAGES_MAX, Spot, Words};
 use crate::device::Device;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
-use crate::fork::{self, Home};
+use crate::fork::Home;
+use crate::fork::own::Own;
 use crate::link::proof::Streams;
 use crate::link::watcher::{Next, Usage, Watched, Watcher};
 use crate::memory::raiser::Raiser;
@@ -48,7 +49,7 @@ pub(super) struct Opened {
     pub(super) entry: u64,
 }
 
-static LODGINGS: Mutex<Vec<(u64, Weak<Lodging>)>> = Mutex::new(Vec::new());
+static LODGINGS: Own<Mutex<Vec<Weak<Lodging>>>> = Own::new();
 
 impl Lodging {
     /// The visit at the process that a handle names; begun if there is none.
@@ -57,7 +58,7 @@ impl Lodging {
             return Ok(lodging);
         }
         let lodging = Lodging::visit(body, domain, device)?;
-        LODGINGS.lock().unwrap_or_else(PoisonError::into_inner).push((fork::generation(), Arc::downgrade(&lodging)));
+        LODGINGS.lock().push(Arc::downgrade(&lodging));
         Ok(lodging)
     }
 
@@ -85,9 +86,9 @@ impl Lodging {
     }
 
     fn known(body: &Body, device: &Device) -> Option<Arc<Lodging>> {
-        let mut all = LODGINGS.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|(generation, lodging)| *generation == fork::generation() && lodging.strong_count() > 0);
-        let all: Vec<_> = all.iter().filter_map(|(_, lodging)| lodging.upgrade()).collect();
+        let mut all = LODGINGS.lock();
+        all.retain(|lodging| lodging.strong_count() > 0);
+        let all: Vec<_> = all.iter().filter_map(Weak::upgrade).collect();
         all.into_iter().find(|lodging| {
             lodging.body.generation == body.generation
                 && lodging.body.endpoint == body.endpoint

@@ -23,7 +23,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicI32, AtomicU64};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -32,8 +32,9 @@ use rustix::net::{
 };
 use rustix::pipe::PipeFlags;
 
+use super::own::Own;
 use super::table::{File, identity};
-use super::{PrivateFd, Section, generation};
+use super::{PrivateFd, Section};
 use crate::os::above_standard;
 
 /// The read ends.
@@ -96,8 +97,7 @@ static SENDER: Kept = Kept::none();
 /// The alarm's write end.
 static ALARM: Kept = Kept::none();
 
-/// Locked within a [`Section`] alone: no child inherits it locked.
-static CURRENT: Mutex<Option<(u64, Arc<Lifeline>)>> = Mutex::new(None);
+static CURRENT: Own<Mutex<Option<Arc<Lifeline>>>> = Own::new();
 
 impl Lifeline {
     /// The lifeline of this process. Made anew in a forked child, and after somebody has closed it.
@@ -106,12 +106,12 @@ impl Lifeline {
     /// `ETOOMANYREFS` when this user has too many descriptors in flight.
     pub(crate) fn of_process() -> Result<Arc<Lifeline>, Errno> {
         let section = Section::enter();
-        let mut current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = current.as_ref().filter(|(made, _)| *made == generation() && SOCKET.number().is_some());
+        let mut current = CURRENT.lock();
+        let known = current.as_ref().filter(|_| SOCKET.number().is_some());
         let lifeline = match known {
-            Some((_, lifeline)) if ALARM.number().is_some() => return Ok(lifeline.clone()),
+            Some(lifeline) if ALARM.number().is_some() => return Ok(lifeline.clone()),
             // To those who know of it the process is suspect; to close its socket would be a false proof.
-            Some((_, lifeline)) => alarmed(&section, || PrivateFd::duplicate(&lifeline.end))?,
+            Some(lifeline) => alarmed(&section, || PrivateFd::duplicate(&lifeline.end))?,
             None => {
                 // First, so that it gets the lowest number.
                 reserve()?;
@@ -119,7 +119,7 @@ impl Lifeline {
             }
         };
         let lifeline = Arc::new(lifeline);
-        *current = Some((generation(), lifeline.clone()));
+        *current = Some(lifeline.clone());
         Ok(lifeline)
     }
 }

@@ -25,4 +25,4 @@ mod subscriber_handshake;
 mod unread;
 mod users;
 
-pub(crate) use stage::{alone, send_raw};
+pub(crate) use stage::{alone, in_a_forked_child, send_raw, while_locked};

@@ -5,6 +5,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,7 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
 use crate::fork::lifeline::Lifeline;
+use crate::fork::own::Own;
 use crate::link::message::{self, Message, Received};
 use crate::link::segment::VERSION;
 use crate::{Device, Domain, EndpointName, Publisher, Stream, Subscriber};
@@ -151,6 +153,43 @@ impl Drop for Guarded {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
+}
+
+/// Forks, and sees that the child comes to the end of `work` and finds it true. In it, no other thread runs.
+pub(crate) fn in_a_forked_child(work: impl FnOnce() -> bool) {
+    // SAFETY: glibc keeps its allocator usable in the child of a process with threads. The child ends by `_exit`, or by
+    // its own alarm if it finds a lock held that nobody gives up.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: as above.
+        unsafe {
+            libc::alarm(2 * LONG.as_secs() as u32);
+            let is_true = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or(false);
+            libc::_exit(i32::from(!is_true));
+        }
+    }
+    let mut status = 0;
+    // SAFETY: waits for our own child, and writes one `int`.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(status, 0, "the child hangs, or finds something else");
+}
+
+/// Runs `work` while another thread holds the lock.
+pub(crate) fn while_locked<T: Default + Send>(lock: &'static Own<Mutex<T>>, work: impl FnOnce()) {
+    let (holds, is_held) = std::sync::mpsc::channel();
+    let (go, gone) = std::sync::mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let _guard = lock.lock();
+            holds.send(()).unwrap();
+            let _ = gone.recv();
+        });
+        is_held.recv().unwrap();
+        // Whatever becomes of it, the lock is given up.
+        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+        drop(go);
+        done.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
 }
 
 /// SplitMix64: small, and the same numbers every time.

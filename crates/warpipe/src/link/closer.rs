@@ -26,7 +26,8 @@ use rustix::net::{AddressFamily, RecvFlags, ReturnFlags, Shutdown, sockopt};
 
 use super::message::FIRST_BRINGS_DESCRIPTORS;
 use super::peer::Peer;
-use crate::fork::{self, Home, PrivateFd, Section};
+use crate::fork::own::Own;
+use crate::fork::{Home, PrivateFd, Section};
 use crate::os;
 
 /// The most threads of one lane that may hang in `close`.
@@ -381,17 +382,8 @@ impl Held {
 impl Closer {
     /// That of this process; a forked child has its own.
     fn of_process() -> Arc<Closer> {
-        static CURRENT: Mutex<Option<(u64, Arc<Closer>)>> = Mutex::new(None);
-        let mut current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*current {
-            Some((generation, closer)) if *generation == fork::generation() => closer.clone(),
-            _ => {
-                let closer = Arc::<Closer>::default();
-                // The parent's: its threads are not here, and its lock may be held.
-                current.replace((fork::generation(), closer.clone())).into_iter().for_each(std::mem::forget);
-                closer
-            }
-        }
+        static CURRENT: Own<Arc<Closer>> = Own::new();
+        CURRENT.get().clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

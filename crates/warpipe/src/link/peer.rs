@@ -24,6 +24,7 @@ use super::closer::PeerFd;
 use super::watcher::{Next, Watch, Watched, Watcher};
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::lifeline::Lifeline;
+use crate::fork::own::Own;
 use crate::fork::{self, Home, PrivateFd};
 use crate::os;
 
@@ -54,21 +55,15 @@ impl PartialEq for ProcessId {
 impl ProcessId {
     /// This process.
     pub(crate) fn own() -> ProcessId {
-        static OWN: Mutex<Option<(u64, ProcessId)>> = Mutex::new(None);
-        fork::excluded(|| {
-            let mut own = OWN.lock().unwrap_or_else(PoisonError::into_inner);
-            match *own {
-                Some((generation, id)) if generation == fork::generation() => id,
-                _ => {
-                    let pid = rustix::process::getpid();
-                    let pidfd = PrivateFd::open(|| rustix::process::pidfd_open(pid, PidfdFlags::empty()));
-                    let number = pid.as_raw_nonzero().get();
-                    // Without a descriptor it is this number for now, and asked again.
-                    let Ok(pidfd) = pidfd else { return ProcessId::Number(number) };
-                    own.insert((fork::generation(), ProcessId::of(pidfd.as_fd(), number))).1
-                }
-            }
-        })
+        static OWN: Own<OnceLock<ProcessId>> = Own::new();
+        if let Some(&id) = OWN.get().get() {
+            return id;
+        }
+        let pid = rustix::process::getpid();
+        let number = pid.as_raw_nonzero().get();
+        // Without a descriptor it is this number for now, and asked again.
+        let pidfd = PrivateFd::open(|| rustix::process::pidfd_open(pid, PidfdFlags::empty()));
+        pidfd.map_or(ProcessId::Number(number), |pidfd| *OWN.get().get_or_init(|| ProcessId::of(pidfd.as_fd(), number)))
     }
 
     fn of(pidfd: BorrowedFd<'_>, pid: i32) -> ProcessId {
@@ -226,22 +221,14 @@ const SUSPECT: u8 = 1;
 const PROVEN: u8 = 2;
 
 /// Those of this process that the kernel vouches for: whose lifeline came over a socket of theirs.
-static KNOWN: Mutex<(u64, Known)> = Mutex::new((0, Vec::new()));
+static KNOWN: Own<Mutex<Known>> = Own::new();
 
 type Known = Vec<(ProcessId, Weak<Process>)>;
 
-/// Locked within a section alone: no child inherits it locked.
 fn with_known<R>(work: impl FnOnce(&mut Known) -> R) -> R {
-    fork::excluded(|| {
-        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        let (generation, processes) = &mut *known;
-        if std::mem::replace(generation, fork::generation()) != fork::generation() {
-            // The parent's, which nothing here drops.
-            std::mem::forget(std::mem::take(processes));
-        }
-        processes.retain(|(_, process)| process.strong_count() > 0);
-        work(processes)
-    })
+    let mut known = KNOWN.lock();
+    known.retain(|(_, process)| process.strong_count() > 0);
+    work(&mut known)
 }
 
 impl std::fmt::Debug for Process {

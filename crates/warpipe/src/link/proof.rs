@@ -32,16 +32,17 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::backend::RawEvent;
 use crate::error::{Error, Result};
+use crate::fork::own::Own;
 use crate::stream::Stream;
 
 /// More streams than this are looked through for such as nobody can use any more.
 const PRUNE_FROM: usize = 8;
 
-static UNANSWERED: AtomicU64 = AtomicU64::new(0);
+static UNANSWERED: Own<AtomicU64> = Own::new();
 
 /// How often a stream or an event of this process could not be asked how far it is.
 pub(crate) fn unanswered() -> u64 {
-    UNANSWERED.load(Relaxed)
+    UNANSWERED.get().load(Relaxed)
 }
 
 /// Whether an answer proves that the work is done. See the [module](self) for each.
@@ -50,7 +51,7 @@ fn is_proof(answer: Result<bool>) -> bool {
         Ok(is_done) => is_done,
         Err(Error::DeviceReset { .. }) => true,
         Err(_) => {
-            UNANSWERED.fetch_add(1, Relaxed);
+            UNANSWERED.get().fetch_add(1, Relaxed);
             false
         }
     }

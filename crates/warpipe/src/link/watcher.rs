@@ -26,7 +26,8 @@ use super::message::timespec;
 use super::wake::Bell;
 use crate::clock::now_ns;
 use crate::error::{Error, Result};
-use crate::fork::{self, PrivateFd};
+use crate::fork::PrivateFd;
+use crate::fork::own::Own;
 
 /// How often heartbeats are written and looked at.
 pub(crate) const TICK: Duration = Duration::from_millis(200);
@@ -190,8 +191,8 @@ impl std::fmt::Debug for Watch {
 /// will do: a socket whose peer has closed is told of again and again even to who listens for nothing at all.
 const ONCE: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ONESHOT);
 
-/// The watcher of this process, and the generation of forks that it was started in.
-static CURRENT: Mutex<Option<(u64, Arc<Watcher>)>> = Mutex::new(None);
+/// The watcher of this process.
+static CURRENT: Own<Mutex<Option<Arc<Watcher>>>> = Own::new();
 
 /// The bell's key in the epoll set.
 const BELL: u64 = 0;
@@ -199,24 +200,17 @@ const BELL: u64 = 0;
 impl Watcher {
     /// The watcher of this process, started on first use; a forked child starts its own.
     pub(crate) fn of_process() -> Result<Arc<Watcher>> {
-        let mut current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*current {
-            Some((generation, watcher)) if *generation == fork::generation() => Ok(watcher.clone()),
-            _ => {
-                let watcher = Watcher::start(OVERDUE_AFTER)?;
-                if let Some((_, inherited)) = current.replace((fork::generation(), watcher.clone())) {
-                    // The parent's: its thread is not here and its descriptors are closed.
-                    std::mem::forget(inherited);
-                }
-                Ok(watcher)
-            }
+        let mut current = CURRENT.lock();
+        if let Some(watcher) = &*current {
+            return Ok(watcher.clone());
         }
+        let watcher = Watcher::start(OVERDUE_AFTER)?;
+        Ok(current.insert(watcher).clone())
     }
 
     /// The watcher of this process, if it has been started.
     pub(crate) fn running() -> Option<Arc<Watcher>> {
-        let current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
-        current.as_ref().filter(|(generation, _)| *generation == fork::generation()).map(|(_, watcher)| watcher.clone())
+        CURRENT.lock().clone()
     }
 
     /// How much waits to be dropped, and how much of that for a device that has not done its work within
@@ -606,6 +600,12 @@ mod tests {
         assert_eq!(told.recv_timeout(Duration::from_secs(10)), Ok(()));
         drop(go);
         eventually("it goes on", || watcher.counts() == (0, 0));
+    }
+
+    #[test]
+    fn a_child_forked_while_another_thread_starts_the_watcher_starts_its_own() {
+        let own = || Watcher::running().is_none() && Watcher::of_process().is_ok() && Watcher::running().is_some();
+        crate::hostile::while_locked(&CURRENT, || crate::hostile::in_a_forked_child(own));
     }
 
     #[test]

@@ -4,18 +4,19 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::error::Result;
+use crate::fork::own::Own;
 
 type Cell<V> = Arc<Mutex<Weak<V>>>;
 
 /// Values by key, for as long as somebody else holds them.
 #[derive(Debug)]
 pub(crate) struct Shelf<K, V> {
-    cells: Mutex<BTreeMap<K, Cell<V>>>,
+    cells: Own<Mutex<BTreeMap<K, Cell<V>>>>,
 }
 
-impl<K: Ord + Clone, V> Shelf<K, V> {
+impl<K: Ord + Clone + Send, V: Send + Sync> Shelf<K, V> {
     pub(crate) const fn new() -> Shelf<K, V> {
-        Shelf { cells: Mutex::new(BTreeMap::new()) }
+        Shelf { cells: Own::new() }
     }
 
     /// The value of `key`, made if it is not open. Who asks for the same meanwhile waits for it; others do not.
@@ -46,7 +47,7 @@ impl<K: Ord + Clone, V> Shelf<K, V> {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<K, Cell<V>>> {
-        self.cells.lock().unwrap_or_else(PoisonError::into_inner)
+        self.cells.lock()
     }
 }
 

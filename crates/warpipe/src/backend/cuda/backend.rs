@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_uint;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::broadcast::Broadcast;
@@ -21,6 +21,7 @@ use crate::backend::{
     RawStream, Rows, StreamOp, TimelineWord,
 };
 use crate::error::{Error, Result};
+use crate::fork::own::Own;
 use crate::kernel::Kernel;
 use crate::stream::Backoff;
 
@@ -46,7 +47,7 @@ pub struct CudaBackend {
 }
 
 /// The devices opened so far, by ordinal: one context, one set of modules, for the life of the process.
-static OPENED: Mutex<BTreeMap<u32, Arc<CudaBackend>>> = Mutex::new(BTreeMap::new());
+static OPENED: Own<Mutex<BTreeMap<u32, Arc<CudaBackend>>>> = Own::new();
 
 /// Codes with which a driver answers to handles of a context that is there no more.
 const STALE: [CUresult; 3] = [CUresult::INVALID_CONTEXT, CUresult::INVALID_HANDLE, CUresult::CONTEXT_IS_DESTROYED];
@@ -142,7 +143,7 @@ impl CudaBackend {
         // Before the lock is taken, so that nobody stays out with it.
         let _inside = ending::enter();
         let driver = driver()?;
-        let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut opened = OPENED.lock();
         let known = opened.get(&ordinal);
         if let Some(backend) = known.filter(|backend| !backend.is_gone()) {
             return Ok(backend.clone());
@@ -475,7 +476,7 @@ impl Backend for CudaBackend {
     }
 
     unsafe fn destroy_event(&self, event: RawEvent) -> Result<()> {
-        EVENTS.forget(event.0);
+        EVENTS.get().forget(event.0);
         let Some(_current) = self.enter_unless_gone()? else { return Ok(()) };
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.event_destroy(event.0) }?)

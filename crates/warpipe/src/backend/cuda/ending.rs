@@ -30,6 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// Set once the process ends; the bits below count the entries. One word, so that no entry falls between the two.
 const ENDING: usize = 1 << (usize::BITS - 1);
 
+/// A child inherits the count with it, and never waits for it ([`fault::forked`]).
 static GATE: Gate = Gate::new();
 
 thread_local! {

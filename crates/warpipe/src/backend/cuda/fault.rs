@@ -3,7 +3,8 @@
 use std::ffi::{CStr, c_char};
 use std::io;
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
 
 use super::ending;
 use super::sys::{self, CUresult};
@@ -88,16 +89,18 @@ pub(super) fn no_device() -> Error {
     Error::NoDevice { hint }
 }
 
-static PROCESS: OnceLock<u32> = OnceLock::new();
+/// 0 before there is one. Inherited by purpose.
+static PROCESS: AtomicU32 = AtomicU32::new(0);
 
 /// Remembers the process in which the driver was initialised, which is the only one that may use it.
 pub(super) fn remember_process() {
-    PROCESS.get_or_init(std::process::id);
+    let _ = PROCESS.compare_exchange(0, std::process::id(), Relaxed, Relaxed);
 }
 
 /// Whether this process is a fork of the one in which the driver was initialised.
 pub(super) fn forked() -> bool {
-    PROCESS.get().is_some_and(|&process| process != std::process::id())
+    let process = PROCESS.load(Relaxed);
+    process != 0 && process != std::process::id()
 }
 
 fn name(code: CUresult) -> String {

@@ -11,6 +11,7 @@ use super::sys::*;
 use crate::backend::pointer::kind_outside;
 use crate::backend::{DeviceId, DeviceKind, IPC_EVENTS_MAX, IpcBytes, PointerInfo, PointerKind, RawEvent};
 use crate::error::{Error, LegacyFault, Result};
+use crate::fork::own::Own;
 
 /// Codes with which the driver refuses a handle's bytes, or what they name.
 const REFUSED: [CUresult; 7] = [
@@ -207,15 +208,16 @@ impl CudaBackend {
     pub(super) fn create_interprocess_event(&self) -> Result<CUevent> {
         let _current = self.enter()?;
         let limit = || Error::EventLimit { limit: IPC_EVENTS_MAX };
-        if !EVENTS.reserve() {
+        let events = EVENTS.get();
+        if !events.reserve() {
             return Err(limit());
         }
         let event = self.driver.ipc_event_create().map_err(|fault| {
-            EVENTS.count.fetch_sub(1, Ordering::Relaxed);
+            events.count.fetch_sub(1, Ordering::Relaxed);
             // Others of this process may have some, too.
             if fault.is(&NO_EVENT_LEFT) { limit() } else { fault.into() }
         })?;
-        lock(&EVENTS.live).get_or_insert_default().insert(event.addr());
+        lock(&events.live).insert(event.addr());
         Ok(event)
     }
 
@@ -230,11 +232,12 @@ impl CudaBackend {
 }
 
 /// This process's interprocess events, of all devices: the driver's limit is one for a process.
-pub(super) static EVENTS: Events = Events { count: AtomicU32::new(0), live: Mutex::new(None) };
+pub(super) static EVENTS: Own<Events> = Own::new();
 
+#[derive(Default)]
 pub(super) struct Events {
     count: AtomicU32,
-    live: Mutex<Option<HashSet<usize>>>,
+    live: Mutex<HashSet<usize>>,
 }
 
 impl Events {
@@ -245,9 +248,7 @@ impl Events {
 
     /// Counts an event as gone, if it was one of these; before it is destroyed, lest its handle mean another by then.
     pub(super) fn forget(&self, event: CUevent) {
-        if self.count.load(Ordering::Relaxed) > 0
-            && lock(&self.live).as_mut().is_some_and(|live| live.remove(&event.addr()))
-        {
+        if self.count.load(Ordering::Relaxed) > 0 && lock(&self.live).remove(&event.addr()) {
             self.count.fetch_sub(1, Ordering::Relaxed);
         }
     }

@@ -8,6 +8,7 @@
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::OnceLock;
 
+use crate::fork::own::Own;
 use libloading::Library;
 
 /// The driver's status. `0` is success; see [`super::fault`] for the others.
@@ -340,11 +341,12 @@ functions! {
 /// The names under which the driver's library is looked for, in order.
 pub(super) const LIBRARY_NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 
-static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
+/// A child that is forked while another thread loads it loads it again.
+static DRIVER: Own<OnceLock<Result<Driver, String>>> = Own::new();
 
 /// The driver's functions, loaded by the first call; or the loader's words on the first name.
 pub(super) fn driver() -> Result<&'static Driver, &'static str> {
-    DRIVER.get_or_init(load).as_ref().map_err(String::as_str)
+    DRIVER.get().get_or_init(load).as_ref().map_err(String::as_str)
 }
 
 fn load() -> Result<Driver, String> {

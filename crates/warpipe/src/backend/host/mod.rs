@@ -11,8 +11,8 @@ mod stream;
 
 use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use self::plain::Plain;
@@ -22,6 +22,7 @@ use super::{
     RawStream, Rows, StreamOp, TimelineWord,
 };
 use crate::error::{Error, LegacyFault, Result};
+use crate::fork::own::Common;
 use crate::kernel::{Kernel, Launch};
 
 /// The backend of [`Device::host`](crate::Device::host).
@@ -37,8 +38,9 @@ pub struct HostBackend {
 impl HostBackend {
     /// The process's one host backend.
     pub fn shared() -> Arc<dyn Backend> {
-        static SHARED: OnceLock<Arc<HostBackend>> = OnceLock::new();
-        SHARED.get_or_init(|| Arc::new(HostBackend::new(false))).clone()
+        // A device that was opened before a fork can be used in the child.
+        static SHARED: Common<Option<Arc<HostBackend>>> = Common::new(None);
+        SHARED.lock().get_or_insert_with(|| Arc::new(HostBackend::new(false))).clone()
     }
 
     /// Another one, for tests, with streams like those of a driver: 1,020 operations fit in a stream's queue; a call that

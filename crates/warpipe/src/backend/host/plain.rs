@@ -8,7 +8,6 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use rustix::io::Errno;
@@ -18,6 +17,7 @@ use super::memory::{SEALS, check_sealed_memfd, map};
 use crate::backend::pointer::{kind_outside, mapping_at};
 use crate::backend::{DeviceId, DevicePtr, IPC_EVENTS_MAX, IpcBytes, PointerInfo, PointerKind};
 use crate::error::{Error, LegacyFault, Result};
+use crate::fork::own::Common;
 use crate::fork::{Home, PrivateFd};
 use crate::origin::{Life, Origin};
 
@@ -30,8 +30,8 @@ const NAME: &std::ffi::CStr = c"warpipe-plain";
 /// What this process allocated and what it has opened, by address.
 #[derive(Debug, Default)]
 pub(super) struct Plain {
-    allocated: Mutex<BTreeMap<DevicePtr, Allocation>>,
-    opened: Mutex<BTreeMap<DevicePtr, Opened>>,
+    allocated: Common<BTreeMap<DevicePtr, Allocation>>,
+    opened: Common<BTreeMap<DevicePtr, Opened>>,
     last: AtomicU64,
     events: AtomicU32,
 }
@@ -65,10 +65,6 @@ impl File {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Plain {
     pub(super) fn allocate(&self, bytes: u64) -> Result<DevicePtr> {
         let context = || format!("memory of {bytes} bytes");
@@ -81,7 +77,7 @@ impl Plain {
         let base = map(&fd, length, ProtFlags::READ | ProtFlags::WRITE)?;
         let number = self.last.fetch_add(1, Ordering::Relaxed) + 1;
         let allocation = Allocation { fd, bytes, number, home: Home::here() };
-        lock(&self.allocated).insert(base, allocation);
+        self.allocated.lock().insert(base, allocation);
         Ok(base)
     }
 
@@ -91,7 +87,7 @@ impl Plain {
     /// `base` came from [`allocate`](Self::allocate), and nothing uses the memory any more.
     pub(super) unsafe fn free(&self, base: DevicePtr) -> Result<u64> {
         let unknown = || Error::argument("ptr", format!("{base:#x}"), "what allocate_plain returned, once");
-        let Allocation { bytes, .. } = lock(&self.allocated).remove(&base).ok_or_else(unknown)?;
+        let Allocation { bytes, .. } = self.allocated.lock().remove(&base).ok_or_else(unknown)?;
         // SAFETY: the caller's promise; `allocate` mapped exactly this range.
         unsafe { rustix::mm::munmap(base as *mut _, page_multiple(bytes)? as usize) }
             .map_err(|e| Error::os("munmap", "plain memory", e))?;
@@ -99,7 +95,7 @@ impl Plain {
     }
 
     pub(super) fn locate(&self, ptr: DevicePtr, owner: DeviceId) -> Result<PointerInfo> {
-        let allocated = lock(&self.allocated);
+        let allocated = self.allocated.lock();
         if let Some((&base, allocation)) = allocated.range(..=ptr).next_back()
             && ptr - base < allocation.bytes
         {
@@ -108,7 +104,7 @@ impl Plain {
             return Ok(PointerInfo { kind: PointerKind::Device, owner, base, bytes, allocation: number });
         }
         drop(allocated);
-        if lock(&self.opened).range(..=ptr).next_back().is_some_and(|(&base, opened)| ptr - base < opened.bytes) {
+        if self.opened.lock().range(..=ptr).next_back().is_some_and(|(&base, opened)| ptr - base < opened.bytes) {
             return Ok(PointerInfo::of_kind(PointerKind::Import, owner));
         }
         let is_region = |name: &str| name.contains("/memfd:warpipe-region");
@@ -120,13 +116,14 @@ impl Plain {
     }
 
     pub(super) fn export(&self, base: DevicePtr) -> Result<IpcBytes> {
-        let allocated = lock(&self.allocated);
+        let here = Origin::here()?;
+        let allocated = self.allocated.lock();
         let unknown = || Error::NotExportable { ptr: base, kind: PointerKind::Unknown };
         let allocation = allocated.get(&base).ok_or_else(unknown)?;
         allocation.home.check()?;
         let fd = allocation.fd.as_fd();
         let stat = rustix::fs::fstat(fd).map_err(|e| Error::os("fstat", "plain memory", e))?;
-        let (file, here) = (File::of(&stat), Origin::here()?);
+        let file = File::of(&stat);
         let fields = [
             here.host,
             here.namespace,
@@ -161,7 +158,7 @@ impl Plain {
     }
 
     fn map_once(&self, fd: &PrivateFd, file: File, bytes: u64, length: u64) -> Result<(DevicePtr, bool)> {
-        let mut opened = lock(&self.opened);
+        let mut opened = self.opened.lock();
         if let Some((&base, known)) = opened.iter_mut().find(|(_, known)| known.file == file) {
             known.times += 1;
             return Ok((base, false));
@@ -176,7 +173,7 @@ impl Plain {
     /// # Safety
     /// Nothing uses the memory, unless it was opened once more.
     pub(super) unsafe fn close(&self, base: DevicePtr) -> Result<u64> {
-        let mut opened = lock(&self.opened);
+        let mut opened = self.opened.lock();
         let entry = opened.get_mut(&base).ok_or_else(|| Error::legacy(LegacyFault::NotOpen { ptr: base }))?;
         entry.times -= 1;
         if entry.times > 0 {

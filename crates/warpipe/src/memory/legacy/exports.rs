@@ -1,12 +1,13 @@
 //! What this process has exported: a driver opens no handle in the process that made it, so it is found here.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use super::{LegacyHandle, other_device};
 use crate::backend::{DeviceId, DevicePtr, IpcBytes, PointerKind};
 use crate::device::Device;
 use crate::error::{Error, LegacyFault, Result};
+use crate::fork::own::Own;
 
 /// The most allocations that may be exported at once.
 const EXPORTS_MAX: usize = 1 << 16;
@@ -14,15 +15,14 @@ const EXPORTS_MAX: usize = 1 << 16;
 /// By device and base: an address that is allocated and exported anew replaces what was there.
 type Exports = HashMap<(DeviceId, DevicePtr), (u64, IpcBytes)>;
 
-fn exports() -> MutexGuard<'static, Option<Exports>> {
-    static EXPORTS: Mutex<Option<Exports>> = Mutex::new(None);
-    EXPORTS.lock().unwrap_or_else(PoisonError::into_inner)
+fn exports() -> MutexGuard<'static, Exports> {
+    static EXPORTS: Own<Mutex<Exports>> = Own::new();
+    EXPORTS.lock()
 }
 
 /// Which allocation lies at `base` from now on.
 pub(super) fn remember(handle: &LegacyHandle, base: DevicePtr) -> Result<()> {
     let mut exports = exports();
-    let exports = exports.get_or_insert_default();
     let key = (handle.owner, base);
     if exports.len() >= EXPORTS_MAX && !exports.contains_key(&key) {
         return Err(Error::argument("exported allocations", exports.len() + 1, format!("at most {EXPORTS_MAX}")));
@@ -37,7 +37,6 @@ pub(super) fn find(handle: &LegacyHandle, device: &Device) -> Result<DevicePtr> 
         return Err(other_device(handle.owner, device));
     }
     let mut exports = exports();
-    let exports = exports.get_or_insert_default();
     let wanted = (handle.allocation, handle.raw);
     let known = exports.iter().find(|((owner, _), known)| *owner == handle.owner && **known == wanted);
     let stale = |reason: &str| Error::legacy(LegacyFault::Stale { pid: handle.pid(), reason: reason.into() });

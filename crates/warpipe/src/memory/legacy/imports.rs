@@ -10,6 +10,7 @@ use crate::backend::{DeviceId, DevicePtr, IpcBytes};
 use crate::device::Device;
 use crate::error::{Error, LegacyFault, Result};
 use crate::fork::Home;
+use crate::fork::own::Own;
 use crate::link::proof::Streams;
 use crate::link::watcher::Watcher;
 use crate::origin::Origin;
@@ -29,19 +30,11 @@ struct Key {
 }
 
 /// The open allocations of this process.
-struct Table {
-    home: Home,
-    imports: HashMap<Key, Arc<Import>>,
-}
+type Table = HashMap<Key, Arc<Import>>;
 
-fn table() -> MutexGuard<'static, Option<Table>> {
-    static TABLE: Mutex<Option<Table>> = Mutex::new(None);
-    let mut table = TABLE.lock().unwrap_or_else(PoisonError::into_inner);
-    if table.as_ref().is_some_and(|table| !table.home.is_here()) {
-        // A forked child's: what is open is its parent's.
-        std::mem::forget(table.take());
-    }
-    table
+fn table() -> MutexGuard<'static, Table> {
+    static TABLE: Own<Mutex<Table>> = Own::new();
+    TABLE.lock()
 }
 
 /// One allocation. Its lock may be held across calls of the driver; the table's never is. Who holds an import's lock
@@ -167,12 +160,11 @@ pub(super) fn open(handle: &LegacyHandle, device: &Device) -> Result<LegacyMemor
 
 /// The import in the table, or a new one in it.
 fn find(key: &Key, device: &Device) -> Result<Arc<Import>> {
-    if let Some(import) = table().as_ref().and_then(|table| table.imports.get(key)) {
+    if let Some(import) = table().get(key) {
         return Ok(import.clone());
     }
     let watcher = Watcher::of_process()?;
-    let mut table = table();
-    let imports = &mut table.get_or_insert_with(|| Table { home: Home::here(), imports: HashMap::new() }).imports;
+    let mut imports = table();
     if imports.len() >= IMPORTS_MAX && !imports.contains_key(key) {
         return Err(Error::argument("open allocations", imports.len() + 1, format!("at most {IMPORTS_MAX}")));
     }
@@ -188,8 +180,7 @@ impl Import {
     /// Takes it out of the table for good.
     fn end(self: &Arc<Self>, mapping: &mut Mapping) {
         mapping.is_over = true;
-        let mut table = table();
-        let Some(imports) = table.as_mut().map(|table| &mut table.imports) else { return };
+        let mut imports = table();
         if imports.get(&self.key).is_some_and(|known| Arc::ptr_eq(known, self)) {
             imports.remove(&self.key);
         }
