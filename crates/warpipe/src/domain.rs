@@ -10,6 +10,7 @@
 //! (`O_DIRECTORY | O_NOFOLLOW`, owner, mode); nobody can swap the directory underneath.
 
 mod lock;
+pub(crate) mod watch;
 
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -23,6 +24,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use self::lock::{Cleared, is_owned, read_pid};
+pub(crate) use self::watch::Arrivals;
 use crate::error::{Error, Holder, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::closer::{Listener, PeerSocket};
@@ -358,15 +360,12 @@ impl Domain {
         self.inner.owner
     }
 
-    /// A descriptor that becomes readable when something new appears in the directory.
-    pub(crate) fn arrivals(&self) -> Result<PrivateFd> {
-        use rustix::fs::inotify;
-        let failed = |call| move |e: Errno| Error::os(call, "watching the domain", e);
-        let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
-        let fd = PrivateFd::open(|| inotify::init(flags)).map_err(failed("inotify_init"))?;
-        let own = format!("/proc/self/fd/{}/.", self.inner.directory.as_raw_fd());
-        inotify::add_watch(&fd, own.as_str(), inotify::WatchFlags::MOVED_TO).map_err(failed("inotify_add_watch"))?;
-        Ok(fd)
+    /// Becomes readable when something new appears in the directory.
+    pub(crate) fn arrivals(&self) -> Result<Arrivals> {
+        let directory = &self.inner.directory;
+        let stat = rustix::fs::fstat(directory).map_err(|e| Error::os("fstat", "the domain's directory", e))?;
+        let path = format!("/proc/self/fd/{}/.", directory.as_raw_fd());
+        watch::arrivals((stat.st_dev, stat.st_ino), path.as_ref())
     }
 
     fn address(&self, file: &str) -> Result<SocketAddrUnix> {

@@ -20,7 +20,7 @@ use super::inlet::{Inlet, Standing, SubscriberIdentity};
 use super::sample::{Discontinuity, Sample};
 use crate::backend::DevicePtr;
 use crate::device::Device;
-use crate::domain::{Domain, EndpointName};
+use crate::domain::{Arrivals, Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::PeerState;
@@ -90,7 +90,7 @@ pub struct Subscriber {
     device: Device,
     bell: Arc<Bell>,
     /// Says that a new publisher may have come. Only with `reconnect`.
-    arrivals: Option<PrivateFd>,
+    arrivals: Option<Arrivals>,
     /// Everything that can end a wait, in one descriptor.
     readable: PrivateFd,
     /// An event loop polls `readable`: this end is asleep whenever no call of ours runs.
@@ -183,7 +183,7 @@ impl Subscriber {
             match &self.arrivals {
                 Some(arrivals) if !left.is_zero() => {
                     wait_readable(arrivals.as_fd(), left.min(RETRY));
-                    drain_arrivals(arrivals);
+                    arrivals.drain();
                 }
                 _ => return Err(error),
             }
@@ -384,7 +384,7 @@ impl Subscriber {
                 BELL => self.bell.drain(),
                 WAKE => self.drain_wake(),
                 TIMER => self.drain_timer(),
-                _ => self.arrivals.iter().for_each(drain_arrivals),
+                _ => self.arrivals.iter().for_each(Arrivals::drain),
             }
         }
     }
@@ -394,7 +394,7 @@ impl Subscriber {
         self.bell.drain();
         self.drain_wake();
         self.drain_timer();
-        self.arrivals.iter().for_each(drain_arrivals);
+        self.arrivals.iter().for_each(Arrivals::drain);
     }
 
     fn drain_timer(&self) {
@@ -644,9 +644,4 @@ fn is_an_end(error: &Error) -> bool {
 fn listen_to(readable: &PrivateFd, fd: BorrowedFd<'_>, what: u64) -> Result<()> {
     epoll::add(readable, fd, epoll::EventData::new_u64(what), epoll::EventFlags::IN)
         .map_err(|e| Error::os("epoll_ctl", "a subscriber's descriptor", e))
-}
-
-fn drain_arrivals(arrivals: &PrivateFd) {
-    let mut events = [0u8; 4096];
-    let _ = rustix::io::read(arrivals, &mut events);
 }

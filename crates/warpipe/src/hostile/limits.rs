@@ -285,6 +285,64 @@ fn memory_beyond_the_machine_or_the_limit_is_refused_and_the_rest_still_works() 
     assert_delivers(&publisher, &mut scratch.subscriber(), b"released");
 }
 
+fn threads() -> usize {
+    std::fs::read_dir("/proc/self/task").unwrap().count()
+}
+
+#[test]
+fn a_watcher_that_finds_no_thread_leaves_nothing_and_can_be_started_later() {
+    alone(module_path!(), "a_watcher_that_finds_no_thread_leaves_nothing_and_can_be_started_later", || {
+        const LIMITED: u32 = 61_235;
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: the limit is of users who are not root");
+        }
+        // SAFETY: plain system calls; this process has one test and no other thread that minds.
+        assert_eq!(unsafe { [libc::setgid(LIMITED), libc::setuid(LIMITED)] }, [0, 0]);
+        let (before, mut failures) = ((threads(), settled_descriptors()), 0);
+        for spare in 0..10 {
+            set_soft(Resource::Nproc, Some((before.0 + spare) as u64));
+            let started = crate::link::watcher::Watcher::of_process();
+            set_soft(Resource::Nproc, None);
+            let Err(error) = started else { break };
+            assert!(matches!(error, Error::Os { call: "clone", .. }), "{error}");
+            failures += 1;
+            super::stage::eventually("nothing is left", || (threads(), descriptors()) == before);
+        }
+        assert!((1..10).contains(&failures), "{failures} failures");
+    });
+}
+
+/// Subscribers in processes of their own.
+#[test]
+fn a_subscriber_costs_its_publisher_six_descriptors() {
+    let test = "a_subscriber_costs_its_publisher_six_descriptors";
+    if role().as_deref() == Some("guest") {
+        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let _subscriber = Subscriber::builder("a").domain(&domain).device(&Device::host()).build().unwrap();
+        println!("attached");
+        let _ = std::io::stdin().read_line(&mut String::new());
+        return;
+    }
+    alone(module_path!(), test, || {
+        let scratch = Scratch::new();
+        let _publisher = scratch.publisher(|it| it);
+        let start = || {
+            let mut command = command(module_path!(), test, "guest");
+            command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+            let mut process = Guarded(command.spawn().unwrap());
+            let lines = BufReader::new(process.0.stdout.take().unwrap()).lines();
+            assert!(lines.map_while(std::result::Result::ok).any(|line| line.contains("attached")));
+            process
+        };
+        let first = start();
+        let before = settled_descriptors();
+        let others = [start(), start(), start()];
+        // And a pipe to its standard input.
+        assert!(settled_descriptors() - before <= others.len() * (6 + 1), "{}", settled_descriptors() - before);
+        drop((first, others));
+    });
+}
+
 #[test]
 fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
     let test = "a_process_takes_its_own_share_of_the_links_and_leaves_the_rest";

@@ -293,6 +293,11 @@ fn hand_over(uid: Option<u32>, fd: Held) {
     }
 }
 
+/// Leaves it to a thread to close what is this library's own and takes a while.
+pub(crate) fn release_behind(fd: PrivateFd) {
+    hand_over(None, Held::Private(fd));
+}
+
 fn lane_of(uid: Option<u32>) -> usize {
     match uid {
         None => OWN_LANE,

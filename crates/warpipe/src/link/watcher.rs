@@ -244,9 +244,11 @@ impl Watcher {
                 let _panicked = survive(job);
             }
         })?;
-        let prover = watcher.clone();
+        // Of a watcher that comes to nothing the threads end with it.
+        let prover = Arc::downgrade(&watcher);
         start_thread("warpipe-prover", move || {
             for () in due {
+                let Some(prover) = prover.upgrade() else { return };
                 prover.is_reap_due.store(false, Ordering::Release);
                 let _panicked = survive(|| prover.reap());
             }

@@ -12,13 +12,12 @@ use rustix::event::{PollFd, PollFlags};
 use super::queue::Queue;
 use super::roster::{Entry, Roster, Silent};
 use super::{Change, MEMBERS_MAX, member_name};
-use crate::domain::{Domain, EndpointName};
+use crate::domain::{Arrivals, Domain, EndpointName};
 use crate::error::{Error, Result};
-use crate::fork::PrivateFd;
 use crate::link::message::timespec;
 use crate::link::wake::Bell;
 use crate::link::watcher::{STALLED_AFTER, TICK};
-use crate::rendezvous::{Address, Call, Kind, Visit, drain};
+use crate::rendezvous::{Address, Call, Kind, Visit};
 
 /// How often the directory is looked at even though it told nothing: for who was too busy, or too many, before.
 const LOOK_AGAIN: Duration = Duration::from_secs(2);
@@ -111,7 +110,7 @@ impl Visit for Ear {
 
 pub(super) struct Scout {
     shared: Arc<Shared>,
-    arrivals: PrivateFd,
+    arrivals: Arrivals,
     calls: HashMap<EndpointName, Call>,
     next_id: u64,
     began: Instant,
@@ -153,7 +152,7 @@ impl Scout {
                 self.shared.settle();
             }
             if self.sleep() {
-                drain(&self.arrivals);
+                self.arrivals.drain();
                 self.next_look = Instant::now();
             }
         }

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::inotify;
 
 use super::ticket::{TEXT_BYTES_MAX, Ticket};
+use crate::domain::watch::Inotify;
 use crate::error::{Error, Result, TicketFault};
-use crate::fork::PrivateFd;
 use crate::link::message;
 use crate::os::above_standard;
 
@@ -96,24 +96,19 @@ impl Ticket {
                 return Err(Error::Timeout { what, waited: timeout });
             }
             message::wait_readable(arrivals.as_fd(), left.min(LOOK));
-            let mut events = [0u8; 4096];
-            while matches!(rustix::io::read(&arrivals, &mut events), Ok(1..)) {}
+            arrivals.drain();
         }
     }
 }
 
 /// A descriptor that becomes readable when something new appears in the file's directory.
-fn arrivals(path: &Path) -> Result<PrivateFd> {
+fn arrivals(path: &Path) -> Result<Inotify> {
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
     };
-    let failed = |call| move |e: rustix::io::Errno| Error::os(call, format!("watching {}", folder.display()), e);
-    let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
-    let fd = PrivateFd::open(|| inotify::init(flags)).map_err(failed("inotify_init"))?;
-    let wanted = inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::CLOSE_WRITE;
-    inotify::add_watch(&fd, folder, wanted).map_err(failed("inotify_add_watch"))?;
-    Ok(fd)
+    let inotify = Inotify::new(folder, inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::CLOSE_WRITE);
+    inotify.map_err(|(call, error)| Error::os(call, format!("watching {}", folder.display()), error))
 }
 
 /// How many drafts of the dead are passed over.

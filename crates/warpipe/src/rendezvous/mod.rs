@@ -21,7 +21,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use self::desk::{Desk, Keeper};
-pub(crate) use self::visitor::{Call, Visitor, drain};
+pub(crate) use self::visitor::{Call, Visitor};
 use crate::backend::DeviceId;
 use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};

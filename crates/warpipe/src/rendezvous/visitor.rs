@@ -12,7 +12,7 @@ use super::{ANSWER_TIMEOUT, Address, BODY_BYTES_MAX, Gift, Kind, UNASKED, Visit}
 use crate::backend::DeviceId;
 use crate::clock::Stopwatch;
 use crate::error::{Error, HandshakeFault, Result};
-use crate::fork::{Home, PrivateFd};
+use crate::fork::Home;
 use crate::link::closer::PeerSocket;
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::{ORPHAN_TIMEOUT, Peer, Sign};
@@ -204,7 +204,7 @@ impl Visitor {
             let left = wait.saturating_sub(clock.elapsed());
             let Some(arrivals) = arrivals.as_ref().filter(|_| !left.is_zero()) else { return Err(absent) };
             message::wait_readable(arrivals.as_fd(), left.min(LOOK));
-            drain(arrivals);
+            arrivals.drain();
         }
     }
 
@@ -486,12 +486,6 @@ impl Watched for Inner {
 
 fn has_closed(error: Errno) -> bool {
     matches!(error, Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN)
-}
-
-/// Takes in what a domain told of arrivals, so that the next one wakes again.
-pub(crate) fn drain(arrivals: &PrivateFd) {
-    let mut events = [0u8; 4096];
-    while matches!(rustix::io::read(arrivals, &mut events), Ok(1..)) {}
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use rustix::event::epoll;
 use self::polled::Clock;
 use super::clients_of;
 use crate::device::Device;
-use crate::domain::{Domain, EndpointName};
+use crate::domain::{Arrivals, Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::wake::Bell;
@@ -165,7 +165,7 @@ pub struct Server {
     /// The attendant has been asked to clear away what they left, and has not begun.
     is_clearing: Arc<AtomicBool>,
     door: Arc<Door>,
-    arrivals: PrivateFd,
+    arrivals: Arrivals,
     clock: Clock,
     readable: PrivateFd,
     looked: Option<Instant>,
@@ -379,7 +379,7 @@ impl Server {
     fn hear(&mut self, id: u64) {
         match id {
             ARRIVALS => {
-                let _ = rustix::io::read(&self.arrivals, &mut [0u8; 4096]);
+                self.arrivals.drain();
                 self.looked = None;
             }
             BELL => self.door.bell.drain(),

@@ -1,0 +1,230 @@
+//! What appears in a directory, told to everybody in this process who waits for it: one inotify instance for a directory,
+//! however many wait.
+//!
+//! To release an inotify instance takes the kernel tens of milliseconds (it waits for an RCU grace period). So that is done
+//! by the [closer's](crate::link::closer) threads, and for a process that ends behind its lifeline: a copy of the instance
+//! lies in flight in a socket of its own, as the lifeline's pipe does, so its release comes in a later pass of the dying
+//! task than that of the files, and behind that of the lifeline, whose socket has a lower number. Where this user may have
+//! no more descriptors in flight it is an ordinary descriptor, and the proof of this process's death comes later by that.
+
+use std::collections::HashMap;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use rustix::fs::inotify::{self, WatchFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType};
+
+use crate::error::{Error, Result};
+use crate::fork::{self, Home, PrivateFd};
+use crate::link::closer::release_behind;
+use crate::link::wake::Bell;
+use crate::link::watcher::{Next, Watch, Watched, Watcher};
+
+/// Tells of what appears in a directory: readable from then on until it is [drained](Arrivals::drain).
+#[derive(Debug)]
+pub(crate) struct Arrivals {
+    bell: Arc<Bell>,
+    #[cfg_attr(not(test), expect(dead_code, reason = "held, not used: it rings the bell"))]
+    watch: Arc<DirectoryWatch>,
+}
+
+impl Arrivals {
+    /// Takes in what was told, so that the next arrival wakes again.
+    pub(crate) fn drain(&self) {
+        self.bell.drain();
+    }
+}
+
+impl AsFd for Arrivals {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+}
+
+/// An inotify instance. Dropped, it is released elsewhere.
+#[derive(Debug)]
+pub(crate) struct Inotify {
+    /// `None` only while dropping.
+    instance: Option<PrivateFd>,
+    /// The socket in which a copy lies.
+    copy: Option<PrivateFd>,
+    home: Home,
+}
+
+impl Inotify {
+    pub(crate) fn new(directory: &Path, wanted: WatchFlags) -> std::result::Result<Inotify, (&'static str, Errno)> {
+        let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
+        let instance = PrivateFd::open(|| inotify::init(flags)).map_err(|error| ("inotify_init", error))?;
+        let copy = put_in_flight(&instance).ok();
+        let inotify = Inotify { instance: Some(instance), copy, home: Home::here() };
+        inotify::add_watch(&inotify, directory, wanted).map_err(|error| ("inotify_add_watch", error))?;
+        Ok(inotify)
+    }
+
+    /// Takes in what it tells.
+    pub(crate) fn drain(&self) {
+        let mut events = [0u8; 4096];
+        while matches!(rustix::io::read(self, &mut events), Ok(1..)) {}
+    }
+}
+
+impl AsFd for Inotify {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.instance.as_ref().expect("present until dropped").as_fd()
+    }
+}
+
+impl Drop for Inotify {
+    fn drop(&mut self) {
+        let both = [self.instance.take(), self.copy.take()].into_iter().flatten();
+        if self.home.is_here() {
+            both.for_each(release_behind);
+        }
+    }
+}
+
+/// A socket with a copy of it in its queue.
+fn put_in_flight(fd: &PrivateFd) -> std::result::Result<PrivateFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let section = fork::Section::enter();
+    let (socket, sender) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let (socket, sender) = (section.adopt(socket)?, section.adopt(sender)?);
+    drop(section);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut rights = SendAncillaryBuffer::new(&mut space);
+    let fds = [fd.as_fd()];
+    rights.push(SendAncillaryMessage::ScmRights(&fds));
+    rustix::net::sendmsg(&sender, &[IoSlice::new(&[0])], &mut rights, SendFlags::NOSIGNAL)?;
+    Ok(socket)
+}
+
+/// A directory, and who waits for it.
+#[derive(Debug)]
+struct DirectoryWatch {
+    /// Declared first: it ends before its descriptor is closed.
+    watch: Mutex<Option<Watch>>,
+    inotify: Inotify,
+    listeners: Mutex<Vec<Weak<Bell>>>,
+}
+
+/// A directory, by its device and inode.
+pub(super) type Identity = (u64, u64);
+
+/// Those of this process, in this generation of forks.
+static WATCHES: Mutex<(u64, Option<Watches>)> = Mutex::new((0, None));
+
+type Watches = HashMap<Identity, Weak<DirectoryWatch>>;
+
+/// Locked within a section alone: no child inherits it locked.
+fn with_watches<R>(work: impl FnOnce(&mut Watches) -> R) -> R {
+    fork::excluded(|| {
+        let mut all = WATCHES.lock().unwrap_or_else(PoisonError::into_inner);
+        let (generation, watches) = &mut *all;
+        if std::mem::replace(generation, fork::generation()) != fork::generation() {
+            // The parent's, which nothing here drops.
+            std::mem::forget(watches.take());
+        }
+        let watches = watches.get_or_insert_default();
+        watches.retain(|_, watch| watch.strong_count() > 0);
+        work(watches)
+    })
+}
+
+impl DirectoryWatch {
+    fn of_process(identity: Identity, path: &Path) -> Result<Arc<DirectoryWatch>> {
+        let known = || with_watches(|watches| watches.get(&identity).and_then(Weak::upgrade));
+        if let Some(known) = known() {
+            return Ok(known);
+        }
+        let inotify = Inotify::new(path, WatchFlags::MOVED_TO);
+        let inotify = inotify.map_err(|(call, error)| Error::os(call, "watching the domain", error))?;
+        let made = Arc::new(DirectoryWatch { watch: Mutex::new(None), inotify, listeners: Mutex::default() });
+        let me: Weak<dyn Watched> = Arc::downgrade(&made) as Weak<dyn Watched>;
+        let watch = Watcher::of_process()?.watch(made.inotify.as_fd(), &me, 0)?;
+        *made.watch.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+        // Another thread's may have been first.
+        Ok(with_watches(|watches| {
+            let first = watches.get(&identity).and_then(Weak::upgrade);
+            first.unwrap_or_else(|| {
+                watches.insert(identity, Arc::downgrade(&made));
+                made.clone()
+            })
+        }))
+    }
+}
+
+impl Drop for DirectoryWatch {
+    fn drop(&mut self) {
+        if !self.inotify.home.is_here() {
+            // The parent's watcher is not to be asked: a thread that is not here may have had its lock.
+            let watch = self.watch.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+            std::mem::forget(watch);
+        }
+    }
+}
+
+impl Watched for DirectoryWatch {
+    fn on_ready(&self, _: u64) -> Next {
+        if !self.inotify.home.is_here() {
+            return Next::Stop;
+        }
+        self.inotify.drain();
+        let mut listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        listeners.retain(|bell| bell.upgrade().inspect(|bell| bell.ring()).is_some());
+        Next::Keep
+    }
+}
+
+/// Tells of what appears from now on in the directory that is found under `path`.
+pub(super) fn arrivals(identity: Identity, path: &Path) -> Result<Arrivals> {
+    let bell = Arc::new(Bell::new()?);
+    let watch = DirectoryWatch::of_process(identity, path)?;
+    let mut listeners = watch.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+    listeners.retain(|bell| bell.strong_count() > 0);
+    listeners.push(Arc::downgrade(&bell));
+    drop(listeners);
+    Ok(Arrivals { bell, watch })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::domain::Domain;
+    use crate::link::message::wait_readable;
+
+    #[test]
+    fn all_who_wait_for_a_directory_share_one_instance_which_lies_in_flight_and_each_is_told() {
+        let folder = std::env::temp_dir().join(format!("warpipe-domain-watch-{}", std::process::id()));
+        let all: Vec<Arrivals> = (0..3).map(|_| Domain::at(&folder).unwrap().arrivals().unwrap()).collect();
+        assert!(all.iter().all(|arrivals| Arc::ptr_eq(&arrivals.watch, &all[0].watch)));
+        if let Some(copy) = &all[0].watch.inotify.copy {
+            let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", copy.as_fd().as_raw_fd())).unwrap();
+            // Linux 5.9.
+            assert!(info.contains("scm_fds:\t1") || info.contains("scm_fds: 1") || !info.contains("scm_fds"), "{info}");
+        }
+        for name in ["one", "two"] {
+            std::fs::write(folder.join(".new"), name).unwrap();
+            std::fs::rename(folder.join(".new"), folder.join(name)).unwrap();
+            for arrivals in &all {
+                assert!(wait_readable(arrivals.as_fd(), Duration::from_secs(20)), "{name}");
+                arrivals.drain();
+            }
+        }
+        let watch = Arc::downgrade(&all[0].watch);
+        drop(all);
+        // The watcher may have it for a moment.
+        let start = std::time::Instant::now();
+        while watch.strong_count() > 0 {
+            assert!(start.elapsed() < Duration::from_secs(20), "nobody keeps it");
+            std::thread::yield_now();
+        }
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+}
