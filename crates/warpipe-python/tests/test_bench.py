@@ -182,3 +182,13 @@ def test_a_plot_has_its_points_between_its_marks_and_its_names_apart(values):
     names = [at for at in root.iter("{http://www.w3.org/2000/svg}text") if float(at.get("x", 0)) > plot.WIDTH - plot.RIGHT]
     heights = sorted(float(at.get("y")) for at in names)
     assert len(names) > 1 and all(below - above >= 12 for above, below in zip(heights, heights[1:]))
+
+
+def test_what_a_gather_costs_is_measured_beside_a_plain_copy(tmp_path):
+    out = tmp_path / "gather.json"
+    command = [sys.executable, "-m", "warpipe.bench.gather", "--device", "host", "--quick", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) > 10 and all(set(row["us"]) == {"ours", "floor", "NumPy"} for row in rows)
+    assert all(row["ratio"] > 0 and row["name"] in done.stdout for row in rows)
