@@ -1,6 +1,7 @@
 //! Gives each case a process and a process group of its own, a folder, and a time limit.
 
-use std::fs::File;
+use std::fs::{DirBuilder, File};
+use std::io::ErrorKind;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::panic::AssertUnwindSafe;
@@ -162,14 +163,23 @@ fn guarded(case: &Case, context: &Context) -> Result<()> {
     guard.settles()
 }
 
+/// Names tried for a run's folder.
+const NAMES_MAX: u32 = 100;
+
 /// The run's folder, removed at its end.
 struct Home(PathBuf);
 
 impl Home {
     fn new() -> Result<Home> {
-        let path = std::env::temp_dir().join(format!("warpipe-conformance-{}", std::process::id()));
-        make_private(&path)?;
-        Ok(Home(path))
+        // A killed run leaves its folder, and process numbers come again.
+        for attempt in 0..NAMES_MAX {
+            let path = std::env::temp_dir().join(format!("warpipe-conformance-{}-{attempt}", std::process::id()));
+            match DirBuilder::new().mode(0o700).create(&path) {
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+                made => return made.map(|()| Home(path.clone())).with_context(|| format!("making {}", path.display())),
+            }
+        }
+        bail!("{NAMES_MAX} folders of killed runs are left in {}; remove them", std::env::temp_dir().display())
     }
 
     fn folder(&self, index: usize) -> Result<PathBuf> {
@@ -186,5 +196,5 @@ impl Drop for Home {
 }
 
 fn make_private(path: &Path) -> Result<()> {
-    std::fs::DirBuilder::new().mode(0o700).create(path).with_context(|| format!("making {}", path.display()))
+    DirBuilder::new().mode(0o700).create(path).with_context(|| format!("making {}", path.display()))
 }

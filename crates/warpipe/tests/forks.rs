@@ -5,6 +5,7 @@ use std::io::Read;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use warpipe::{Device, Domain, Event, Publisher, Semaphore, Subscriber, Timeline};
@@ -19,8 +20,12 @@ const CHILDREN: usize = 400;
 const STRAYS: [&str; 6] =
     ["socket:", "anon_inode:", "pidfd:", "/memfd:warpipe-link", "/memfd:warpipe-words", "/memfd:warpipe-process"];
 
+/// The tests of this file count and fork what the whole process has open: one at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
 #[test]
 fn a_child_forked_under_constant_opening_keeps_no_descriptor_of_its_parent() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = std::env::temp_dir().join(format!("warpipe-forks-{}", std::process::id()));
     let before = descriptors();
     let found = while_opening(&folder, || fork_children(&before, &folder));
@@ -29,6 +34,7 @@ fn a_child_forked_under_constant_opening_keeps_no_descriptor_of_its_parent() {
 
 #[test]
 fn a_child_forked_under_constant_opening_opens_endpoints_of_its_own() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = std::env::temp_dir().join(format!("warpipe-forks-own-{}", std::process::id()));
     let statuses = while_opening(&folder, || (0..CHILDREN / 8).map(|_| open_in_a_child(&folder)).collect::<Vec<_>>());
     // SIGALRM is one that hangs.
