@@ -279,6 +279,17 @@ impl Stream {
         unsafe { self.backend().batch(self.raw(), ops) }
     }
 
+    /// The same where that question was the last thing that this thread asked, but for what this library does itself: the
+    /// thread's context is not looked for again.
+    ///
+    /// # Safety
+    /// As for [`batch`](Self::batch).
+    #[inline]
+    pub(crate) unsafe fn batch_at_once(&self, ops: &[StreamOp]) -> Result<()> {
+        // SAFETY: the stream is live as long as self; the words are the caller's promise.
+        unsafe { self.backend().batch_at_once(self.raw(), ops) }
+    }
+
     /// Enqueues a copy from host memory, which may be reused at once ([`Backend::upload`]), or does nothing and answers
     /// [`Error::Capturing`].
     ///

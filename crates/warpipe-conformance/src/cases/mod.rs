@@ -2,6 +2,7 @@
 
 mod backend;
 mod blocked;
+mod calls;
 mod capture;
 mod channel;
 mod consumers;
@@ -101,6 +102,7 @@ fn skip<T>(reason: impl Into<String>) -> Result<T> {
 pub fn all() -> Vec<Case> {
     [
         backend::CASES,
+        calls::CASES,
         layout::CASES,
         gather::CASES,
         channel::CASES,

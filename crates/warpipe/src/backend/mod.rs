@@ -219,6 +219,16 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `stream` is live; every word lies in registered memory that outlives the operation.
     unsafe fn batch(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()>;
 
+    /// The same for a thread that has just asked [`is_capturing`](Backend::is_capturing) of this stream, and called
+    /// nothing since that is not this library's: what was found then of the thread's context still holds.
+    ///
+    /// # Safety
+    /// As for [`batch`](Backend::batch).
+    unsafe fn batch_at_once(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.batch(stream, ops) }
+    }
+
     /// `cuMemcpyAsync`: enqueues a copy between device addresses (regions or registered memory).
     ///
     /// # Safety

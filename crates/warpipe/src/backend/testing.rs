@@ -260,6 +260,13 @@ impl<H: Hook> Backend for Wrapped<H> {
         unsafe { self.inner.batch(stream, &ops) }
     }
 
+    unsafe fn batch_at_once(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()> {
+        self.hook.before("batch")?;
+        let ops = self.hook.batch(&*self.inner, stream, ops)?;
+        // SAFETY: the caller's promise, passed on; the hook adds no word of its own.
+        unsafe { self.inner.batch_at_once(stream, &ops) }
+    }
+
     unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
         self.hook.before("copy")?;
         // SAFETY: the caller's promise, passed on.

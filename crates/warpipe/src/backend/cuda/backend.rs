@@ -1,8 +1,10 @@
 //! The seam's implementation: what a device is, how its context is entered, and which part does what.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_uint;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -48,6 +50,12 @@ pub struct CudaBackend {
 
 /// The devices opened so far, by ordinal: one context, one set of modules, for the life of the process.
 static OPENED: Own<Mutex<BTreeMap<u32, Arc<CudaBackend>>>> = Own::new();
+
+thread_local! {
+    /// The context that was current on this thread, of itself, when it was last asked whether a stream is captured; null
+    /// if it was another one. See [`Backend::batch_at_once`].
+    static FOUND_CURRENT: Cell<CUcontext> = const { Cell::new(CUcontext(ptr::null_mut())) };
+}
 
 /// Codes with which a driver answers to handles of a context that is there no more.
 const STALE: [CUresult; 3] = [CUresult::INVALID_CONTEXT, CUresult::INVALID_HANDLE, CUresult::CONTEXT_IS_DESTROYED];
@@ -411,6 +419,16 @@ impl Backend for CudaBackend {
         unsafe { self.enqueue(stream.0, ops) }.map_err(|error| self.explain(error))
     }
 
+    unsafe fn batch_at_once(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()> {
+        if FOUND_CURRENT.get() != self.context || self.is_reset.load(Ordering::Relaxed) {
+            // SAFETY: the caller's promise.
+            return unsafe { self.batch(stream, ops) };
+        }
+        let _inside = ending::enter();
+        // SAFETY: the caller's promise; the context is current still.
+        unsafe { self.enqueue_inside(stream.0, ops) }.map_err(|error| self.explain(error))
+    }
+
     unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
         let bytes = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
@@ -455,7 +473,8 @@ impl Backend for CudaBackend {
     }
 
     unsafe fn is_capturing(&self, stream: RawStream) -> Result<bool> {
-        let _current = self.enter_to_enqueue()?;
+        let current = self.enter_to_enqueue()?;
+        FOUND_CURRENT.set(if current.pushed { CUcontext(ptr::null_mut()) } else { self.context });
         // SAFETY: the caller's promise.
         match unsafe { self.driver.stream_is_capturing(stream.0) } {
             // A driver that cannot capture.

@@ -57,6 +57,16 @@ impl CudaBackend {
     #[inline]
     pub(super) unsafe fn enqueue(&self, stream: CUstream, ops: &[StreamOp]) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
+        // SAFETY: the caller's promise; the context is current.
+        unsafe { self.enqueue_inside(stream, ops) }
+    }
+
+    /// The same with the context current, and the caller inside.
+    ///
+    /// # Safety
+    /// As for `enqueue`.
+    #[inline]
+    pub(super) unsafe fn enqueue_inside(&self, stream: CUstream, ops: &[StreamOp]) -> Result<()> {
         let mut rest = ops;
         while !rest.is_empty() {
             let signals = leading_signals(rest);

@@ -16,17 +16,24 @@ impl Core {
         limit: Option<Duration>,
     ) -> Result<u64, Unsent> {
         let _range = nvtx::range(nvtx::SEND);
-        stream.check_usable(&self.device).map_err(Unsent::Untold)?;
-        self.note(stream);
+        self.admit(stream)?;
         let mut turn = self.make_room_within(Recipients::All, limit).map_err(Unsent::Untold)?;
         let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, Recipients::All)?;
         turn.arena.let_go(slot);
         Ok(sequence)
     }
 
+    /// Takes note of a stream, and refuses one that must not be given work. First the one, which may ask other streams.
+    #[inline]
+    pub(super) fn admit(&self, stream: &Stream) -> Result<(), Unsent> {
+        self.home.check().and_then(|()| stream.check_of(&self.device)).map_err(Unsent::Untold)?;
+        self.note(stream);
+        stream.check_not_capturing().map_err(Unsent::Untold)
+    }
+
     /// Tells the recipients of what lies in `slot`, and enqueues on `stream` what completes it. The caller's hold on the
-    /// slot stays, unless subscribers had been told when it failed. The stream has been noted before the turn: that may ask
-    /// other streams, which a full launch queue holds up.
+    /// slot stays, unless subscribers had been told when it failed. The stream has been noted before the turn, which may ask
+    /// other streams, which a full launch queue holds up; and then found to be usable, in the same call.
     pub(super) fn deliver(
         &self,
         turn: &mut Turn<'_>,
@@ -40,7 +47,7 @@ impl Core {
         let ops = std::mem::take(&mut turn.ops);
         // SAFETY: the words lie in link segments and the board, which are let go only when this turn is over and this
         // stream, noted by the caller, is proven to be past them (`close`, `drop_outlet`).
-        let enqueue = |turn: &mut Turn<'_>| turn.unlocked(|| unsafe { stream.batch_checked(&ops) });
+        let enqueue = |turn: &mut Turn<'_>| turn.unlocked(|| unsafe { stream.batch_at_once(&ops) });
         // It is `ready` that orders the devices, so the entries may be out before the driver is asked: a subscriber on
         // another core enqueues its wait and its kernels meanwhile.
         let early = self.signals_first(turn).then(|| enqueue(turn));

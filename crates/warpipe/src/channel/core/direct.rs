@@ -155,9 +155,8 @@ impl Core {
         stream: &Stream,
         to: u64,
     ) -> Result<u64, Unsent> {
-        stream.check_usable(&self.device).map_err(Unsent::Untold)?;
+        self.admit(stream)?;
         let to = Recipients::One(to);
-        self.note(stream);
         let mut turn = self.make_room(to).map_err(Unsent::Untold)?;
         let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
         turn.arena.let_go(slot);
@@ -174,8 +173,7 @@ impl Core {
         stream: &Stream,
         to: Option<u64>,
     ) -> Result<(Parcel, Option<u64>), Unsent> {
-        stream.check_usable(&self.device).map_err(Unsent::Untold)?;
-        self.note(stream);
+        self.admit(stream)?;
         let mut turn = self.make_room(Recipients::Nobody).map_err(Unsent::Untold)?;
         let to = to.filter(|&id| turn.has_room(id)).map_or(Recipients::Nobody, Recipients::One);
         self.deliver(&mut turn, slot, layout, metadata, stream, to)?;

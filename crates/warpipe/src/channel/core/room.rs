@@ -33,8 +33,8 @@ impl Core {
             if state.closed {
                 return Err(Error::PublisherGone { name: self.name.clone(), pid: own_pid(), graceful: true });
             }
-            self.reclaim(&mut state, false);
             to.check(&self.name, &mut state)?;
+            // Whether there is room does not depend on what has been reclaimed.
             let Some(full) = state.first_full(to) else { return Ok(Turn::begin(self, state)) };
             let subscriber = format!("process {}", full.peer.pid);
             let Policy::Block { timeout } = full.policy else {

@@ -18,6 +18,8 @@ const TURN_LOOKS: u32 = 2_000;
 
 /// The turns that were taken and those that are over: what is let go waits for the sends that may still signal it, since
 /// their streams have perhaps been given nothing yet.
+///
+/// Both are written under the publisher's lock, so neither takes an instruction that locks the bus.
 #[derive(Debug, Default)]
 pub(super) struct Turns {
     begun: AtomicU64,
@@ -25,14 +27,22 @@ pub(super) struct Turns {
 }
 
 impl Turns {
-    /// The last one so far.
+    /// The last one so far. To be called under the publisher's lock.
     pub(super) fn last(&self) -> u64 {
-        self.begun.load(Ordering::SeqCst)
+        self.begun.load(Ordering::Relaxed)
+    }
+
+    fn begin(&self) {
+        self.begun.store(self.begun.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    fn end(&self) {
+        self.over.store(self.over.load(Ordering::Relaxed) + 1, Ordering::Release);
     }
 
     /// Whether it is over, with all before it.
     pub(super) fn is_over(&self, turn: u64) -> bool {
-        self.over.load(Ordering::SeqCst) >= turn
+        self.over.load(Ordering::Acquire) >= turn
     }
 }
 
@@ -47,7 +57,7 @@ impl<'a> Turn<'a> {
     pub(super) fn begin(core: &'a Core, mut state: MutexGuard<'a, State>) -> Turn<'a> {
         debug_assert!(!state.is_sending);
         state.is_sending = true;
-        core.turns.begun.fetch_add(1, Ordering::SeqCst);
+        core.turns.begin();
         Turn { core, state: Some(state) }
     }
 
@@ -90,7 +100,7 @@ impl Drop for Turn<'_> {
         }
         self.is_sending = false;
         let others_wait = self.awaiting_turn > 0;
-        self.core.turns.over.fetch_add(1, Ordering::SeqCst);
+        core.turns.end();
         drop(self.state.take());
         if others_wait {
             self.core.turn_is_over.notify_all();
