@@ -3,12 +3,13 @@
 //! Beside the socket `NAME.sock` lies `NAME.lock`, on which the living owner holds an OFD lock
 //! (`fcntl(F_OFD_SETLK)`). A lock dies with its owner's last descriptor, so a socket whose lock is free is the
 //! leaving of a dead process, and only that is ever removed. What is neither is somebody else's file and stays: a
-//! lock is ours if it says so (`warpipe PID`), or is empty with the mode that only we give it; a socket is dead if
+//! lock is ours if it says so (`warpipe PID NAMESPACE`), or is empty with the mode that only we give it; a socket is dead if
 //! the kernel refuses a connection to it.
 //!
 //! All paths are walked from the directory's own descriptor, which was opened and verified once
 //! (`O_DIRECTORY | O_NOFOLLOW`, owner, mode); nobody can swap the directory underneath.
 
+mod author;
 mod lock;
 pub(crate) mod watch;
 
@@ -23,7 +24,8 @@ use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use self::lock::{Cleared, is_owned, read_pid};
+pub(crate) use self::author::Author;
+use self::lock::{Cleared, is_owned, read_author};
 pub(crate) use self::watch::Arrivals;
 use crate::error::{Error, Holder, Result};
 use crate::fork::{Home, PrivateFd};
@@ -211,19 +213,19 @@ impl Domain {
         self.clear_up(name) != Cleared::Held
     }
 
-    /// Removes what one dead process left; what it wrote into its lock files says what that is. A number that lies, or
-    /// is another process's by now, does no harm: as in [`clean`](Self::clean), nothing goes whose lock is held.
-    pub(crate) fn clean_after(&self, pid: i32) -> Result<Vec<EndpointName>> {
-        let mut cleared = self.left_by(pid)?;
+    /// Removes what one dead process left; what it wrote into its lock files says what that is. One that lies, or
+    /// is another process by now, does no harm: as in [`clean`](Self::clean), nothing goes whose lock is held.
+    pub(crate) fn clean_after(&self, author: Author) -> Result<Vec<EndpointName>> {
+        let mut cleared = self.left_by(author)?;
         cleared.retain(|name| self.clear_name(name));
         Ok(cleared)
     }
 
-    /// The endpoints that a process has written its number into, and does not hold any more.
-    fn left_by(&self, pid: i32) -> Result<Vec<EndpointName>> {
+    /// The endpoints that a process has written itself into, and does not hold any more.
+    fn left_by(&self, author: Author) -> Result<Vec<EndpointName>> {
         let is_left = |name: &EndpointName| {
             let lock = self.open_lock(name, OFlags::RDONLY);
-            lock.is_ok_and(|lock| read_pid(&lock) == Some(pid) && !is_owned(&lock))
+            lock.is_ok_and(|lock| read_author(&lock) == Some(author) && !is_owned(&lock))
         };
         Ok(self.names()?.into_iter().filter(is_left).collect())
     }
@@ -263,10 +265,30 @@ impl Domain {
     /// Who holds a name, if anybody does. Where another user's lock file may not be read, its socket tells.
     pub(crate) fn holder(&self, name: &EndpointName) -> Option<Holder> {
         match self.open_lock(name, OFlags::RDONLY) {
-            Ok(lock) => is_owned(&lock).then(|| Holder { pid: read_pid(&lock) }),
+            Ok(lock) => is_owned(&lock).then(|| self.holder_by(&lock, name)),
             Err(Errno::ACCESS | Errno::PERM) => self.listener_of(name),
             Err(_) => None,
         }
+    }
+
+    /// Who holds a name, by its lock. Its number counts in its own PID namespace; of one of another the kernel says what it
+    /// is here.
+    fn holder_by(&self, lock: &PrivateFd, name: &EndpointName) -> Holder {
+        match read_author(lock).map(Author::pid_here) {
+            Some(None) => self.listener_of(name).unwrap_or(Holder { pid: None }),
+            pid => Holder { pid: pid.flatten() },
+        }
+    }
+
+    /// The names that somebody holds, and the process that has written itself into each. Of another user's it is the one
+    /// that listens.
+    pub(crate) fn held(&self) -> Result<Vec<(EndpointName, Author)>> {
+        let author = |name: &EndpointName| match self.open_lock(name, OFlags::RDONLY) {
+            Ok(lock) => read_author(&lock).filter(|_| is_owned(&lock)),
+            Err(Errno::ACCESS | Errno::PERM) => self.listener_of(name)?.pid.map(Author::seen),
+            Err(_) => None,
+        };
+        Ok(self.names()?.into_iter().filter_map(|name| author(&name).map(|author| (name, author))).collect())
     }
 
     /// Who listens under a name. A socket that may not be connected to is not proven dead.
@@ -282,8 +304,8 @@ impl Domain {
     }
 
     /// The process that wrote itself last into the lock file of `name`, whether it lives or not.
-    pub(crate) fn last_holder(&self, name: &EndpointName) -> Option<i32> {
-        read_pid(&self.open_lock(name, OFlags::RDONLY).ok()?)
+    pub(crate) fn last_holder(&self, name: &EndpointName) -> Option<Author> {
+        read_author(&self.open_lock(name, OFlags::RDONLY).ok()?)
     }
 
     /// Takes `name` for this process: its lock, and a listening socket under it.

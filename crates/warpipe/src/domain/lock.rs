@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
+use super::author::{Author, LOCK_BYTES_MAX};
 use super::{Domain, EndpointName};
 use crate::error::{Error, Holder, Result};
 use crate::fork::PrivateFd;
@@ -38,12 +39,6 @@ const LOCK_MODE: u32 = 0o600;
 
 /// A socket under a free lock that still answers after this is somebody else's.
 const LIVE_AFTER: Duration = Duration::from_millis(200);
-
-/// What a lock file begins with; its owner's pid follows.
-const LOCK_MARK: &str = "warpipe ";
-
-/// The longest lock file: the mark, a pid, the end of the line.
-const LOCK_BYTES_MAX: usize = 32;
 
 /// What became of an attempt to remove what a dead owner left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -111,7 +106,7 @@ impl Domain {
             if !self.leads_to(file, &stat) {
                 return Ok(None);
             }
-            return Err(Error::NameTaken { name: name.to_string(), holder: Holder { pid: read_pid(&lock) } });
+            return Err(Error::NameTaken { name: name.to_string(), holder: self.holder_by(&lock, name) });
         }
         let (start, mut backoff) = (Instant::now(), Backoff::default());
         while !self.try_byte(&lock, CLEARING, file)? {
@@ -128,7 +123,7 @@ impl Domain {
         if !is_our_lock(&lock, &stat) {
             return Err(self.foreign(file, "a file with somebody else's contents"));
         }
-        write_pid(&lock).map_err(|e| Error::os("pwrite", self.shown(file), e))?;
+        write_author(&lock).map_err(|e| Error::os("pwrite", self.shown(file), e))?;
         Ok(Some(lock))
     }
 
@@ -217,23 +212,20 @@ pub(super) fn is_owned(lock: &PrivateFd) -> bool {
     ofd_is_locked(lock.as_fd(), OWNER).unwrap_or(true)
 }
 
-fn write_pid(fd: &PrivateFd) -> std::result::Result<(), Errno> {
-    // Always as long as before, so that no death leaves a mixture that is nobody's.
-    let text = format!("{LOCK_MARK}{:<10}\n", std::process::id());
-    rustix::io::pwrite(fd, text.as_bytes(), 0).map(drop)
+fn write_author(fd: &PrivateFd) -> std::result::Result<(), Errno> {
+    rustix::io::pwrite(fd, Author::own().line().as_bytes(), 0).map(drop)
 }
 
-pub(super) fn read_pid(fd: &PrivateFd) -> Option<i32> {
+pub(super) fn read_author(fd: &PrivateFd) -> Option<Author> {
     let mut text = [0u8; LOCK_BYTES_MAX + 1];
     let length = rustix::io::pread(fd, &mut text, 0).ok()?;
-    let text = std::str::from_utf8(&text[..length]).ok().filter(|text| text.len() <= LOCK_BYTES_MAX)?;
-    text.strip_prefix(LOCK_MARK)?.trim_end().parse().ok().filter(|&pid| pid > 0)
+    Author::parse(&text[..length])
 }
 
 /// Whether a lock file says that it is ours, or is one that its maker did not live to write.
 fn is_our_lock(fd: &PrivateFd, stat: &Stat) -> bool {
     let is_unwritten = stat.st_size == 0 && stat.st_mode & 0o7777 & !LOCK_MODE == 0;
-    is_unwritten || read_pid(fd).is_some()
+    is_unwritten || read_author(fd).is_some()
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ mod legacy;
 mod limits;
 mod lingering;
 mod names;
+mod namespaces;
 mod publisher_handshake;
 mod receiver;
 mod ring_model;

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::{BEAT, Introduction, check_role, endpoint};
 use crate::clock::now_ns;
-use crate::domain::Domain;
+use crate::domain::{Author, Domain};
 use crate::error::Result;
 use crate::fork::PrivateFd;
 use crate::memory::page::{PAGE_BYTES, Page};
@@ -46,7 +46,7 @@ impl Member {
         let (page, fd) = Page::publish(None, PAGE_BYTES)?;
         let introduction = Introduction {
             role: role.to_owned(),
-            own_pid: std::process::id() as i32,
+            author: Author::own(),
             since_ns: now_ns(),
             page_bytes: page.bytes() as u32,
         };

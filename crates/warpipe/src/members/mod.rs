@@ -48,7 +48,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::member::Member;
 pub use self::watch::{Members, MembersBuilder};
-use crate::domain::EndpointName;
+use crate::domain::{Author, EndpointName};
 use crate::error::{Error, Result};
 use crate::link::PeerState;
 
@@ -68,8 +68,8 @@ const BEAT: usize = 0;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Introduction {
     role: String,
-    /// Its number as it knows itself, and writes it into its lock files.
-    own_pid: i32,
+    /// As it knows itself, and writes itself into its lock files.
+    author: Author,
     since_ns: u64,
     page_bytes: u32,
 }
@@ -166,8 +166,8 @@ impl Introduction {
             let allowed = format!("up to {ROLE_BYTES_MAX} bytes without control characters");
             return wrong("role", format!("{} bytes", self.role.len()), allowed);
         }
-        if self.own_pid <= 0 {
-            return wrong("process id", self.own_pid.to_string(), "above 0".into());
+        if self.author.pid <= 0 {
+            return wrong("process id", self.author.pid.to_string(), "above 0".into());
         }
         Ok(self)
     }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::queue::Cleanup;
 use super::{BEAT, Change, Introduction, MemberInfo, member_name};
-use crate::domain::{Domain, EndpointName};
+use crate::domain::{Author, Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::link::PeerState;
 use crate::link::pulse::Pulse;
@@ -37,7 +37,7 @@ pub(super) struct Silent {
 /// What a proven death leaves to be done.
 pub(super) struct Death {
     pub(super) member: MemberInfo,
-    pub(super) own_pid: i32,
+    pub(super) author: Author,
     pub(super) cleanups: Vec<Cleanup>,
     /// To be dropped where no lock is held.
     pub(super) remains: Entry,
@@ -141,7 +141,7 @@ impl Roster {
         let member = entry.info(PeerState::Dead);
         let cleanups = self.cleanups.remove(&member.name).unwrap_or_default();
         self.cleanups_count -= cleanups.len();
-        Some(Death { own_pid: entry.introduction.own_pid, member, cleanups, remains: entry })
+        Some(Death { author: entry.introduction.author, member, cleanups, remains: entry })
     }
 
     /// Refreshes the heartbeat of every member. To be called with each tick.
@@ -167,12 +167,12 @@ impl Roster {
         Ok(())
     }
 
-    /// Everybody, sorted by name, with the number under which each is found in lock files. Who has not answered for as
+    /// Everybody, sorted by name, with what each is found by in lock files. Who has not answered for as
     /// long as a heart may stand still counts as stalled.
-    pub(super) fn list(&self) -> Vec<(MemberInfo, Option<i32>)> {
+    pub(super) fn list(&self) -> Vec<(MemberInfo, Option<Author>)> {
         let known = self.entries.values().map(|entry| {
-            let own_pid = entry.introduction.own_pid;
-            (entry.info(entry.state()), Some(own_pid))
+            let author = entry.introduction.author;
+            (entry.info(entry.state()), Some(author))
         });
         let silent = self.silent.iter().filter(|(_, silent)| silent.since.elapsed() > STALLED_AFTER);
         let silent = silent.map(|(name, silent)| (silent.info(name), None));
@@ -200,13 +200,16 @@ impl Silent {
 
 /// Adds what each of them holds in the domain; who has not answered is listed only if the name's lock says that a
 /// process of ours has it, and is no stranger that listens there.
-pub(super) fn with_endpoints(list: Vec<(MemberInfo, Option<i32>)>, domain: &Domain) -> Result<Vec<MemberInfo>> {
-    let held: Vec<(EndpointName, i32)> =
-        domain.endpoints()?.into_iter().filter_map(|endpoint| Some((endpoint.name, endpoint.holder?.pid?))).collect();
-    let complete = |(mut member, own_pid): (MemberInfo, Option<i32>)| {
-        let of_name = || held.iter().find(|(name, _)| member_name(name) == Some(&member.name)).map(|(_, pid)| *pid);
-        let own_pid = own_pid.or_else(of_name)?;
-        member.endpoints = held.iter().filter(|(_, pid)| *pid == own_pid).map(|(name, _)| name.clone()).collect();
+pub(super) fn with_endpoints(list: Vec<(MemberInfo, Option<Author>)>, domain: &Domain) -> Result<Vec<MemberInfo>> {
+    let held = domain.held()?;
+    let complete = |(mut member, author): (MemberInfo, Option<Author>)| {
+        let of_name =
+            || held.iter().find(|(name, _)| member_name(name) == Some(&member.name)).map(|(_, author)| *author);
+        let author = author.or_else(of_name)?;
+        // Of another user's endpoint it is known who listens there alone, by the number that it has here.
+        let here = Some(Author::seen(member.pid)).filter(|here| here.pid > 0);
+        let is_its = |holder: Author| holder == author || Some(holder) == here;
+        member.endpoints = held.iter().filter(|(_, holder)| is_its(*holder)).map(|(name, _)| name.clone()).collect();
         Some(member)
     };
     Ok(list.into_iter().filter_map(complete).collect())

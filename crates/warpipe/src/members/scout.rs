@@ -201,7 +201,7 @@ impl Scout {
         drop(death.remains);
         if self.shared.cleans {
             // What cannot be removed now (a domain of another user's) is what `Domain::clean` is for.
-            death.member.endpoints = self.shared.domain.clean_after(death.own_pid).unwrap_or_default();
+            death.member.endpoints = self.shared.domain.clean_after(death.author).unwrap_or_default();
         }
         for cleanup in death.cleanups {
             self.shared.queue.push_cleanup(cleanup, death.member.clone());
@@ -244,8 +244,8 @@ impl Scout {
         if !self.shared.cleans || self.shared.roster().knows(name) || domain.holder(name).is_some() {
             return;
         }
-        if let Some(pid) = domain.last_holder(name) {
-            let _ = domain.clean_after(pid);
+        if let Some(author) = domain.last_holder(name) {
+            let _ = domain.clean_after(author);
         }
     }
 

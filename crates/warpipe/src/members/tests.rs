@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::*;
-use crate::domain::Domain;
+use crate::domain::{Author, Domain};
 use crate::fork::PrivateFd;
 use crate::link::message::{self, Farewell, Message};
 use crate::memory::page::{PAGE_BYTES, Page};
@@ -36,8 +36,8 @@ impl Impostor {
     }
 
     fn introduction(&self) -> Introduction {
-        let own_pid = std::process::id() as i32;
-        Introduction { role: "impostor".into(), own_pid, since_ns: 1, page_bytes: PAGE_BYTES as u32 }
+        let author = Author::own();
+        Introduction { role: "impostor".into(), author, since_ns: 1, page_bytes: PAGE_BYTES as u32 }
     }
 
     /// Accepts a watch and grants it what it came for.
@@ -115,7 +115,7 @@ fn an_introduction_that_no_member_would_make_is_no_member() {
     let lies = [
         Introduction { role: "x".repeat(ROLE_BYTES_MAX + 1), ..right.clone() },
         Introduction { role: "two\nlines".into(), ..right.clone() },
-        Introduction { own_pid: 0, ..right.clone() },
+        Introduction { author: Author { pid: 0, ..Author::own() }, ..right.clone() },
         Introduction { page_bytes: 0, ..right.clone() },
         Introduction { page_bytes: u32::MAX, ..right.clone() },
         Introduction { page_bytes: 2 * PAGE_BYTES as u32, ..right.clone() },

@@ -1,0 +1,314 @@
+//! Processes of other PID namespaces, as containers are: each is number 1 where it counts, and 0 or some other number
+//! where others do. **This module is marked for unsafe**: it makes namespaces.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{ChildStdin, ChildStdout, Command, Stdio};
+
+use super::stage::{Guarded, LONG, Scratch, alone, command, eventually, role, stream};
+use crate::queue::{Queue, Worker};
+use crate::{Change, Device, Domain, Error, Member, Members, PeerState, Publisher, Subscriber};
+
+/// Has a command run as the first process of a PID namespace of its own, in a user namespace in which its user is root.
+/// It ends with the process that is started here, which waits for it.
+fn isolate(command: &mut Command) {
+    let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+    let maps = [
+        ("/proc/self/setgroups", "deny".to_owned()),
+        ("/proc/self/gid_map", format!("0 {gid} 1")),
+        ("/proc/self/uid_map", format!("0 {uid} 1")),
+    ];
+    let enter = move || {
+        let failed = || Err(std::io::Error::last_os_error());
+        // SAFETY: plain system calls. The child that this is called in has one thread, as has the one that it forks.
+        unsafe {
+            if libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWPID | libc::CLONE_NEWNS) != 0 {
+                return failed();
+            }
+            maps.iter().try_for_each(|(path, map)| std::fs::write(path, map))?;
+            match libc::fork() {
+                -1 => failed(),
+                0 => {
+                    let none = std::ptr::null();
+                    let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+                    let codes = [
+                        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL),
+                        libc::mount(c"proc".as_ptr(), c"/proc".as_ptr(), c"proc".as_ptr(), flags, none),
+                    ];
+                    if codes == [0, 0] { Ok(()) } else { failed() }
+                }
+                child => {
+                    // What tells the parent of the `exec` is open here, too.
+                    libc::close_range(0, u32::MAX, 0);
+                    let mut status = 0;
+                    libc::waitpid(child, &mut status, 0);
+                    libc::_exit(libc::WEXITSTATUS(status));
+                }
+            }
+        }
+    };
+    // SAFETY: the closure makes system calls; what it writes was allocated before the fork.
+    unsafe { command.pre_exec(enter) };
+}
+
+/// A process of another namespace, which does what it is told line by line.
+struct Island {
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+    process: Guarded,
+}
+
+impl Island {
+    fn start(test: &str, role: &str, scratch: &Scratch) -> std::io::Result<Island> {
+        let mut command = command(module_path!(), test, role);
+        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        isolate(&mut command);
+        let mut process = Guarded(command.spawn()?);
+        let stdin = process.0.stdin.take().unwrap();
+        let stdout = BufReader::new(process.0.stdout.take().unwrap());
+        Ok(Island { stdin, stdout, process })
+    }
+
+    fn tell(&mut self, order: &str) {
+        writeln!(self.stdin, "{order}").unwrap();
+    }
+
+    /// The next thing that it says.
+    fn hear(&mut self) -> String {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            assert!(self.stdout.read_line(&mut line).unwrap() > 0, "it ended before it said a word");
+            if let Some((_, word)) = line.split_once("outcome: ") {
+                return word.trim().to_owned();
+            }
+        }
+    }
+
+    fn asked(&mut self, order: &str) -> String {
+        self.tell(order);
+        self.hear()
+    }
+
+    fn kill(&mut self) {
+        self.process.0.kill().unwrap();
+        self.process.0.wait().unwrap();
+    }
+}
+
+/// Starts one for each role, and runs `body` with them; skips the test where no namespace is to be had.
+fn with_islands<const N: usize>(test: &str, roles: [&str; N], body: impl FnOnce(&Scratch, [Island; N])) {
+    alone(module_path!(), test, || {
+        let scratch = Scratch::new();
+        let mut islands = Vec::new();
+        for role in roles {
+            match Island::start(test, role, &scratch) {
+                Ok(mut island) => {
+                    assert_eq!(island.hear(), "1", "it is the first process of its namespace");
+                    islands.push(island);
+                }
+                Err(error) => return println!("skipped: no PID namespace of its own: {error}"),
+            }
+        }
+        body(&scratch, islands.try_into().unwrap_or_else(|_| unreachable!()));
+    });
+}
+
+fn orders() -> impl Iterator<Item = String> {
+    println!("outcome: {}", std::process::id());
+    std::io::stdin().lines().map_while(Result::ok)
+}
+
+fn domain() -> Domain {
+    Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap()
+}
+
+/// Publishes `a`, and tells of its subscribers.
+fn publish() {
+    let (mut publisher, stream) = (None, stream());
+    for order in orders() {
+        let publisher = publisher.get_or_insert_with(|| {
+            Publisher::builder("a").domain(&domain()).device(&Device::host()).depth(4).build().unwrap()
+        });
+        match order.as_str() {
+            "send" => println!("outcome: {:?}", publisher.send_bytes(&stream, b"from another namespace")),
+            "count" => println!("outcome: {}", publisher.subscribers().len()),
+            "pid" => println!("outcome: {}", publisher.subscribers()[0].pid),
+            _ => println!("outcome: ready"),
+        }
+    }
+}
+
+/// Subscribes to `a`, and tells what comes.
+fn subscribe() {
+    let (mut subscriber, stream) = (None, stream());
+    for order in orders() {
+        let subscriber = subscriber.get_or_insert_with(|| {
+            Subscriber::builder("a").domain(&domain()).device(&Device::host()).timeout(LONG).build().unwrap()
+        });
+        if order == "attach" {
+            println!("outcome: {:?}", subscriber.publisher_pid());
+            continue;
+        }
+        match subscriber.receive(&stream) {
+            Ok(sample) => println!("outcome: {} bytes", sample.to_vec(LONG).unwrap().len()),
+            Err(Error::PublisherGone { graceful, .. }) => println!("outcome: gone, graceful {graceful}"),
+            Err(error) => println!("outcome: {error:?}"),
+        }
+    }
+}
+
+#[test]
+fn two_processes_that_do_not_see_each_other_share_a_channel_and_each_others_deaths() {
+    let test = "two_processes_that_do_not_see_each_other_share_a_channel_and_each_others_deaths";
+    match role().as_deref() {
+        Some("publisher") => return publish(),
+        Some("subscriber") => return subscribe(),
+        _ => {}
+    }
+    let roles = ["publisher", "subscriber", "subscriber"];
+    with_islands(test, roles, |_, [mut publisher, mut first, mut second]| {
+        assert_eq!(publisher.asked("open"), "ready");
+        assert_eq!([first.asked("attach"), second.asked("attach")], ["Some(0)", "Some(0)"]);
+        eventually("both are there", || publisher.asked("count") == "2");
+        assert_eq!(publisher.asked("pid"), "0");
+        assert_eq!(publisher.asked("send"), "Ok(1)");
+        assert_eq!([first.asked("receive"), second.asked("receive")], ["22 bytes", "22 bytes"]);
+        first.kill();
+        eventually("a subscriber's death is proven", || publisher.asked("count") == "1");
+        assert_eq!(publisher.asked("send"), "Ok(2)");
+        assert_eq!(second.asked("receive"), "22 bytes");
+        publisher.kill();
+        assert_eq!(second.asked("receive"), "gone, graceful false");
+    });
+}
+
+/// Does jobs of the queue `q`: what it is given, and its own answer; or takes one and keeps it.
+fn work() {
+    let (mut worker, stream) = (None, stream());
+    for order in orders() {
+        let worker = worker.get_or_insert_with(|| {
+            Worker::builder("q").domain(&domain()).device(&Device::host()).timeout(LONG).build().unwrap()
+        });
+        if order == "open" {
+            println!("outcome: ready");
+            continue;
+        }
+        let lease = worker.lease(&stream).unwrap();
+        println!("outcome: attempt {}", lease.attempt());
+        if order == "keep" {
+            std::mem::forget(lease);
+        } else {
+            lease.complete(&stream).unwrap();
+        }
+    }
+}
+
+/// Owns the queue `q`.
+fn own() {
+    let (mut queue, mut jobs, stream) = (None, Vec::new(), stream());
+    for order in orders() {
+        let queue =
+            queue.get_or_insert_with(|| Queue::builder("q").domain(&domain()).device(&Device::host()).build().unwrap());
+        match order.as_str() {
+            "open" => println!("outcome: ready"),
+            "submit" => {
+                jobs.push(queue.submit_bytes(b"work", &stream).unwrap());
+                println!("outcome: submitted");
+            }
+            workers if workers.parse::<usize>().is_ok() => {
+                println!("outcome: {:?}", queue.wait_for_workers(workers.parse().unwrap(), LONG));
+            }
+            _ => {
+                let result = jobs.remove(0).wait(&stream, LONG).unwrap();
+                println!("outcome: done at attempt {} by {}", result.attempt(), result.worker_pid());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_queue_tells_workers_apart_that_are_all_number_one_and_does_a_dead_ones_job_again() {
+    let test = "a_queue_tells_workers_apart_that_are_all_number_one_and_does_a_dead_ones_job_again";
+    match role().as_deref() {
+        Some("owner") => return own(),
+        Some("worker") => return work(),
+        _ => {}
+    }
+    with_islands(test, ["owner", "worker", "worker"], |_, [mut owner, mut first, mut second]| {
+        assert_eq!(owner.asked("open"), "ready");
+        assert_eq!(first.asked("open"), "ready");
+        assert_eq!(owner.asked("1"), "Ok(())");
+        assert_eq!(owner.asked("submit"), "submitted");
+        assert_eq!(first.asked("keep"), "attempt 1");
+        assert_eq!(second.asked("open"), "ready");
+        assert_eq!(owner.asked("2"), "Ok(())");
+        first.kill();
+        assert_eq!(second.asked("do"), "attempt 2");
+        assert_eq!(owner.asked("wait"), "done at attempt 2 by 0");
+    });
+}
+
+/// Is a member, and holds an endpoint.
+fn join() {
+    let mut held = None;
+    for name in orders() {
+        if name == "look" {
+            let watch = Members::watch(&domain()).unwrap();
+            eventually("both are seen", || watch.list().unwrap().len() == 2);
+            println!("outcome: {}", seen(&watch));
+            continue;
+        }
+        let publisher = Publisher::builder(&name).domain(&domain()).device(&Device::host()).build().unwrap();
+        held = Some((Member::join(&domain(), &name, "publishes").unwrap(), publisher));
+        println!("outcome: ready");
+    }
+    drop(held);
+}
+
+/// The members, and the endpoints of each.
+fn seen(watch: &Members) -> String {
+    let members = watch.list().unwrap().into_iter();
+    let texts = members.map(|member| {
+        let endpoints: Vec<_> = member.endpoints.iter().map(ToString::to_string).collect();
+        format!("{}: {}", member.name, endpoints.join(" "))
+    });
+    texts.collect::<Vec<_>>().join(", ")
+}
+
+/// The number that a process has in its innermost namespace.
+fn innermost(pid: i32) -> String {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap_or_default();
+    numbers.split_whitespace().skip(1).last().unwrap_or_default().to_owned()
+}
+
+#[test]
+fn members_and_holders_of_names_that_are_all_number_one_are_not_taken_for_each_other() {
+    let test = "members_and_holders_of_names_that_are_all_number_one_are_not_taken_for_each_other";
+    if role().as_deref() == Some("member") {
+        return join();
+    }
+    with_islands(test, ["member", "member"], |scratch, [mut first, mut second]| {
+        assert_eq!([first.asked("one"), second.asked("two")], ["ready", "ready"]);
+        let watch = Members::watch(&scratch.domain).unwrap();
+        eventually("both are seen", || watch.list().unwrap().len() == 2);
+        let right = "one: members/one one, two: members/two two";
+        assert_eq!(seen(&watch), right);
+        assert_eq!(second.asked("look"), right);
+        for endpoint in scratch.domain.endpoints().unwrap() {
+            let pid = endpoint.holder.and_then(|holder| holder.pid).expect("a holder that is seen from here");
+            assert_eq!(innermost(pid), "1", "process {pid}");
+        }
+        first.kill();
+        let died = loop {
+            match watch.changes(LONG).unwrap().expect("it is told of") {
+                Change::Died(member) => break member,
+                other => assert_ne!(other.member().state, PeerState::Leaving, "{other:?}"),
+            }
+        };
+        let removed: Vec<_> = died.endpoints.iter().map(ToString::to_string).collect();
+        assert_eq!((died.name.as_str(), removed), ("one", vec!["members/one".to_owned(), "one".to_owned()]));
+        assert_eq!(seen(&watch), "two: members/two two");
+    });
+}
