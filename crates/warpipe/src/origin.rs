@@ -48,13 +48,13 @@ impl Origin {
             std::fs::read("/proc/sys/kernel/random/boot_id").map_err(failed("/proc/sys/kernel/random/boot_id"))?;
         let namespace = rustix::fs::stat("/proc/self/ns/pid").map_err(|e| Error::os("stat", "/proc/self/ns/pid", e))?;
         let pid = std::process::id() as i32;
-        let started = Stat::of(pid).map_err(failed("/proc/self/stat"))?.started;
+        let started = Stat::at("/proc/self/stat").map_err(failed("/proc/self/stat"))?.started;
         Ok(Origin { host: hash(boot.trim_ascii()), namespace: namespace.st_ino, started, pid })
     }
 
     /// Whether the process still lives, as seen from `here`. A zombie does not: its memory is gone.
     pub(crate) fn life(&self, here: &Origin) -> Life {
-        if (self.host, self.namespace) != (here.host, here.namespace) {
+        if (self.host, self.namespace) != (here.host, here.namespace) || !is_proc_of(here.pid) {
             return Life::Unknown;
         }
         match Stat::of(self.pid) {
@@ -66,6 +66,12 @@ impl Origin {
     }
 }
 
+/// Whether `/proc` counts processes as this one does, whose number is `pid`. In a PID namespace whose `/proc` was not
+/// mounted anew, the numbers there are other processes'.
+fn is_proc_of(pid: i32) -> bool {
+    std::fs::read_link("/proc/self").is_ok_and(|link| link.to_str() == Some(&pid.to_string()))
+}
+
 /// What is looked at of `/proc/PID/stat`.
 struct Stat {
     state: u8,
@@ -74,7 +80,11 @@ struct Stat {
 
 impl Stat {
     fn of(pid: i32) -> io::Result<Stat> {
-        let text = std::fs::read(format!("/proc/{pid}/stat"))?;
+        Stat::at(&format!("/proc/{pid}/stat"))
+    }
+
+    fn at(path: &str) -> io::Result<Stat> {
+        let text = std::fs::read(path)?;
         Stat::parse(&text).ok_or_else(|| io::Error::other("it is not what proc(5) says"))
     }
 

@@ -6,12 +6,16 @@ use std::os::unix::process::CommandExt;
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 
 use super::stage::{Guarded, LONG, Scratch, alone, command, eventually, role, stream};
+use crate::origin::Origin;
 use crate::queue::{Queue, Worker};
 use crate::{Change, Device, Domain, Error, Member, Members, PeerState, Publisher, Subscriber};
 
 /// Has a command run as the first process of a PID namespace of its own, in a user namespace in which its user is root.
 /// It ends with the process that is started here, which waits for it.
-fn isolate(command: &mut Command) {
+///
+/// `proc` is mounted anew, as container runtimes do it; or not, if the role says `bare`.
+fn isolate(command: &mut Command, role: &str) {
+    let is_bare = role == "bare";
     let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     let maps = [
         ("/proc/self/setgroups", "deny".to_owned()),
@@ -31,9 +35,10 @@ fn isolate(command: &mut Command) {
                 0 => {
                     let none = std::ptr::null();
                     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+                    let proc = c"proc".as_ptr();
                     let codes = [
                         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL),
-                        libc::mount(c"proc".as_ptr(), c"/proc".as_ptr(), c"proc".as_ptr(), flags, none),
+                        if is_bare { 0 } else { libc::mount(proc, c"/proc".as_ptr(), proc, flags, none) },
                     ];
                     if codes == [0, 0] { Ok(()) } else { failed() }
                 }
@@ -62,7 +67,7 @@ impl Island {
     fn start(test: &str, role: &str, scratch: &Scratch) -> std::io::Result<Island> {
         let mut command = command(module_path!(), test, role);
         command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
-        isolate(&mut command);
+        isolate(&mut command, role);
         let mut process = Guarded(command.spawn()?);
         let stdin = process.0.stdin.take().unwrap();
         let stdout = BufReader::new(process.0.stdout.take().unwrap());
@@ -311,4 +316,18 @@ fn members_and_holders_of_names_that_are_all_number_one_are_not_taken_for_each_o
         assert_eq!((died.name.as_str(), removed), ("one", vec!["members/one".to_owned(), "one".to_owned()]));
         assert_eq!(seen(&watch), "two: members/two two");
     });
+}
+
+#[test]
+fn numbers_in_a_proc_of_another_namespace_say_nothing_of_a_process() {
+    let test = "numbers_in_a_proc_of_another_namespace_say_nothing_of_a_process";
+    if role().as_deref() == Some("bare") {
+        for _ in orders() {
+            let here = Origin::here().unwrap();
+            // There is no other process here.
+            println!("outcome: {:?}", [here.life(&here), Origin { pid: 2, ..here }.life(&here)]);
+        }
+        return;
+    }
+    with_islands(test, ["bare"], |_, [mut island]| assert_eq!(island.asked("look"), "[Unknown, Unknown]"));
 }
