@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::Outcome;
 use crate::counts::{Counts, Dialect};
+use crate::nightly;
 use crate::process::{Finished, Task};
 use crate::style;
 use crate::workspace::{Workspace, cargo};
@@ -20,13 +21,16 @@ const DEEP: Duration = Duration::from_secs(1200);
 pub enum Method {
     Style,
     Model,
+    Corpus,
+    Fuzz,
 }
 
 impl Method {
-    const ALL: &[(&str, Method)] = &[("style", Method::Style), ("model", Method::Model)];
+    const ALL: &[(&str, Method)] =
+        &[("style", Method::Style), ("model", Method::Model), ("corpus", Method::Corpus), ("fuzz", Method::Fuzz)];
 
     /// Those that `cargo xtask test` runs.
-    pub const BOUNDED: &[(&str, Method)] = &[("model", Method::Model)];
+    pub const BOUNDED: &[(&str, Method)] = &[("model", Method::Model), ("corpus", Method::Corpus)];
 }
 
 /// What to run.
@@ -91,22 +95,24 @@ pub fn run(workspace: &Workspace, options: &Options) -> bool {
 pub fn apply(workspace: &Workspace, method: Method, time: Option<Duration>) -> Outcome<Counts> {
     match method {
         Method::Style => style::report(workspace).map(|()| Counts::ONE_PASSED),
-        Method::Model => tests(workspace, &["loom", "states"], time),
+        Method::Model => tests(workspace, "verify", &["loom", "states"], time),
+        Method::Corpus => tests(workspace, "fuzz", &["corpus"], time),
+        Method::Fuzz => nightly::fuzz(workspace, time),
     }
 }
 
-/// Runs test programs of `verify/`. A test that says `declared skip` was none.
-fn tests(workspace: &Workspace, programs: &[&str], time: Option<Duration>) -> Outcome<Counts> {
-    let folder = workspace.root.join("verify");
+/// Runs test programs of `verify/` or `fuzz/`. A test that says `declared skip` was none.
+fn tests(workspace: &Workspace, package: &str, programs: &[&str], time: Option<Duration>) -> Outcome<Counts> {
+    let folder = workspace.root.join(package);
     let programs = programs.iter().flat_map(|program| ["--test", program]);
     let build = Task::new(cargo()).args(["test", "--locked", "--no-run"]).args(programs.clone());
     if !build.run(&folder, BUILD_LIMIT)?.success {
-        return Err("verify/ does not compile; the head of verify/src/lib.rs says what to add".into());
+        return Err(format!("{package}/ does not compile; the head of {package}/src/lib.rs says what to add"));
     }
     let mut task = Task::new(cargo()).args(["test", "--locked", "--no-fail-fast"]).args(programs);
     task = task.args(["--", "--show-output"]).env("RUST_BACKTRACE", "0");
     if time.is_some_and(|time| time >= DEEP) {
-        task = task.env("VERIFY_DEEPER", "1");
+        task = task.env("VERIFY_DEEPER", "1").env("VERIFY_ROUNDS", "2000000");
     }
     let finished = task.run(&folder, time.unwrap_or_default().max(LIMIT) * 2)?;
     Ok(counted(&finished))

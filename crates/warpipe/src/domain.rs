@@ -82,7 +82,7 @@ impl EndpointName {
         format!("{prefix}{}{suffix}", self.0.replace('/', "+"))
     }
 
-    fn from_file(file: &str) -> Option<EndpointName> {
+    pub(crate) fn from_file(file: &str) -> Option<EndpointName> {
         let stem = file.strip_suffix(".lock").or_else(|| file.strip_suffix(".sock"))?;
         EndpointName::new(&stem.replace('+', "/")).ok()
     }

@@ -96,6 +96,9 @@ mod domain;
 mod error;
 mod event;
 mod fork;
+#[cfg(any(test, feature = "testing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 #[cfg(test)]
 mod hostile;
 #[cfg(feature = "cudarc")]

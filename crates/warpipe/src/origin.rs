@@ -98,6 +98,14 @@ impl Stat {
     }
 }
 
+/// For [`fuzzing`](crate::fuzzing): reads bytes as the line of a process.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn try_stat(text: &[u8]) {
+    if let Some(stat) = Stat::parse(text) {
+        assert_ne!(stat.state, b' ', "fields are told apart by blanks");
+    }
+}
+
 /// FNV-1a (Fowler, Noll and Vo): tells values apart, keeps no secret.
 pub(crate) fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))

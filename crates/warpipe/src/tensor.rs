@@ -13,9 +13,27 @@ pub const RANK_MAX: usize = 8;
 
 /// An element type: DLPack's type code and the width in bits. One lane; elements are whole bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "Said")]
 pub struct DType {
     code: u8,
     bits: u8,
+}
+
+/// A type as serde reads it: it may be none of ours.
+#[derive(Deserialize)]
+#[serde(rename = "DType")]
+struct Said {
+    code: u8,
+    bits: u8,
+}
+
+impl TryFrom<Said> for DType {
+    type Error = String;
+
+    fn try_from(Said { code, bits }: Said) -> Result<DType, String> {
+        let said = || format!("DLPack code {code} with {bits} bits is not one of DType::ALL");
+        DType::from_dlpack(code, bits).ok_or_else(said)
+    }
 }
 
 macro_rules! dtypes {
@@ -315,6 +333,17 @@ fn extent(dtype: DType, shape: &[u64], strides: &[i64]) -> Result<(i128, i128)> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn serde_makes_types_that_are_listed_and_no_others() {
+        for code in 0..=255 {
+            for bits in 0..=255 {
+                let read = postcard::from_bytes::<DType>(&[code, bits]).ok();
+                assert_eq!(read, DType::from_dlpack(code, bits), "code {code}, {bits} bits");
+                assert!(read.is_none_or(|dtype| postcard::to_stdvec(&dtype) == Ok(vec![code, bits])));
+            }
+        }
+    }
 
     #[test]
     fn a_scalar_has_rank_zero_and_one_element() {

@@ -51,6 +51,8 @@ struct Grant {
 #[derive(Debug, Serialize, Deserialize)]
 struct Sealed;
 
+crate::rendezvous::messages!(Grant, Sealed);
+
 /// A named 64-bit value that only grows, across processes (Vulkan's timeline semaphore; on CUDA
 /// `cuStreamWriteValue64` and `cuStreamWaitValue64`).
 ///

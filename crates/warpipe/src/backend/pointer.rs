@@ -105,7 +105,7 @@ pub(crate) fn mapping_at(address: u64) -> Option<Mapping> {
     String::from_utf8_lossy(&maps).lines().find_map(|line| mapping_of(line, address))
 }
 
-fn mapping_of(line: &str, address: u64) -> Option<Mapping> {
+pub(crate) fn mapping_of(line: &str, address: u64) -> Option<Mapping> {
     let mut fields = line.split_ascii_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;
     let number = |text| u64::from_str_radix(text, 16).ok();

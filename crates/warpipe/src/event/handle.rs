@@ -182,6 +182,33 @@ impl From<EventHandle> for String {
     }
 }
 
+/// For [`fuzzing`](crate::fuzzing): bytes whose checksum is right, whatever they say.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod forged {
+    use super::*;
+    use crate::backend::DeviceKind;
+
+    pub(crate) fn handle(body: &[u8]) -> Vec<u8> {
+        [&MAGIC[..], &VERSION.to_le_bytes(), &origin::hash(body).to_le_bytes(), body].concat()
+    }
+
+    /// What whole handles say: one of CUDA, and one of the host.
+    pub(crate) fn bodies() -> Vec<Vec<u8>> {
+        let body = |kind, ipc| Body {
+            domain: "/run/user/7/warpipe".into(),
+            endpoint: "events/0123456789abcdef".into(),
+            generation: [7; 16],
+            index: 300,
+            serial: 2,
+            device: DeviceId { kind, uuid: [3; 16] },
+            ipc,
+        };
+        let cuda = body(DeviceKind::Cuda, Some(([1; 32], [2; 32])));
+        let host = body(DeviceKind::Host, None);
+        [cuda, host].iter().flat_map(postcard::to_stdvec).collect()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -41,6 +41,11 @@ use crate::memory::raiser::Raiser;
 use crate::stream::Stream;
 use crate::timed::{LOCK_TIMEOUT, TimedLock};
 
+crate::rendezvous::messages!(house::Ask, house::LaneOf, house::PageOf);
+
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use handle::forged;
+
 /// How long a process may be dying before its socket closes: 205 ms were seen under MPS.
 const DYING: Duration = Duration::from_millis(500);
 

@@ -3,37 +3,22 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::stage::{Random, packet};
-use crate::backend::{Access, DeviceId, DeviceKind};
+use crate::fuzzing::{assert_promises, messages};
 use crate::link::entry::{Allegation, Completion, Description, Metadata};
-use crate::link::message::{Farewell, Message, decode};
+use crate::link::message::decode;
 use crate::link::segment::{META_BYTES_MAX, Segment};
-use crate::rendezvous::Kind;
 use crate::tensor::RANK_MAX;
 use crate::{DType, Device, Layout};
 
 /// Rounds of the cheap ones.
 const ROUNDS: u32 = 100_000;
 
-fn messages(random: &mut Random) -> [Message; 8] {
-    let (generation, device) = ([random.next() as u8; 16], DeviceId { kind: DeviceKind::Host, uuid: [3; 16] });
-    let (depth, regions) = (random.edge() as u32, random.edge() as u32);
-    [
-        Message::Hello { generation, device, kind: Kind::Publisher },
-        Message::Welcome { generation, device, depth, access: Access::Read, lossless: true, regions },
-        Message::Region { id: regions, bytes: random.edge() },
-        Message::Attached,
-        Message::Bye(Farewell::Closed),
-        Message::Bye(Farewell::Evicted("too slow".into())),
-        Message::Refused { denied: false, text: "full".into() },
-        Message::Completions { bytes: random.edge() },
-    ]
-}
-
 #[test]
 fn a_packet_decodes_to_what_was_sent_or_to_an_error() {
     let mut random = Random(3);
     for round in 0..ROUNDS {
-        let original = messages(&mut random)[(round % 8) as usize].clone();
+        let mut kinds = messages(random.edge());
+        let original = kinds.swap_remove(round as usize % kinds.len());
         let mut bytes = packet(&original);
         assert_eq!(decode(&bytes).unwrap(), original);
         match random.below(3) {
@@ -52,28 +37,6 @@ fn a_packet_decodes_to_what_was_sent_or_to_an_error() {
             assert_eq!(decode(&packet(&message)).unwrap(), message);
         }
     }
-}
-
-/// Every byte that an element of the layout may touch, by visiting the corners of the index space.
-fn corners(layout: &Layout) -> (i128, i128) {
-    let (mut low, mut high) = (i128::from(layout.offset()), i128::from(layout.offset()));
-    for (&length, &stride) in layout.shape().iter().zip(layout.strides()) {
-        // Shape and strides of an accepted layout are small enough for this.
-        let reach = (i128::from(length) - 1) * i128::from(stride) * i128::from(layout.dtype().bytes());
-        if reach < 0 { low += reach } else { high += reach }
-    }
-    (low, high + i128::from(layout.dtype().bytes()))
-}
-
-fn assert_promises(layout: &Layout) {
-    assert!(layout.bytes() <= i64::MAX as u64);
-    assert!(layout.offset() <= layout.bytes());
-    let elements = layout.elements();
-    if elements > 0 {
-        let (low, high) = corners(layout);
-        assert!(low >= 0 && high <= i128::from(layout.bytes()), "{layout:?}: {low}..{high} of {}", layout.bytes());
-    }
-    let _ = layout.is_contiguous();
 }
 
 fn any_layout(random: &mut Random) -> crate::Result<Layout> {

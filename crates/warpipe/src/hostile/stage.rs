@@ -15,8 +15,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
 use crate::fork::lifeline::Lifeline;
 use crate::fork::own::Own;
-use crate::link::message::{self, Message, Received};
-use crate::link::segment::VERSION;
+use crate::link::message::{self, Received};
 use crate::{Device, Domain, EndpointName, Publisher, Stream, Subscriber};
 
 /// How long anything may take; nothing comes near it unless it hangs.
@@ -225,14 +224,7 @@ impl Random {
     }
 }
 
-/// A message as it goes over the wire.
-pub(super) fn packet(message: &Message) -> Vec<u8> {
-    let mut packet = b"WARP".to_vec();
-    packet.extend(VERSION.to_le_bytes());
-    packet.extend([0, 0]);
-    packet.extend(postcard::to_stdvec(message).unwrap());
-    packet
-}
+pub(super) use crate::fuzzing::packet;
 
 /// Sends any bytes with up to 128 descriptors; if they are right but for the lifeline, with this process's own.
 pub(crate) fn send_raw(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {

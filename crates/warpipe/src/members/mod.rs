@@ -52,6 +52,8 @@ use crate::domain::{Author, EndpointName};
 use crate::error::{Error, Result};
 use crate::link::PeerState;
 
+crate::rendezvous::messages!(Introduction);
+
 /// The most members that one watch follows; further names wait until there is room.
 pub const MEMBERS_MAX: usize = 1024;
 

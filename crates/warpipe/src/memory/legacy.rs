@@ -205,6 +205,20 @@ impl LegacyHandle {
 /// What the checksum is over.
 const CHECKED: usize = LegacyHandle::BYTES - 8;
 
+/// The bytes of a handle with the checksum that fits them.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn forged(bytes: &[u8]) -> Vec<u8> {
+    let mut bytes = bytes.to_vec();
+    if bytes.len() >= LegacyHandle::BYTES {
+        bytes.truncate(LegacyHandle::BYTES);
+        bytes[..MAGIC.len()].copy_from_slice(&MAGIC);
+        bytes[MAGIC.len()..][..2].copy_from_slice(&VERSION.to_le_bytes());
+        let sum = origin::hash(&bytes[..CHECKED]);
+        bytes[CHECKED..].copy_from_slice(&sum.to_le_bytes());
+    }
+    bytes
+}
+
 fn parse(bytes: &[u8]) -> Result<LegacyHandle, LegacyFault> {
     let wrong = LegacyFault::Length { found: bytes.len(), wanted: LegacyHandle::BYTES };
     let mut reader = Reader(bytes.try_into().map_err(|_| wrong)?, 0);

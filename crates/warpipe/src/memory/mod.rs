@@ -23,3 +23,5 @@ pub use self::owned::{Export, Memory, MemoryInfo};
 pub use self::published::{Publication, Published};
 pub use self::shared::SharedMemory;
 pub use self::ticket::Ticket;
+
+crate::rendezvous::messages!(published::Reply, published::Request);

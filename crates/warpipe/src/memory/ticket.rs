@@ -281,6 +281,39 @@ fn checksum(bytes: &[u8]) -> u32 {
     bytes.iter().fold(0x811c_9dc5, |sum, &byte| (sum ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
 
+/// For [`fuzzing`](crate::fuzzing): texts whose checksum is right, whatever they say.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod forged {
+    use super::*;
+    use crate::backend::DeviceKind;
+
+    pub(crate) fn text(bytes: &[u8]) -> String {
+        let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("{PREFIX}{VERSION}:{digits}:{:08x}", checksum(bytes))
+    }
+
+    /// What whole tickets say: one with everything, and one with as little as can be.
+    pub(crate) fn bodies() -> Vec<Vec<u8>> {
+        let device = Some(DeviceId { kind: DeviceKind::Host, uuid: [3; 16] });
+        let all = Wanted { id: 3, offset: 4096, bytes: Some(100) };
+        let (domain, name) = ("/run/user/1000/warpipe", "camera/front");
+        let mut fields = Fields {
+            host: 1 << 40,
+            domain: domain.into(),
+            owner: 1000,
+            name: name.into(),
+            kind: Kind::Memory,
+            incarnation: Some([7; 16]),
+            wanted: all,
+            device,
+        };
+        let whole = postcard::to_stdvec(&fields);
+        let wanted = Wanted { id: ONLY, offset: 0, bytes: None };
+        fields = Fields { kind: Kind::Pool, incarnation: None, wanted, device: None, ..fields };
+        [whole, postcard::to_stdvec(&fields)].into_iter().flatten().collect()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

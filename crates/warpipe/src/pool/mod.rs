@@ -25,6 +25,8 @@ pub use self::buffer::{Buffer, Pool, PoolBuilder, PoolStats};
 use crate::backend::{Access, DeviceId, TimelineWord};
 use crate::memory::ticket::Incarnation;
 
+crate::rendezvous::messages!(Grant, Hello, Reception, Wish);
+
 /// The most blocks that one peer may have at once.
 const PAIRS_MAX: u32 = 1024;
 

@@ -30,6 +30,22 @@ use crate::link::closer::PeerFd;
 use crate::link::limits::PeerLimits;
 use crate::link::peer::is_admitted;
 
+/// Tries bytes as each of a face's messages, for [`fuzzing`](crate::fuzzing): what is one means the same encoded once more.
+macro_rules! messages {
+    ($($message:ty),* $(,)?) => {
+        #[cfg(any(test, feature = "testing"))]
+        pub(crate) fn try_messages(bytes: &[u8]) {
+            $(if let Ok(message) = crate::rendezvous::decode::<$message>(bytes, "any") {
+                let bytes = postcard::to_stdvec(&message).unwrap_or_default();
+                let again = crate::rendezvous::decode::<$message>(&bytes, "any");
+                let again = again.ok().and_then(|again| postcard::to_stdvec(&again).ok());
+                assert_eq!(again, Some(bytes));
+            })*
+        }
+    };
+}
+pub(crate) use messages;
+
 /// The longest body of a message.
 pub(crate) const BODY_BYTES_MAX: usize = 768;
 

@@ -40,6 +40,8 @@ use crate::memory::page::Page;
 use crate::rendezvous::{ANSWER_TIMEOUT, Address, Admission, Keeper, Kind, Visitor};
 use crate::stream::{Backoff, Stream};
 
+crate::rendezvous::messages!(warden::Ask, warden::Here, warden::Notice, warden::Welcome);
+
 /// The guide's examples are tests, too.
 #[cfg(doctest)]
 #[doc = include_str!("../../../../docs/guide/semaphore.md")]

@@ -1,0 +1,325 @@
+//! Every parser of what comes from outside this process, for fuzzers and replays: each takes any bytes, does not panic, and
+//! what it accepts keeps its promises. For tests alone, behind the feature `testing`.
+
+use std::fmt::Debug;
+use std::sync::atomic::Ordering::Relaxed;
+
+use crate::backend::pointer::mapping_of;
+use crate::backend::{Access, DeviceId, DeviceKind};
+use crate::domain::EndpointName;
+use crate::link::entry::{Allegation, Completion, Description, Metadata};
+use crate::link::limits::PeerLimit;
+use crate::link::message::{self, Farewell, Message};
+use crate::link::segment::{META_BYTES_MAX, Segment, VERSION};
+use crate::memory::{legacy, ticket};
+use crate::queue::wire;
+use crate::rendezvous::{self, Kind};
+use crate::tensor::RANK_MAX;
+use crate::{DType, Device, EventHandle, Layout, LegacyHandle, Ticket, event, origin};
+
+/// A parser: its name, what tries it, and bytes that get far.
+#[derive(Debug, Clone, Copy)]
+pub struct Target {
+    /// The name of its fuzz target and of its folder in the corpus.
+    pub name: &'static str,
+    /// Tries it on any bytes.
+    pub parse: fn(&[u8]),
+    /// Whole messages of every kind.
+    pub seeds: fn() -> Vec<Vec<u8>>,
+}
+
+/// All of them.
+pub const TARGETS: &[Target] = &[
+    Target { name: "message", parse: packets, seeds: packet_seeds },
+    Target { name: "bodies", parse: bodies, seeds: body_seeds },
+    Target { name: "queue", parse: queue, seeds: queue_seeds },
+    Target { name: "ticket", parse: tickets, seeds: ticket_seeds },
+    Target { name: "event_handle", parse: event_handles, seeds: event_seeds },
+    Target { name: "legacy_handle", parse: legacy_handles, seeds: legacy_seeds },
+    Target { name: "entry", parse: entries, seeds: entry_seeds },
+    Target { name: "layout", parse: layouts, seeds: layout_seeds },
+    Target { name: "text", parse: texts, seeds: text_seeds },
+];
+
+/// Numbers as wrong input has them.
+const EDGES: [u64; 6] = [0, 1, 255, 1 << 32, i64::MAX as u64, u64::MAX];
+
+/// A message as it goes over the wire.
+pub(crate) fn packet(message: &Message) -> Vec<u8> {
+    let mut packet = b"WARP".to_vec();
+    packet.extend(VERSION.to_le_bytes());
+    packet.extend([0, 0]);
+    packet.extend(postcard::to_stdvec(message).unwrap_or_default());
+    packet
+}
+
+/// One of each kind.
+pub(crate) fn messages(number: u64) -> Vec<Message> {
+    let (generation, device) = ([number as u8; 16], DeviceId { kind: DeviceKind::Host, uuid: [3; 16] });
+    let (small, body, text) = (number as u32, vec![number as u8; 16], "full".to_string());
+    vec![
+        Message::Hello { generation, device, kind: Kind::Publisher },
+        Message::Welcome { generation, device, depth: small, access: Access::Read, lossless: true, regions: small },
+        Message::Region { id: small, bytes: number },
+        Message::Attached,
+        Message::Bye(Farewell::Closed),
+        Message::Bye(Farewell::Evicted("too slow".into())),
+        Message::Bye(Farewell::Failed("it broke the protocol".into())),
+        Message::Refused { denied: false, text: text.clone() },
+        Message::Visit { generation, device: Some(device), kind: Kind::Pool, body: body.clone() },
+        Message::Granted { generation, body: body.clone(), fds: number as u8 },
+        Message::OtherKind { found: Kind::Queue },
+        Message::Ask { serial: number, body: body.clone() },
+        Message::Answer { serial: number, body, fds: number as u8 },
+        Message::Declined { serial: number, text },
+        Message::Completions { bytes: number },
+        Message::Full { limit: PeerLimit::User, max: small },
+    ]
+}
+
+fn packet_seeds() -> Vec<Vec<u8>> {
+    EDGES.iter().flat_map(|&number| messages(number)).map(|message| packet(&message)).collect()
+}
+
+/// What a link's socket says.
+fn packets(bytes: &[u8]) {
+    if let Ok(message) = message::decode(bytes) {
+        // Whatever it says, it is a whole message: encoded once more it means the same.
+        assert_eq!(message::decode(&packet(&message)).ok().as_ref(), Some(&message));
+        let _ = (message.descriptors(), message.is_first(), message.unexpected("something else"));
+    }
+}
+
+/// What goes inside: every face's questions and answers.
+fn bodies(bytes: &[u8]) {
+    let faces = [
+        crate::event::try_messages,
+        crate::members::try_messages,
+        crate::memory::try_messages,
+        crate::pool::try_messages,
+        crate::semaphore::try_messages,
+        crate::timeline::try_messages,
+    ];
+    faces.into_iter().for_each(|face| face(bytes));
+    // What others may send of ours, by serde.
+    if let Ok(dtype) = rendezvous::decode::<DType>(bytes, "any") {
+        assert_eq!(DType::from_name(dtype.name()), Some(dtype));
+    }
+}
+
+/// Postcard makes something of most bytes; these begin every variant of an enumeration with numbers behind it.
+fn body_seeds() -> Vec<Vec<u8>> {
+    let with = |kind: u8, fill: u8| [vec![kind], vec![fill; 40]].concat();
+    (0..8).flat_map(|kind| [0, 1, 2, 127].map(|fill| with(kind, fill))).collect()
+}
+
+/// What is written beside the tensors of jobs and results.
+fn queue(bytes: &[u8]) {
+    if let Ok(ticket) = wire::Ticket::decode(bytes) {
+        let again = ticket.encode(wire::user_of_job(bytes)).map(|metadata| metadata.as_bytes().to_vec());
+        assert_eq!(again.ok().as_deref(), Some(bytes));
+    }
+    if let Ok(answer) = wire::Answer::decode(bytes) {
+        // A reason is cleaned and cut; what it says then stays.
+        let user = wire::user_of_answer(bytes);
+        let user = if answer.verdict == wire::Verdict::Completed { user } else { &[] };
+        if let Ok(metadata) = answer.encode(user) {
+            let again = wire::Answer::decode(metadata.as_bytes()).ok();
+            assert!(again.is_some_and(|again| (again.job, again.number) == (answer.job, answer.number)));
+        }
+    }
+}
+
+fn queue_seeds() -> Vec<Vec<u8>> {
+    (0..6)
+        .flat_map(|kind| [13, 20, 25, 40, 225, 226].map(|length| [vec![kind], vec![1; length - 1]].concat()))
+        .collect()
+}
+
+/// The text of a ticket, and one whose checksum is right whatever it says.
+fn tickets(bytes: &[u8]) {
+    for text in [String::from_utf8_lossy(bytes).into_owned(), ticket::forged::text(bytes)] {
+        comes_back(text.parse::<Ticket>().ok(), |ticket| ticket.to_string().parse().ok());
+    }
+}
+
+fn ticket_seeds() -> Vec<Vec<u8>> {
+    let bodies = ticket::forged::bodies();
+    let texts = bodies.iter().map(|body| ticket::forged::text(body).into_bytes());
+    texts.chain(bodies.iter().cloned()).collect()
+}
+
+/// The text and the bytes of an event's handle, and bytes whose checksum is right whatever they say.
+fn event_handles(bytes: &[u8]) {
+    for bytes in [bytes.to_vec(), event::forged::handle(bytes)] {
+        comes_back(EventHandle::from_bytes(&bytes).ok(), |handle| EventHandle::from_bytes(&handle.to_bytes()).ok());
+    }
+    let text = String::from_utf8_lossy(bytes);
+    comes_back(text.parse::<EventHandle>().ok(), |handle| handle.to_string().parse().ok());
+}
+
+fn event_seeds() -> Vec<Vec<u8>> {
+    let bodies = event::forged::bodies();
+    let whole = bodies.iter().map(|body| event::forged::handle(body));
+    let text = |bytes: Vec<u8>| EventHandle::from_bytes(&bytes).map(|handle| handle.to_string().into_bytes());
+    let texts = whole.clone().flat_map(text);
+    whole.clone().chain(texts).chain(bodies.iter().cloned()).collect()
+}
+
+/// The 160 bytes around the 64 of `cuIpcGetMemHandle`.
+fn legacy_handles(bytes: &[u8]) {
+    for bytes in [bytes.to_vec(), legacy::forged(bytes)] {
+        comes_back(LegacyHandle::from_bytes(&bytes).ok(), |handle| LegacyHandle::from_bytes(&handle.to_bytes()).ok());
+    }
+    let text = String::from_utf8_lossy(bytes);
+    comes_back(text.parse::<LegacyHandle>().ok(), |handle| handle.to_string().parse().ok());
+}
+
+fn legacy_seeds() -> Vec<Vec<u8>> {
+    [0, 1, 2].map(|fill| vec![fill; LegacyHandle::BYTES]).to_vec()
+}
+
+/// What was accepted goes through its own form unchanged.
+fn comes_back<T: PartialEq + Debug>(accepted: Option<T>, again: impl FnOnce(&T) -> Option<T>) {
+    if let Some(accepted) = accepted {
+        assert_eq!(again(&accepted).as_ref(), Some(&accepted));
+    }
+}
+
+/// The words of an entry, eight bytes each, and what the region is said to have; those that are not there are 0.
+fn entries(bytes: &[u8]) {
+    thread_local! {
+        static SEGMENT: Option<Segment> = Segment::create(&Device::host(), 1, [1; 16]).ok().map(|(segment, _)| segment);
+    }
+    SEGMENT.with(|segment| {
+        let Some(entry) = segment.as_ref().map(|segment| segment.entry(1)) else { return };
+        let (words, _) = bytes.as_chunks::<8>();
+        let mut words = words.iter().map(|&word| u64::from_le_bytes(word)).chain(std::iter::repeat(0));
+        let region_bytes = words.next().unwrap_or_default();
+        entry.words.iter().zip(words).for_each(|(to, word)| to.store(word, Relaxed));
+        let mut copy = Allegation::default();
+        copy.copy(entry);
+        let Ok(description) = copy.check(region_bytes) else { return };
+        assert_promises(&description.layout);
+        let end = description.slot.checked_add(description.layout.bytes());
+        assert!(end.is_some_and(|end| end <= region_bytes));
+        assert!(description.metadata.as_bytes().len() <= META_BYTES_MAX);
+    });
+}
+
+fn entry_seeds() -> Vec<Vec<u8>> {
+    let Ok((segment, _)) = Segment::create(&Device::host(), 1, [1; 16]) else { return Vec::new() };
+    let entry = segment.entry(1);
+    let layouts = [
+        Layout::contiguous(DType::F32, &[2, 3]),
+        Layout::contiguous(DType::U8, &[]),
+        Layout::contiguous(DType::BF16, &[0, 4]),
+        Layout::strided(DType::C128, &[2, 2], &[-2, 1], 64),
+        Layout::bytes_only(100),
+    ];
+    let seed = |layout: Layout| {
+        let metadata = Metadata::new(b"some of the user's").unwrap_or_default();
+        let completion = Some(Completion { word: 1, value: 2 });
+        Description { sequence: 1, sent_ns: 2, region: 0, slot: 512, layout, metadata, completion }.write(entry);
+        let words = entry.words.iter().map(|word| word.load(Relaxed));
+        std::iter::once(1 << 20).chain(words).flat_map(u64::to_le_bytes).collect()
+    };
+    layouts.into_iter().flatten().map(seed).collect()
+}
+
+/// A layout as a caller or a frame says it: code, bits, rank, offset, then lengths and strides, eight bytes each; what is
+/// not there is 0.
+fn layouts(bytes: &[u8]) {
+    let Some((&[code, bits, rank, is_strided], rest)) = bytes.split_first_chunk::<4>() else { return };
+    let Some(dtype) = DType::from_dlpack(code, bits) else { return };
+    let (words, _) = rest.as_chunks::<8>();
+    let mut words = words.iter().map(|&word| u64::from_le_bytes(word)).chain(std::iter::repeat(0));
+    let rank = usize::from(rank) % (RANK_MAX + 2);
+    let offset = words.next().unwrap_or_default();
+    let shape: Vec<u64> = words.by_ref().take(rank).collect();
+    let strides: Vec<i64> = words.take(rank).map(|word| word as i64).collect();
+    let layout = if is_strided & 1 == 0 {
+        Layout::contiguous(dtype, &shape)
+    } else {
+        Layout::strided(dtype, &shape, &strides, offset)
+    };
+    if let Ok(layout) = layout {
+        assert_promises(&layout);
+        assert_eq!((layout.dtype(), layout.shape()), (dtype, &shape[..]));
+    }
+}
+
+fn layout_seeds() -> Vec<Vec<u8>> {
+    let seed = |is_strided: u8, words: &[u64]| {
+        let words = words.iter().flat_map(|word| word.to_le_bytes());
+        [2, 32, 3, is_strided].into_iter().chain(words).collect()
+    };
+    let (minus, most) = (-2i64 as u64, i64::MAX as u64);
+    vec![
+        seed(0, &[0, 2, 3, 4]),
+        seed(0, &[0, 1 << 31, 1 << 31, 1]),
+        seed(1, &[64, 2, 3, 4, 12, 4, 1]),
+        seed(1, &[640, 2, 3, 4, minus, 1, 0]),
+        seed(1, &[u64::MAX, 0, 1, u64::MAX, most, 1 << 63, 1]),
+    ]
+}
+
+/// Short texts: names of endpoints and of their files, and lines of `/proc`, in which other processes' names stand.
+fn texts(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    if let Ok(name) = EndpointName::new(&text) {
+        assert_eq!(name.as_str(), text);
+    }
+    if let Some(name) = EndpointName::from_file(&text) {
+        assert_eq!(EndpointName::new(name.as_str()).ok(), Some(name));
+    }
+    origin::try_stat(bytes);
+    text.lines().for_each(|line| drop(mapping_of(line, u64::from_le_bytes([1; 8]))));
+}
+
+fn text_seeds() -> Vec<Vec<u8>> {
+    let texts = [
+        "camera/front",
+        "../etc",
+        "camera+front.sock",
+        "7 (a) b) c) Z 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20",
+        "7f00-7f10 rw-s 00000000 00:01 1026                       /memfd:warpipe plain (deleted)",
+        "0-ffffffffffffffff r--p 00000000 00:00 0",
+    ];
+    texts.map(|text| text.as_bytes().to_vec()).to_vec()
+}
+
+/// Every byte that an element of the layout may touch, by visiting the corners of the index space.
+fn corners(layout: &Layout) -> (i128, i128) {
+    let (mut low, mut high) = (i128::from(layout.offset()), i128::from(layout.offset()));
+    for (&length, &stride) in layout.shape().iter().zip(layout.strides()) {
+        // Shape and strides of an accepted layout are small enough for this.
+        let reach = (i128::from(length) - 1) * i128::from(stride) * i128::from(layout.dtype().bytes());
+        if reach < 0 { low += reach } else { high += reach }
+    }
+    (low, high + i128::from(layout.dtype().bytes()))
+}
+
+/// What a layout that was accepted promises.
+pub(crate) fn assert_promises(layout: &Layout) {
+    assert!(layout.bytes() <= i64::MAX as u64);
+    assert!(layout.offset() <= layout.bytes());
+    if layout.elements() > 0 {
+        let (low, high) = corners(layout);
+        assert!(low >= 0 && high <= i128::from(layout.bytes()), "{layout:?}: {low}..{high} of {}", layout.bytes());
+    }
+    let _ = layout.is_contiguous();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_parser_takes_its_seeds() {
+        for Target { parse, seeds, .. } in TARGETS {
+            seeds().iter().for_each(|seed| parse(seed));
+        }
+        assert!(packet_seeds().iter().all(|packet| message::decode(packet).is_ok()));
+    }
+}

@@ -1,0 +1,107 @@
+//! The methods of `cargo xtask verify` that need a nightly toolchain. Where it is not there they are skipped, and say why.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::Outcome;
+use crate::counts::Counts;
+use crate::process::Task;
+use crate::workspace::{Workspace, cargo};
+
+const BUILD_LIMIT: Duration = Duration::from_secs(1800);
+/// How long each parser is fuzzed where nobody says.
+const FUZZ_TIME: Duration = Duration::from_secs(20);
+/// What a fuzzer takes beside its time: reading what it found before.
+const FUZZ_SPARE: Duration = Duration::from_secs(300);
+
+const INSTALL: &str = "rustup toolchain install nightly --profile minimal -c miri,rust-src";
+
+/// A program of the nightly toolchain.
+fn nightly(program: &str) -> Task {
+    Task::new("rustup").args(["run", "nightly", program])
+}
+
+/// Whether a program of the nightly toolchain starts.
+fn has(arguments: &[&str]) -> bool {
+    let mut command = Command::new("rustup");
+    command.args(["run", "nightly"]).args(arguments);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.status().is_ok_and(|status| status.success())
+}
+
+/// This machine, as the compiler names it.
+fn triple() -> String {
+    format!("{}-unknown-linux-gnu", std::env::consts::ARCH)
+}
+
+/// One check that is not made, and why.
+fn skipped(reason: &str) -> Outcome<Counts> {
+    println!("declared skip: {reason}");
+    Ok(Counts { skipped: 1, ..Counts::default() })
+}
+
+/// Fuzzes each parser of `fuzz/` for its share of `time`, from its seeds and from what earlier runs found.
+pub fn fuzz(workspace: &Workspace, time: Option<Duration>) -> Outcome<Counts> {
+    if !has(&["rustc", "--version"]) {
+        return skipped(&format!("no nightly toolchain; {INSTALL}"));
+    }
+    if !has(&["cargo", "fuzz", "--version"]) {
+        return skipped("no cargo-fuzz; cargo install cargo-fuzz --version 0.13.1 --locked");
+    }
+    let (folder, target) = (workspace.root.join("fuzz"), workspace.target.join("verify"));
+    let names = targets(&folder)?;
+    let seeds = target.join("seeds");
+    let task = Task::new(cargo()).args(["run", "--locked", "--example", "seeds", "--"]).args([&seeds]);
+    if !task.run(&folder, BUILD_LIMIT)?.success {
+        return Err("fuzz/ does not compile, or wrote no seeds".into());
+    }
+    let built = target.join("fuzz");
+    let build = nightly("cargo").args(["fuzz", "build", "--features", "libfuzzer", "--target"]);
+    let build = build.args([triple()]).args(["--target-dir"]).args([&built]);
+    if !build.run(&folder, BUILD_LIMIT)?.success {
+        return Err("the fuzz targets do not compile with the nightly toolchain".into());
+    }
+    let programs = built.join(format!("{}/release", triple()));
+    let share = time.map_or(FUZZ_TIME, |time| (time / names.len() as u32).max(Duration::from_secs(1)));
+    let mut counts = Counts::default();
+    for name in &names {
+        println!("\n--- {name}, {} s", share.as_secs());
+        let passed = fuzz_one(&programs.join(name), &target, &seeds.join(name), name, share)?;
+        counts += if passed { Counts::ONE_PASSED } else { Counts::ONE_FAILED };
+    }
+    Ok(counts)
+}
+
+/// The targets by name, in order.
+fn targets(folder: &Path) -> Outcome<Vec<String>> {
+    let folder = folder.join("fuzz_targets");
+    let entries = fs::read_dir(&folder).map_err(|error| format!("{} not read: {error}", folder.display()))?;
+    let names = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    let mut names: Vec<_> = names.filter_map(|name| name.strip_suffix(".rs").map(str::to_owned)).collect();
+    names.sort();
+    if names.is_empty() { Err(format!("{} has no targets", folder.display())) } else { Ok(names) }
+}
+
+fn fuzz_one(program: &Path, target: &Path, seeds: &Path, name: &str, time: Duration) -> Outcome<bool> {
+    let (grown, found) = (target.join("grown").join(name), target.join("found").join(name));
+    for folder in [&grown, &found] {
+        fs::create_dir_all(folder).map_err(|error| format!("{} not made: {error}", folder.display()))?;
+    }
+    let options = [
+        format!("-max_total_time={}", time.as_secs()),
+        format!("-artifact_prefix={}/", found.display()),
+        "-max_len=4096".into(),
+        "-timeout=30".into(),
+        "-rss_limit_mb=2048".into(),
+        "-verbosity=0".into(),
+        "-print_final_stats=1".into(),
+    ];
+    let task = Task::new("nice").args(["-n", "19"]).args([program]).args(options).args([&grown, seeds]);
+    let finished = task.run(target, time + FUZZ_SPARE)?;
+    if !finished.success {
+        println!("what it found is in {}; add it to fuzz/corpus/{name}.hex with the mend", found.display());
+    }
+    Ok(finished.success)
+}
