@@ -46,6 +46,11 @@ impl Plain {
     pub fn allocate(device: &warpipe::Device, bytes: u64) -> Outcome<Plain> {
         Ok(Plain { device: device.clone(), ptr: device.backend().allocate_plain(bytes)?, bytes })
     }
+
+    /// Its first byte's address.
+    pub fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
 }
 
 impl Drop for Plain {

@@ -4,8 +4,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::channel;
+use std::time::Duration;
 
 use pyo3::prelude::*;
+use warpipe::backend::StreamOp;
 use warpipe::{DType, Layout};
 
 use crate::device::Device;
@@ -135,14 +137,23 @@ impl Filler {
     #[new]
     fn new(stream: &Bound<'_, Stream>) -> PyResult<Filler> {
         let stream = stream.get().inner()?.clone();
+        let word = Plain::allocate(stream.device(), 8)?;
         let (given, ends) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let (tell, told) = channel();
         let (counted, ended) = (given.clone(), ends.clone());
         let fill = move || {
             // SAFETY: takes nothing.
             let _ = tell.send(unsafe { libc::gettid() });
-            while !ended.load(Ordering::Relaxed) && stream.call(|| ()).is_ok() {
+            let writes = [StreamOp::Signal { word: word.ptr(), value: 1 }];
+            let write = || {
+                // SAFETY: the stream is live while this thread holds it, and the word until the stream is idle.
+                unsafe { stream.device().backend().batch(stream.raw(), &writes) }
+            };
+            while !ended.load(Ordering::Relaxed) && write().is_ok() {
                 counted.fetch_add(1, Ordering::Relaxed);
+            }
+            if stream.synchronize(Duration::from_secs(60)).is_err() {
+                std::mem::forget(word);
             }
         };
         std::thread::Builder::new().name("warpipe-filler".into()).spawn(fill)?;

@@ -41,9 +41,18 @@ class Written:
         }
 
 
-def is_asleep(thread):
-    with open(f"/proc/self/task/{thread}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] == "S"
+# A driver may wait by sleeping, or by asking again and again; the ticks are of 10 ms.
+SPIN_TICKS = 20
+
+
+def is_held_up(thread):
+    '''Whether a thread sleeps, has computed for long, or has ended.'''
+    try:
+        with open(f"/proc/self/task/{thread}/stat") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+    except OSError:
+        return True
+    return fields[0] == "S" or int(fields[11]) + int(fields[12]) >= SPIN_TICKS
 
 
 def late(on):
@@ -54,10 +63,10 @@ def late(on):
 
 
 def meanwhile(work):
-    '''Begins it on another thread, until that sleeps.'''
+    '''Begins it on another thread, until that is held up.'''
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    while not is_asleep(thread.native_id):
+    while not is_held_up(thread.native_id):
         time.sleep(0.001)
 
 
@@ -132,9 +141,10 @@ CALL = """
 gate.wait(1, stream)
 exec(after)
 filler = _warpipe._Filler(stream)
-# Full, when the one that fills it sleeps.
-before = 0
-while filler.given < FULL or filler.given > before or not is_asleep(filler.thread):
+# Full, when the thread that fills it gets no further.
+before = same = 0
+while filler.given < FULL or same < 50 or not is_held_up(filler.thread):
+    same = same + 1 if filler.given == before else 0
     before = filler.given
     time.sleep(0.001)
 ticks, begun, ended, faults = [0], threading.Event(), threading.Event(), []

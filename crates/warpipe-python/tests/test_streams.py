@@ -53,13 +53,17 @@ def consumers(device):
         def by_torch(frame, wanted):
             other = torch.cuda.Stream()
             with torch.cuda.stream(other):
-                same = (frame.torch().view(torch.int64) == wanted_on_gpu[id(wanted)]).all()
-            return bool(same.item())
+                # Its copy to the host must be on that stream as well.
+                return bool((frame.torch().view(torch.int64) == wanted_on_gpu[id(wanted)]).all().item())
 
         wanted_on_gpu = {}
-        by_torch.prepare = lambda wanted: wanted_on_gpu.update(
-            {id(wanted): torch.from_numpy(wanted.view(np.int64)).cuda()}
-        )
+
+        def prepare_torch(wanted):
+            on_gpu = wanted_on_gpu[id(wanted)] = torch.from_numpy(wanted.view(np.int64)).cuda()
+            # The first launch of a kernel waits for all streams, which would be a wait that the consumer lacks.
+            assert (on_gpu == on_gpu).all().item()
+
+        by_torch.prepare = prepare_torch
         ways["torch"] = by_torch
     except ImportError:
         pass
@@ -72,7 +76,13 @@ def consumers(device):
                 return bool(same.get())
 
         cupied = {}
-        by_cupy.prepare = lambda wanted: cupied.update({id(wanted): cupy.asarray(wanted)})
+
+        def prepare_cupy(wanted):
+            on_gpu = cupied[id(wanted)] = cupy.asarray(wanted)
+            # As for PyTorch.
+            assert (on_gpu == on_gpu).all().get()
+
+        by_cupy.prepare = prepare_cupy
         ways["cupy"] = by_cupy
         by_interface = lambda frame, wanted: by_cupy(frame, wanted, cupy.asarray)  # noqa: E731
         by_interface.prepare = by_cupy.prepare

@@ -6,13 +6,13 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 use warpipe::clock::now_ns;
-use warpipe::{Error, Layout, PeerState, Publisher, Subscriber};
+use warpipe::{Error, Layout, PeerState, Publisher, PublisherBuilder, Subscriber};
 
 use super::Role;
 use super::figure::{Figure, Quantiles, Wanted};
@@ -253,12 +253,10 @@ struct AfterSubscriber {
 }
 
 fn kill_subscriber(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterSubscriber> {
-    let publisher = Publisher::builder(NAME)
-        .domain(&setup.domain)
-        .device(&setup.device)
-        .memory_limit(MEMORY_BYTES)
-        .loan_timeout(PATIENCE)
-        .build()?;
+    let publisher = build(|| {
+        let builder = Publisher::builder(NAME).domain(&setup.domain).device(&setup.device);
+        builder.memory_limit(MEMORY_BYTES).loan_timeout(PATIENCE)
+    })?;
     let partner = Partner::start(&Role::Victim(Terms { place: setup.place(), victim: Victim::Subscriber, way, busy }))?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let stream = setup.device.stream()?;
@@ -296,6 +294,17 @@ fn kill_subscriber(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterS
         reused_ns: witness.since_released(reused)?,
         pidfd_ns: witness.pidfd_ns,
     })
+}
+
+/// Builds a publisher once the victim before it, or that victim's child, no longer holds the name.
+fn build(builder: impl Fn() -> PublisherBuilder) -> anyhow::Result<Publisher> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match builder().build() {
+            Err(Error::NameTaken { .. }) if Instant::now() < deadline => std::thread::sleep(ASK_EVERY),
+            built => return Ok(built?),
+        }
+    }
 }
 
 fn subscriber(place: &Place) -> anyhow::Result<Subscriber> {
@@ -342,7 +351,7 @@ fn fork_unseen() -> anyhow::Result<i32> {
 
 fn publish(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
-    let publisher = Publisher::builder(NAME).domain(&domain).device(&device).build()?;
+    let publisher = build(|| Publisher::builder(NAME).domain(&domain).device(&device))?;
     control.tell(&())?;
     control.hear::<()>()?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
