@@ -7,7 +7,8 @@
 //!
 //! * [`atomic`]: the words themselves, in one of three ways; [`plant`]: faults planted in the library's source;
 //! * [`models`]: two or three threads under loom, which knows weak memory;
-//! * [`steps`] and [`states`]: every order of steps of several processes, any of them killed at any step.
+//! * [`steps`] and [`states`]: every order of steps of several processes, any of them killed at any step;
+//! * [`histories`]: long rows of acts by chance, with memory in which late writes are seen.
 //!
 //! Nothing here is compiled as a test: the tests in the library's sources want the whole library.
 #![allow(dead_code, reason = "what the library uses of these sources is more than what is checked here")]
@@ -32,6 +33,7 @@ mod tensor;
 mod pool;
 mod semaphore;
 
+pub mod histories;
 #[cfg(not(miri))]
 pub mod models;
 pub mod states;

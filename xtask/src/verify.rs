@@ -13,6 +13,8 @@ use crate::workspace::{Workspace, cargo};
 const BUILD_LIMIT: Duration = Duration::from_secs(1800);
 /// How long one method may take where nobody says.
 const LIMIT: Duration = Duration::from_secs(1200);
+/// So many histories of each kind are tried in less than a second.
+const HISTORIES_PER_SECOND: u64 = 2_000;
 /// From here on the models look further.
 const DEEP: Duration = Duration::from_secs(1200);
 
@@ -21,16 +23,23 @@ const DEEP: Duration = Duration::from_secs(1200);
 pub enum Method {
     Style,
     Model,
+    History,
     Corpus,
     Fuzz,
 }
 
 impl Method {
-    const ALL: &[(&str, Method)] =
-        &[("style", Method::Style), ("model", Method::Model), ("corpus", Method::Corpus), ("fuzz", Method::Fuzz)];
+    const ALL: &[(&str, Method)] = &[
+        ("style", Method::Style),
+        ("model", Method::Model),
+        ("history", Method::History),
+        ("corpus", Method::Corpus),
+        ("fuzz", Method::Fuzz),
+    ];
 
     /// Those that `cargo xtask test` runs.
-    pub const BOUNDED: &[(&str, Method)] = &[("model", Method::Model), ("corpus", Method::Corpus)];
+    pub const BOUNDED: &[(&str, Method)] =
+        &[("model", Method::Model), ("history", Method::History), ("corpus", Method::Corpus)];
 }
 
 /// What to run.
@@ -96,6 +105,7 @@ pub fn apply(workspace: &Workspace, method: Method, time: Option<Duration>) -> O
     match method {
         Method::Style => style::report(workspace).map(|()| Counts::ONE_PASSED),
         Method::Model => tests(workspace, "verify", &["loom", "states"], time),
+        Method::History => tests(workspace, "verify", &["histories"], time),
         Method::Corpus => tests(workspace, "fuzz", &["corpus"], time),
         Method::Fuzz => nightly::fuzz(workspace, time),
     }
@@ -111,6 +121,9 @@ fn tests(workspace: &Workspace, package: &str, programs: &[&str], time: Option<D
     }
     let mut task = Task::new(cargo()).args(["test", "--locked", "--no-fail-fast"]).args(programs);
     task = task.args(["--", "--show-output"]).env("RUST_BACKTRACE", "0");
+    if let Some(time) = time {
+        task = task.env("VERIFY_HISTORIES", time.as_secs().saturating_mul(HISTORIES_PER_SECOND).to_string());
+    }
     if time.is_some_and(|time| time >= DEEP) {
         task = task.env("VERIFY_DEEPER", "1").env("VERIFY_ROUNDS", "2000000");
     }

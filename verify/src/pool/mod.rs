@@ -3,6 +3,8 @@
 #[path = "../../../crates/warpipe/src/pool/block.rs"]
 pub(crate) mod block;
 pub(crate) mod core;
+#[path = "../histories/pool.rs"]
+pub mod histories;
 #[path = "../../../crates/warpipe/src/pool/marks.rs"]
 pub(crate) mod marks;
 #[path = "../states/pool.rs"]
@@ -17,4 +19,8 @@ const PAGE_BYTES: usize = PAIRS_MAX as usize * PAIR_BYTES;
 
 fn released_at(pair: u32) -> usize {
     pair as usize * PAIR_BYTES
+}
+
+fn cleared_at(pair: u32) -> usize {
+    released_at(pair) + 16
 }

@@ -1,0 +1,491 @@
+//! A pool whose peers, owner and scrubber have devices that work late, each in its own order. A block is used by what was
+//! enqueued while somebody had it; it may be lent again when all of that is done, and shows nobody another user's bytes.
+//!
+//! The books are the library's ([`State`], [`Borrower`], [`Arena`], [`Marks`]); what binds them together stands here as
+//! `pool/core.rs` and `pool/counter.rs` have it.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::block::{Block, Borrower, Lend};
+use super::core::State;
+use super::marks::{Mark, Marks};
+use super::{PAGE_BYTES, cleared_at, released_at};
+use crate::backend::{Access, TimelineWord};
+use crate::device::Device;
+use crate::histories::Draw;
+use crate::histories::memory::{Memory, Place};
+use crate::link::peer::Process;
+use crate::memory::arena::{Arena, SlotId};
+use crate::memory::page::Page;
+
+const LIMIT: u64 = 4 << 20;
+/// The owner's user.
+const OWNER: u64 = 1;
+/// Each peer's.
+const USERS: [u64; 3] = [2, 3, OWNER];
+
+/// What the owner does wrongly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    None,
+    /// It lets a block go behind a stream and sets no fence.
+    ForgetsFence,
+    /// It frees what a peer had when its process dies.
+    FreesAtDeath,
+    /// ... when it says goodbye, whatever its words say.
+    FreesAtGoodbye,
+    /// A peer that opens a block is not counted.
+    ForgetsBorrowers,
+    /// It does not say that a block is still to be cleared.
+    GivesUncleared,
+    /// It notes one user where several had a block.
+    NotesOneUser,
+}
+
+/// One taking of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Lent {
+    slot: SlotId,
+    place: Place,
+    serial: u64,
+}
+
+/// A block in a peer's hands.
+#[derive(Debug, Clone, Copy)]
+struct Hand {
+    lent: Lent,
+    pair: u32,
+    value: u64,
+    /// It may be used when the pair's second word has come to its value.
+    is_being_cleared: bool,
+    /// Others have it, too.
+    is_shared: bool,
+    is_given_back: bool,
+}
+
+/// What a peer's device has to do.
+#[derive(Debug, Clone, Copy)]
+enum Job {
+    Use(Hand),
+    Release { pair: u32, value: u64 },
+}
+
+/// What the owner's device has to do, on a stream or on the scrubber.
+#[derive(Debug, Clone, Copy)]
+enum Work {
+    Use(Lent),
+    Zero(Lent),
+    Signal { slot: SlotId, value: u64 },
+    Cleared { peer: usize, number: u64, pair: u32, value: u64 },
+}
+
+#[derive(Debug)]
+struct Peer {
+    number: u64,
+    page: Arc<Page>,
+    process: Arc<Process>,
+    hands: Vec<Hand>,
+    device: VecDeque<Job>,
+    is_dead: bool,
+    is_leaving: bool,
+}
+
+/// A pool, and the truth about it.
+pub struct Play {
+    fault: Fault,
+    state: State,
+    memory: Memory,
+    words: Vec<TimelineWord>,
+    peers: [Option<Peer>; USERS.len()],
+    owned: Vec<Lent>,
+    stream: VecDeque<Work>,
+    scrubber: VecDeque<Work>,
+    /// What the proof of deaths frees, once the owner's streams are past it.
+    pending: Vec<SlotId>,
+    fences: u64,
+    numbers: u64,
+}
+
+impl Play {
+    pub fn new(fault: Fault) -> Play {
+        let arena = Arena::new(&Device, LIMIT);
+        let (blocks, lends, borrowers, counts, marks) = Default::default();
+        let state = State { arena, blocks, lends, borrowers, counts, marks };
+        let (memory, words, peers, owned, stream, scrubber, pending) = Default::default();
+        Play { fault, state, memory, words, peers, owned, stream, scrubber, pending, fences: 0, numbers: 0 }
+    }
+
+    /// # Errors
+    /// What is wrong then.
+    pub fn act(&mut self, (kind, which, size): Draw) -> Result<(), String> {
+        let (peer, which) = (usize::from(which) % USERS.len(), usize::from(which) / USERS.len());
+        match kind % 19 {
+            0 => self.come(peer),
+            1 | 2 => self.ask(peer, bytes_of(size))?,
+            3 => self.open(peer, which)?,
+            4 => self.use_of(peer, which),
+            5 | 6 => self.give_back(peer, which),
+            7 | 8 => self.run(peer)?,
+            9 => self.leave(peer),
+            10 => self.die(peer),
+            11 => self.prove(peer),
+            12 => drop(self.own(bytes_of(size))?),
+            13 => self.lend(which),
+            14 => self.use_own(which),
+            15 => self.let_go(which),
+            16 => self.work(true)?,
+            17 => self.work(false)?,
+            _ => self.tick(),
+        }
+        self.check()
+    }
+
+    fn come(&mut self, peer: usize) {
+        if self.peers[peer].is_some() {
+            return;
+        }
+        self.numbers += 1;
+        let process = Arc::new(Process::default());
+        let borrower = Borrower::new(Page::new(PAGE_BYTES), process.clone());
+        let (number, page) = (self.numbers, borrower.page.clone());
+        self.state.borrowers.insert(number, borrower);
+        let (hands, device) = Default::default();
+        self.peers[peer] = Some(Peer { number, page, process, hands, device, is_dead: false, is_leaving: false });
+    }
+
+    fn alive(&mut self, peer: usize) -> Option<&mut Peer> {
+        self.peers[peer].as_mut().filter(|peer| !peer.is_dead && !peer.is_leaving)
+    }
+
+    fn lent(&self, slot: SlotId) -> Lent {
+        let (serial, at) = (self.state.arena.serial(slot), self.state.arena.slot(slot));
+        Lent { slot, serial, place: Place { region: at.region, offset: at.offset, bytes: at.bytes() } }
+    }
+
+    fn range(lent: &Lent) -> std::ops::Range<u64> {
+        lent.place.offset..lent.place.offset + lent.place.bytes
+    }
+
+    /// As `Core::take`: the block, and the fence behind which it is clear.
+    fn take(&mut self, bytes: u64, user: u64, block: Block) -> Result<Option<(Lent, Option<u64>)>, String> {
+        self.reclaim();
+        let slot = match self.state.arena.take(bytes) {
+            Some(slot) => slot,
+            None => {
+                let Some(growth) = self.state.arena.plan(bytes, 0) else { return Ok(None) };
+                let made = growth.make(&Device);
+                let region = self.state.arena.adopt(growth, made).map_err(|error| error.to_string())?;
+                self.memory.add(self.state.arena.chunks()[region as usize].region.bytes());
+                self.state.marks.push(Marks::default());
+                self.state.arena.take(bytes).ok_or("a new region has no room")?
+            }
+        };
+        self.words.resize_with(self.words.len().max(slot as usize + 1), TimelineWord::default);
+        let lent = self.lent(slot);
+        self.is_unused(&lent)?;
+        let cleared_at = self.clear_for(&lent, user);
+        self.state.blocks.insert(slot, block);
+        Ok(Some((lent, cleared_at)))
+    }
+
+    /// As `Core::clear_for`.
+    fn clear_for(&mut self, lent: &Lent, user: u64) -> Option<u64> {
+        let marks = &mut self.state.marks[lent.place.region as usize];
+        let is_foreign = marks.are_foreign_to(user as u32, &Play::range(lent));
+        marks.set(Play::range(lent), Mark::User(user as u32));
+        is_foreign.then(|| {
+            self.fences += 1;
+            let value = self.fences;
+            self.scrubber.extend([Work::Zero(*lent), Work::Signal { slot: lent.slot, value }]);
+            self.state.arena.fence(lent.slot, value);
+            value
+        })
+    }
+
+    /// Nobody has the bytes, and no device has still to use them.
+    fn is_unused(&self, lent: &Lent) -> Result<(), String> {
+        let is_other = |other: &Lent| other.serial != lent.serial && other.place.meets(&lent.place);
+        let hands = self.peers.iter().flatten().flat_map(|peer| &peer.hands).map(|hand| &hand.lent);
+        if let Some(other) = hands.chain(&self.owned).find(|other| is_other(other)) {
+            return Err(format!("{lent:?} is lent, and somebody has {other:?}"));
+        }
+        let jobs = self.peers.iter().flatten().flat_map(|peer| &peer.device);
+        let jobs = jobs.filter_map(|job| if let Job::Use(hand) = job { Some(&hand.lent) } else { None });
+        let works = self.stream.iter().chain(&self.scrubber);
+        let works = works.filter_map(|work| if let Work::Use(it) | Work::Zero(it) = work { Some(it) } else { None });
+        let late = jobs.chain(works).find(|late| is_other(late));
+        late.map_or(Ok(()), |late| Err(format!("{lent:?} is lent, and a device has still to use {late:?}")))
+    }
+
+    /// As `Core::hand_new`.
+    fn ask(&mut self, peer: usize, bytes: u64) -> Result<(), String> {
+        let Some(number) = self.alive(peer).map(|peer| peer.number) else { return Ok(()) };
+        self.reclaim();
+        if self.state.borrowers[&number].is_full() {
+            return Ok(());
+        }
+        if let Some((lent, cleared_at)) = self.take(bytes, USERS[peer], Block::borrowed())? {
+            self.hand_over(peer, lent, cleared_at.is_some(), false);
+        }
+        Ok(())
+    }
+
+    /// As `Core::hand_over`. Whoever gets a block uses it at once.
+    fn hand_over(&mut self, peer: usize, lent: Lent, is_being_cleared: bool, is_shared: bool) {
+        let Some(Peer { number, hands, device, .. }) = &mut self.peers[peer] else { return };
+        let Some(borrower) = self.state.borrowers.get_mut(number) else { return };
+        let (pair, value) = borrower.open(lent.slot).expect("it was asked");
+        if is_being_cleared {
+            self.scrubber.push_back(Work::Cleared { peer, number: *number, pair, value });
+        }
+        let is_being_cleared = is_being_cleared && self.fault != Fault::GivesUncleared;
+        let hand = Hand { lent, pair, value, is_being_cleared, is_shared, is_given_back: false };
+        hands.push(hand);
+        device.push_back(Job::Use(hand));
+    }
+
+    /// As `Core::hand_lent`.
+    fn open(&mut self, peer: usize, which: usize) -> Result<(), String> {
+        let Some(number) = self.alive(peer).map(|peer| peer.number) else { return Ok(()) };
+        self.reclaim();
+        let lends: Vec<SlotId> = self.state.lends.values().map(|lend| lend.slot).collect();
+        if lends.is_empty() || self.state.borrowers[&number].is_full() {
+            return Ok(());
+        }
+        let slot = lends.into_iter().min_by_key(|&slot| (slot as usize + which) % 4).unwrap_or_default();
+        let lent = self.lent(slot);
+        if !self.owned.contains(&lent) {
+            return Err(format!("{lent:?} can be opened, and its owner has let it go"));
+        }
+        self.hand_over(peer, lent, false, true);
+        if self.fault != Fault::ForgetsBorrowers {
+            self.state.borrow(slot);
+        }
+        if USERS[peer] != OWNER && self.fault != Fault::NotesOneUser {
+            self.state.marks[lent.place.region as usize].set(Play::range(&lent), Mark::Several);
+        }
+        Ok(())
+    }
+
+    fn use_of(&mut self, peer: usize, which: usize) {
+        let Some(peer) = self.alive(peer) else { return };
+        let held: Vec<Hand> = peer.hands.iter().copied().filter(|hand| !hand.is_given_back).collect();
+        if let Some(&hand) = held.get(which % held.len().max(1)) {
+            peer.device.push_back(Job::Use(hand));
+        }
+    }
+
+    /// The process gives a block back: its device is to write the word behind all that it was given.
+    fn give_back(&mut self, peer: usize, which: usize) {
+        let Some(peer) = self.alive(peer) else { return };
+        let held: Vec<usize> = (0..peer.hands.len()).filter(|&index| !peer.hands[index].is_given_back).collect();
+        if let Some(&index) = held.get(which % held.len().max(1)) {
+            let hand = &mut peer.hands[index];
+            hand.is_given_back = true;
+            peer.device.push_back(Job::Release { pair: hand.pair, value: hand.value });
+        }
+    }
+
+    /// A peer's device makes its next step, also when its process is dead; it waits for what is being cleared.
+    fn run(&mut self, index: usize) -> Result<(), String> {
+        let Some(peer) = &mut self.peers[index] else { return Ok(()) };
+        match peer.device.front().copied() {
+            Some(Job::Use(hand)) => {
+                let is_clear = peer.page.at::<TimelineWord>(cleared_at(hand.pair)).is(hand.value);
+                if hand.is_being_cleared && !is_clear {
+                    return Ok(());
+                }
+                peer.device.pop_front();
+                self.touch(hand.lent, USERS[index], hand.is_shared)
+            }
+            Some(Job::Release { pair, value }) => {
+                peer.device.pop_front();
+                peer.hands.retain(|hand| hand.pair != pair);
+                peer.page.at::<TimelineWord>(released_at(pair)).store(value);
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// A device reads a block and writes it.
+    fn touch(&mut self, lent: Lent, user: u64, is_shared: bool) -> Result<(), String> {
+        let hands = self.peers.iter().flatten().flat_map(|peer| &peer.hands).map(|hand| &hand.lent);
+        let spoilt = |other: &&Lent| other.serial != lent.serial && other.place.meets(&lent.place);
+        if let Some(other) = hands.chain(&self.owned).find(spoilt) {
+            return Err(format!("user {user} writes {lent:?} late, into {other:?}"));
+        }
+        if let Some(other) = self.memory.foreign(lent.place, |tag| is_shared || tag == 0 || tag == user) {
+            return Err(format!("user {user} sees what user {other} left in {lent:?}"));
+        }
+        self.memory.fill(lent.place, user);
+        Ok(())
+    }
+
+    fn leave(&mut self, peer: usize) {
+        let fault = self.fault;
+        let Some(peer) = self.alive(peer).filter(|peer| peer.hands.iter().all(|hand| hand.is_given_back)) else {
+            return;
+        };
+        peer.is_leaving = true;
+        let number = peer.number;
+        if let Some(borrower) = self.state.borrowers.get_mut(&number) {
+            borrower.is_leaving = true;
+        }
+        if fault == Fault::FreesAtGoodbye {
+            self.free_soon(number);
+        }
+        self.reclaim();
+    }
+
+    fn die(&mut self, peer: usize) {
+        let Some(peer) = self.peers[peer].as_mut() else { return };
+        peer.is_dead = true;
+        let number = peer.number;
+        if self.fault == Fault::FreesAtDeath {
+            self.free_soon(number);
+        }
+    }
+
+    /// From here on nothing of a dead peer's runs. As `Core::gone`.
+    fn prove(&mut self, peer: usize) {
+        if let Some(Peer { number, process, is_leaving, .. }) = self.peers[peer].take_if(|peer| peer.is_dead) {
+            process.prove();
+            self.reclaim();
+            if !is_leaving {
+                self.free_soon(number);
+            }
+        }
+    }
+
+    /// As `Core::free_soon`, up to its proof.
+    fn free_soon(&mut self, number: u64) {
+        if let Some(borrower) = self.state.borrowers.remove(&number) {
+            self.pending.extend(borrower.into_slots().1);
+        }
+    }
+
+    /// As `Core::allocate`: the owner waits until it is clear.
+    fn own(&mut self, bytes: u64) -> Result<Option<Lent>, String> {
+        let Some((lent, cleared_at)) = self.take(bytes, OWNER, Block::owned())? else { return Ok(None) };
+        if cleared_at.is_some() {
+            while !self.scrubber.is_empty() {
+                self.work(false)?;
+            }
+        }
+        if let Some(other) = self.memory.foreign(lent.place, |tag| tag == 0 || tag == OWNER) {
+            return Err(format!("the owner sees what user {other} left in {lent:?}"));
+        }
+        self.owned.push(lent);
+        self.stream.push_back(Work::Use(lent));
+        Ok(Some(lent))
+    }
+
+    fn lend(&mut self, which: usize) {
+        if let Some(&Lent { slot, place, .. }) = self.owned.get(which % self.owned.len().max(1)) {
+            let lend = Lend { slot, bytes: place.bytes, access: Access };
+            self.state.lends.insert(slot.into(), lend);
+        }
+    }
+
+    fn use_own(&mut self, which: usize) {
+        if let Some(&lent) = self.owned.get(which % self.owned.len().max(1)) {
+            self.stream.push_back(Work::Use(lent));
+        }
+    }
+
+    /// As `Core::let_go_behind`.
+    fn let_go(&mut self, which: usize) {
+        if self.owned.is_empty() {
+            return;
+        }
+        let Lent { slot, .. } = self.owned.swap_remove(which % self.owned.len());
+        self.fences += 1;
+        self.stream.push_back(Work::Signal { slot, value: self.fences });
+        if self.fault != Fault::ForgetsFence {
+            self.state.arena.fence(slot, self.fences);
+        }
+        self.state.owner_lets_go(slot);
+    }
+
+    /// The owner's stream, or the scrubber, makes its next step.
+    fn work(&mut self, is_stream: bool) -> Result<(), String> {
+        let queue = if is_stream { &mut self.stream } else { &mut self.scrubber };
+        match queue.pop_front() {
+            // Others may have had what the owner had.
+            Some(Work::Use(lent)) => self.touch(lent, OWNER, true)?,
+            Some(Work::Zero(lent)) => {
+                self.memory.fill(lent.place, 0);
+            }
+            Some(Work::Signal { slot, value }) => self.words[slot as usize].store(value),
+            Some(Work::Cleared { peer, number, pair, value }) => {
+                if let Some(peer) = self.peers[peer].as_ref().filter(|peer| peer.number == number) {
+                    peer.page.at::<TimelineWord>(cleared_at(pair)).store(value);
+                }
+            }
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// As `Core::tick`, and what waits for the owner's streams.
+    fn tick(&mut self) {
+        self.reclaim();
+        let gone = self.state.borrowers.iter().filter(|(_, borrower)| borrower.is_dead_and_gone());
+        let gone: Vec<u64> = gone.map(|(&number, _)| number).collect();
+        gone.into_iter().for_each(|number| self.free_soon(number));
+        if self.stream.is_empty() && self.scrubber.is_empty() {
+            std::mem::take(&mut self.pending).into_iter().for_each(|slot| self.state.borrower_lets_go(slot));
+        }
+        for peer in &mut self.peers {
+            peer.take_if(|peer| peer.is_leaving && !peer.is_dead && peer.device.is_empty());
+        }
+    }
+
+    /// As `Core::reclaim`.
+    fn reclaim(&mut self) {
+        self.state.collect_released();
+        self.state.borrowers.retain(|_, borrower| !borrower.is_done());
+        let words = &self.words;
+        self.state.arena.collect(|slot, value| words[slot as usize].reached(value));
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let (used, total) = (self.state.used(), self.state.arena.total());
+        if used > total || total > LIMIT {
+            return Err(format!("{used} bytes are used of {total}"));
+        }
+        Ok(())
+    }
+
+    /// All go, and everything is free again.
+    ///
+    /// # Errors
+    /// What is not.
+    pub fn finish(&mut self) -> Result<(), String> {
+        (0..USERS.len()).for_each(|peer| self.die(peer));
+        (0..USERS.len()).for_each(|peer| self.prove(peer));
+        while !self.owned.is_empty() {
+            self.let_go(0);
+        }
+        while !self.stream.is_empty() || !self.scrubber.is_empty() {
+            self.work(true)?;
+            self.work(false)?;
+        }
+        self.tick();
+        self.tick();
+        match self.state.used() {
+            0 => Ok(()),
+            used => Err(format!("{used} bytes are never free again")),
+        }
+    }
+}
+
+/// A few units, or up to half a region.
+fn bytes_of(size: u8) -> u64 {
+    match size {
+        0..=63 => 1 + u64::from(size) * 40,
+        _ => u64::from(size) * 4_000,
+    }
+}
