@@ -128,6 +128,11 @@ pub(super) struct State {
     is_looking_out: bool,
     ops: Vec<StreamOp>,
     places: Vec<Place>,
+    /// One of the places is a subscriber's of this process; one, of another user's.
+    is_any_local: bool,
+    is_any_foreign: bool,
+    /// Somebody who sleeps has been handed something.
+    is_any_asleep: bool,
     /// Of those who have gone. Only with an observer.
     departures: Departures,
 }
@@ -209,6 +214,9 @@ impl Core {
                 is_looking_out: false,
                 ops: Vec::new(),
                 places: Vec::new(),
+                is_any_local: false,
+                is_any_foreign: false,
+                is_any_asleep: false,
                 departures: Departures::default(),
             }),
             turn_is_over: Condvar::new(),
@@ -431,20 +439,23 @@ impl State {
         self.arena.chunks()[slot.region as usize].region.ptr() + slot.offset
     }
 
-    /// Finds a place at every live recipient; who has none misses this sample.
+    /// Finds a place at every live recipient, and leaves the signals that complete the sample there in `ops`; who has no
+    /// place misses this sample. All that a send needs of a link beside its entry is looked at here, once.
     fn place(&mut self, to: Recipients) {
-        let State { arena, outlets, places, .. } = self;
+        let State { arena, outlets, places, ops, .. } = self;
+        let (mut is_any_local, mut is_any_foreign) = (false, false);
         places.clear();
+        ops.clear();
         let is_meant = |outlet: &Outlet| outlet.is_live() && to.include(outlet);
         for (index, outlet) in outlets.iter_mut().enumerate().filter(|(_, outlet)| is_meant(outlet)) {
-            let id = outlet.id;
-            places.extend(outlet.place(|slot| arena.let_go(slot)).map(|position| Place {
-                index,
-                id,
-                position,
-                is_told: false,
-            }));
+            if let Some(position) = outlet.place(|slot| arena.let_go(slot)) {
+                places.push(Place { index, id: outlet.id, position, is_told: false });
+                ops.push(outlet.ready_op(position));
+                is_any_local |= outlet.is_local;
+                is_any_foreign |= outlet.is_foreign;
+            }
         }
+        (self.is_any_local, self.is_any_foreign) = (is_any_local, is_any_foreign);
     }
 
     /// The first recipient that must not miss a sample and has no room for one.
@@ -496,7 +507,9 @@ impl State {
 
     /// Wakes every subscriber that sleeps and has been handed something.
     fn wake_sleepers(&mut self) {
-        self.outlets.iter_mut().for_each(Outlet::wake_sleeper);
+        if std::mem::take(&mut self.is_any_asleep) {
+            self.outlets.iter_mut().for_each(Outlet::wake_sleeper);
+        }
     }
 
     /// A number that changes whenever something was freed.

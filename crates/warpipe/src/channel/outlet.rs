@@ -1,5 +1,6 @@
 //! The publisher's end of one link.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -55,6 +56,8 @@ pub(super) struct Outlet {
     pub(super) is_foreign: bool,
     pub(super) peer: Peer,
     pub(super) ring: SenderRing,
+    /// The position that was found free last, until something is published: what is free stays so.
+    free: Cell<Option<u64>>,
     /// Since it was welcomed.
     pub(super) clock: Uptime,
     pulse: Pulse,
@@ -134,6 +137,7 @@ impl Parts {
             is_foreign: self.peer.uid != rustix::process::geteuid().as_raw(),
             peer: self.peer,
             ring: self.ring,
+            free: Cell::new(None),
             clock: Uptime::default(),
             pulse: Pulse::default(),
             watches: Vec::new(),
@@ -170,7 +174,20 @@ impl Outlet {
 
     /// Whether it has no room, and may not miss a sample.
     pub(super) fn must_be_awaited(&self) -> bool {
-        self.is_live() && self.policy.is_lossless() && self.ring.room() == Room::Full
+        self.is_live() && self.policy.is_lossless() && self.room() == Room::Full
+    }
+
+    /// Where the next sample can go. Looked for once for each sample: the words that tell are in the reader's cache.
+    #[inline]
+    fn room(&self) -> Room {
+        if let Some(position) = self.free.get() {
+            return Room::At(position);
+        }
+        let room = self.ring.room();
+        if let Room::At(position) = room {
+            self.free.set(Some(position));
+        }
+        room
     }
 
     /// The segment and its file, which the subscriber says that it has sealed.
@@ -215,7 +232,7 @@ impl Outlet {
     /// Where the next sample can go, after the policy has had its say: `None` drops it for this subscriber.
     #[inline]
     pub(super) fn place(&mut self, mut free: impl FnMut(SlotId)) -> Option<u64> {
-        if let Room::At(position) = self.ring.room() {
+        if let Room::At(position) = self.room() {
             return Some(position);
         }
         if self.policy == Policy::DropOldest
@@ -225,7 +242,7 @@ impl Outlet {
             if let Some(index) = self.in_flight.iter().position(|&(position, _)| position == revoked) {
                 self.in_flight.remove(index).into_iter().for_each(|(_, slot)| free(slot));
             }
-            if let Room::At(position) = self.ring.room() {
+            if let Room::At(position) = self.room() {
                 return Some(position);
             }
         }
@@ -238,11 +255,14 @@ impl Outlet {
         self.ring.segment().header().sender.dropped.store(self.dropped, Relaxed);
     }
 
-    /// Hands the sample over. A subscriber that sleeps hears of it with the next [`wake_sleeper`](Self::wake_sleeper).
+    /// Hands the sample over. Whether the subscriber sleeps: it hears of it with the next
+    /// [`wake_sleeper`](Self::wake_sleeper).
     #[inline]
-    pub(super) fn publish(&mut self, position: u64, slot: SlotId, description: &Description) {
+    pub(super) fn publish(&mut self, position: u64, slot: SlotId, description: &Description) -> bool {
+        self.free.set(None);
         self.in_flight.push_back((position, slot));
         self.sleeps |= self.ring.publish(position, description);
+        self.sleeps
     }
 
     /// Wakes the subscriber if it slept when it was last handed something.

@@ -73,21 +73,17 @@ impl Core {
     /// wait for: an entry that is ready from the first goes to the reader's cache once, and not there and back again.
     fn signals_first(&self, state: &State) -> bool {
         let is_host = self.device.info().id.kind == DeviceKind::Host;
-        is_host || state.places.iter().any(|&Place { index, .. }| state.outlets[index].is_local)
+        is_host || state.is_any_local
     }
 
     /// Finds the places of one sample, and leaves the signals that complete it in `state.ops`. To be followed by
     /// [`tell`](Self::tell), whatever comes of the signals: a word that is reached must not meet another sample.
     fn prepare(&self, state: &mut State, slot: SlotId, to: Recipients) {
         state.place(to);
-        let State { outlets, places, ops, .. } = &mut *state;
-        ops.clear();
-        ops.extend(places.iter().map(|place| outlets[place.index].ready_op(place.position)));
         // Without a reader's word that says when the slot is done, its own word on the board does. So it does beside that
         // of another user's reader, who can write `ready` and `released` as if sender and receiver had: for the price of a
         // second operation on the device. A reader of this user could as well write this process's memory.
-        let is_foreign = |place: &Place| outlets[place.index].is_foreign;
-        if self.sends_again() || places.is_empty() || places.iter().any(is_foreign) {
+        if self.sends_again() || state.places.is_empty() || state.is_any_foreign {
             let value = self.next_fence();
             state.arena.fence(slot, value);
             state.ops.push(StreamOp::Signal { word: self.board.device_word(slot as usize), value });
@@ -108,12 +104,12 @@ impl Core {
             metadata: metadata.clone(),
             completion: None,
         };
-        let State { arena, outlets, places, .. } = state;
+        let State { arena, outlets, places, is_any_asleep, .. } = state;
         for place in places.iter_mut() {
             match place.find(outlets) {
                 Some(outlet) if outlet.is_live() => {
                     arena.hold(slot);
-                    outlet.publish(place.position, slot, &description);
+                    *is_any_asleep |= outlet.publish(place.position, slot, &description);
                     place.is_told = true;
                 }
                 // It has left since its place was found, and gets nothing more.
