@@ -210,6 +210,6 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: released once. The benchmarks await their streams' last word before they let memory go.
-        let _ = unsafe { self.device.backend().release(self.region) };
+        let _ = unsafe { self.device.backend().release(&mut self.region) };
     }
 }

@@ -33,11 +33,14 @@ pub fn given_back() -> Check {
     let start = Instant::now();
     loop {
         let stats = warpipe::process_stats();
-        if stats.dropping == 0 {
+        if stats.dropping == 0 && stats.kept == 0 {
             return Check::ok("given back", "nothing waits for a device");
         }
         if start.elapsed() > PATIENCE {
-            let detail = format!("{} dropped and kept, {} for more than 60 s", stats.dropping, stats.overdue);
+            let detail = format!(
+                "{} dropped and kept, {} for more than 60 s; {} with {} bytes that the driver does not take back",
+                stats.dropping, stats.overdue, stats.kept, stats.kept_bytes
+            );
             return Check::failed("given back", detail, "a device does not do its work: see dmesg for its driver");
         }
         std::thread::park_timeout(Duration::from_millis(1));
@@ -100,7 +103,7 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         // SAFETY: released here only; every kernel on it was waited for, or failed with its context.
-        let _ = unsafe { self.device.backend().release(self.region) };
+        let _ = unsafe { self.device.backend().release(&mut self.region) };
     }
 }
 

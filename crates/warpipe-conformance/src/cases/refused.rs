@@ -43,20 +43,6 @@ cases! {
 
 /// No memory, a capture somewhere in the process, and whatever else.
 const CODES: [i32; 3] = [2, 900, 999];
-/// What gives memory back, and what is called around everything, that too. A device that refuses to
-/// take something back keeps it until the process ends (a known fault), so a guard would find it:
-/// these cells are left out, and counted.
-const LEFT_OUT: &[&str] = &[
-    "cuCtxGetCurrent",
-    "cuCtxGetId",
-    "cuCtxPopCurrent_v2",
-    "cuCtxPushCurrent_v2",
-    "cuDevicePrimaryCtxGetState",
-    "cuMemAddressFree",
-    "cuMemHostUnregister",
-    "cuMemRelease",
-    "cuMemUnmap",
-];
 /// Turns in which the refusal may come.
 const TURNS: u64 = 3;
 /// Cells that are tried of each primitive's matrix, but for the long mode.
@@ -97,8 +83,6 @@ fn matrix(context: &Context, name: &str) -> Result<()> {
     let twin = Arc::new(context.twin());
     let site = Site { context: twin, name: "refused".into(), double: Some(double.clone()), patience: PATIENCE };
     let all = cells(context, kind, &site, &double)?;
-    let (left_out, all): (Vec<Cell>, Vec<Cell>) =
-        all.into_iter().partition(|cell| LEFT_OUT.contains(&cell.function.as_str()));
     let chosen = choose(&all, context);
     let under_way = watch_over(&all);
     let (mut sum, mut seeds) = (Sum::default(), 1000..);
@@ -112,7 +96,6 @@ fn matrix(context: &Context, name: &str) -> Result<()> {
     }
     double.reset()?;
     context.figure("cells", all.len());
-    context.figure("left_out", left_out.len());
     context.figure("refusals", sum.refusals);
     context.figure("told", sum.told);
     ensure!(sum.failed.is_empty(), "{}", sum.failed.join("; "));

@@ -1,16 +1,46 @@
-//! Memory that stays because a device did not take it back. **This module is marked for unsafe**: it unregisters memory.
+//! Memory that a device has not taken back. **This module is marked for unsafe**: it unregisters and unmaps memory.
 //!
-//! What a driver refuses to unregister it may still use, so it must not be unmapped: it stays until the process ends, and is
-//! counted ([`process_stats`](crate::process_stats)).
+//! What a driver refuses to unregister or to unmap it may still use, so it stays as it is, and is counted
+//! ([`process_stats`](crate::process_stats)). The reaper asks for it again with each tick. What a device had before it was
+//! reset is asked for no more: its addresses and handles may be another's by now.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex};
 
-use super::Backend;
+use rustix::mm::munmap;
+
+use super::{Backend, RawRegion};
+use crate::error::Error;
 use crate::fork::own::Own;
 
 /// How many, and their bytes. A forked child has kept nothing.
 static KEPT: Own<[AtomicU64; 2]> = Own::new();
+
+/// What is to be asked for again. As many as there are mappings and regions that somebody has dropped.
+static OWED: Own<Mutex<Owed>> = Own::new();
+
+#[derive(Default)]
+struct Owed {
+    list: Vec<Remnant>,
+    /// Rung when the first of them comes.
+    bell: Option<Box<dyn Fn() + Send>>,
+}
+
+/// What nobody but the device uses any more.
+enum Remnant {
+    Region(Arc<dyn Backend>, RawRegion),
+    Mapping(Arc<dyn Backend>, Mapping),
+}
+
+/// Registered memory of this process.
+struct Mapping {
+    base: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: the address of a mapping that nobody but the list has any more.
+unsafe impl Send for Mapping {}
 
 /// How many mappings and regions stay, and their bytes.
 pub(crate) fn kept() -> (u64, u64) {
@@ -19,36 +49,124 @@ pub(crate) fn kept() -> (u64, u64) {
 }
 
 /// Counts memory that a device did not take back.
-pub(crate) fn keep(bytes: u64) {
+fn keep(bytes: u64) {
     let [count, all] = KEPT.get();
     count.fetch_add(1, Relaxed);
     all.fetch_add(bytes, Relaxed);
 }
 
-/// [`Backend::unregister`]. True if the memory may be unmapped; else it is counted as kept, and must stay.
+fn is_given_back(bytes: u64) {
+    let [count, all] = KEPT.get();
+    count.fetch_sub(1, Relaxed);
+    all.fetch_sub(bytes, Relaxed);
+}
+
+/// [`Backend::unregister`]. True if the memory may be unmapped; else it is counted as kept, and must stay: it is unmapped
+/// here, once the device has taken it back.
 ///
 /// # Safety
-/// As for [`Backend::unregister`].
+/// As for [`Backend::unregister`]; the memory is a mapping of its own, which the caller leaves to this if it is false.
 #[must_use]
-pub(crate) unsafe fn unregister(backend: &dyn Backend, base: *mut u8, bytes: usize) -> bool {
+pub(crate) unsafe fn unregister(backend: &Arc<dyn Backend>, base: *mut u8, bytes: usize) -> bool {
     // SAFETY: the caller's promise.
     let is_free = unsafe { backend.unregister(base) }.is_ok();
     if !is_free {
-        keep(bytes as u64);
+        owe(Remnant::Mapping(backend.clone(), Mapping { base, bytes }));
     }
     is_free
+}
+
+/// [`Backend::release`], now or later.
+///
+/// # Safety
+/// As for [`Backend::release`].
+pub(crate) unsafe fn release(backend: &Arc<dyn Backend>, mut region: RawRegion) {
+    // SAFETY: the caller's promise.
+    match unsafe { backend.release(&mut region) } {
+        Ok(()) => {}
+        Err(Error::DeviceReset { .. }) => keep(region.bytes),
+        Err(_) => owe_region(backend.clone(), region),
+    }
+}
+
+/// Takes over what is left of a region that is released or was never finished.
+pub(super) fn owe_region(backend: Arc<dyn Backend>, region: RawRegion) {
+    owe(Remnant::Region(backend, region));
+}
+
+fn owe(remnant: Remnant) {
+    keep(remnant.bytes());
+    let mut owed = OWED.lock();
+    owed.list.push(remnant);
+    owed.bell.iter().for_each(|bell| bell());
+}
+
+/// Has `bell` called whenever there is something to be asked for again. It must not block.
+pub(crate) fn on_owed(bell: impl Fn() + Send + 'static) {
+    OWED.lock().bell = Some(Box::new(bell));
+}
+
+/// Whether there is anything to be asked for again.
+pub(crate) fn is_owed() -> bool {
+    !OWED.lock().list.is_empty()
+}
+
+/// Asks for everything again. A driver may hold this up.
+pub(crate) fn ask_again() {
+    // Without the lock, which the watcher takes.
+    let mut list = std::mem::take(&mut OWED.lock().list);
+    list.retain_mut(|remnant| !remnant.is_over());
+    OWED.lock().list.append(&mut list);
+}
+
+impl Remnant {
+    fn bytes(&self) -> u64 {
+        match self {
+            Remnant::Region(_, region) => region.bytes,
+            Remnant::Mapping(_, mapping) => mapping.bytes as u64,
+        }
+    }
+
+    /// Asks once more. True if there is nothing left to ask for.
+    fn is_over(&mut self) -> bool {
+        let bytes = self.bytes();
+        match self {
+            Remnant::Region(backend, region) => {
+                // SAFETY: who let it go promised that nothing uses it; what is left of it is nobody else's.
+                match unsafe { backend.release(region) } {
+                    Ok(()) => {}
+                    // Counted from now on, and for good.
+                    Err(Error::DeviceReset { .. }) => return true,
+                    Err(_) => return false,
+                }
+            }
+            Remnant::Mapping(backend, Mapping { base, bytes }) => {
+                // SAFETY: as above; it is registered still.
+                if unsafe { backend.unregister(*base) }.is_err() {
+                    return false;
+                }
+                // SAFETY: a mapping of this length, which was left to this.
+                let _ = unsafe { munmap(base.cast(), *bytes) };
+            }
+        }
+        is_given_back(bytes);
+        true
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
+    use std::time::{Duration, Instant};
 
     use super::*;
     use crate::backend::testing::{Failing, Wrapped};
     use crate::device::Device;
     use crate::link::segment::Segment;
+    use crate::link::watcher::Watcher;
     use crate::memory::board::Board;
     use crate::memory::page::Page;
+    use crate::memory::region::Region;
 
     fn is_mapped(address: usize) -> bool {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -67,30 +185,65 @@ mod tests {
         crate::hostile::in_a_forked_child(|| kept() == (0, 0));
     }
 
-    #[test]
-    fn memory_that_a_device_does_not_take_back_stays_mapped() {
+    /// A device that refuses the next call of a method.
+    fn device() -> (Device, Arc<Wrapped<Failing>>) {
         let hook = Wrapped::new(Device::host().backend().clone(), Failing::default());
-        let device = Device::from_backend(hook.clone());
-        let board = Board::new(&device, 1).unwrap();
+        (Device::from_backend(hook.clone()), hook)
+    }
+
+    /// Drops `part` while the device refuses a call of `method`: it is kept, until the device takes it back.
+    fn comes_back(hook: &Wrapped<Failing>, method: &'static str, place: usize, part: impl FnOnce()) {
+        let before = kept();
+        hook.hook().aim(method, 1);
+        part();
+        assert!(hook.hook().has_struck() && is_mapped(place), "it was unmapped under the device");
+        let after = kept();
+        assert!(after.0 > before.0 && after.1 >= before.1 + 4096);
+        hook.hook().aim(method, 1);
+        ask_again();
+        assert!(hook.hook().has_struck() && is_mapped(place) && kept() == after, "it was refused again");
+        ask_again();
+        assert!(!is_mapped(place), "the device has taken it back");
+        assert_eq!(kept(), before);
+    }
+
+    #[test]
+    fn memory_that_a_device_does_not_take_back_stays_mapped_until_it_does() {
+        let test = "memory_that_a_device_does_not_take_back_stays_mapped_until_it_does";
+        crate::hostile::alone(module_path!(), test, || {
+            let (device, hook) = device();
+            let board = Board::new(&device, 1).unwrap();
+            let page = Page::create(Some(&device), 1).unwrap().0;
+            let (_made, fd) = Segment::create(&device, 2, [7; 16]).unwrap();
+            let segment = Segment::open(&device, fd.as_fd(), 2, [7; 16]).unwrap();
+            let region = Region::allocate(&device, device.backend().granularity()).unwrap();
+            let address = |place: *const u8| place.addr();
+            let places = [
+                address(std::ptr::from_ref(board.word(0)).cast()),
+                address(std::ptr::from_ref(page.at::<AtomicU64>(0)).cast()),
+                address(std::ptr::from_ref(segment.header()).cast()),
+            ];
+            let parts: [Box<dyn FnOnce()>; 3] =
+                [Box::new(move || drop(board)), Box::new(move || drop(page)), Box::new(move || drop(segment))];
+            for (part, place) in parts.into_iter().zip(places) {
+                comes_back(&hook, "unregister", place, part);
+            }
+            comes_back(&hook, "release", region.ptr() as usize, move || drop(region));
+        });
+    }
+
+    #[test]
+    fn the_reaper_asks_again_for_what_a_device_did_not_take_back() {
+        let _watcher = Watcher::of_process().unwrap();
+        let (device, hook) = device();
         let page = Page::create(Some(&device), 1).unwrap().0;
-        let (_made, fd) = Segment::create(&device, 2, [7; 16]).unwrap();
-        let segment = Segment::open(&device, fd.as_fd(), 2, [7; 16]).unwrap();
-        let address = |place: *const u8| place.addr();
-        let places = [
-            address(std::ptr::from_ref(board.word(0)).cast()),
-            address(std::ptr::from_ref(page.at::<AtomicU64>(0)).cast()),
-            address(std::ptr::from_ref(segment.header()).cast()),
-        ];
-        let parts: [Box<dyn FnOnce()>; 3] =
-            [Box::new(move || drop(board)), Box::new(move || drop(page)), Box::new(move || drop(segment))];
-        for (part, place) in parts.into_iter().zip(places) {
-            let before = kept();
-            hook.hook().aim("unregister", 1);
-            part();
-            assert!(hook.hook().has_struck());
-            assert!(is_mapped(place), "it was unmapped under the device");
-            let after = kept();
-            assert!(after.0 > before.0 && after.1 >= before.1 + 4096);
+        let place = std::ptr::from_ref(page.at::<AtomicU64>(0)).addr();
+        hook.hook().aim("unregister", 1);
+        drop(page);
+        let start = Instant::now();
+        while is_mapped(place) {
+            assert!(start.elapsed() < Duration::from_secs(30), "nobody asks again");
+            std::thread::yield_now();
         }
     }
 }

@@ -100,7 +100,7 @@ pub enum Access {
     ReadWrite,
 }
 
-/// One allocation, mapped in this process. Plain data: who owns it releases it, once.
+/// One allocation, mapped in this process. Plain data: who owns it releases it, until that succeeds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RawRegion {
     /// Where it is mapped.
@@ -109,6 +109,19 @@ pub struct RawRegion {
     pub bytes: u64,
     /// The backend's own handle (`CUmemGenericAllocationHandle`, or a descriptor number).
     pub handle: u64,
+    /// How much of it is still to be given back.
+    pub(crate) stage: Stage,
+}
+
+/// What of a region a device has not taken back. Each step waits for the one before: what is mapped is not freed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// Everything.
+    Mapped,
+    /// The addresses, which nothing is mapped at, and the handle.
+    Reserved,
+    /// The handle.
+    Held,
 }
 
 /// A stream: a `CUstream`, or the host backend's own pointer. Null is the device's default stream on CUDA.
@@ -184,11 +197,12 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// [`Error::PeerAccess`](crate::Error::PeerAccess).
     fn import(&self, fd: BorrowedFd<'_>, bytes: u64, access: Access, owner: DeviceId) -> Result<RawRegion>;
 
-    /// Unmaps a region and gives up this process's hold on it.
+    /// Unmaps a region and gives up this process's hold on it. After an error `region` says what is left of it: this may
+    /// be called again, and goes on there. [`Error::DeviceReset`](crate::Error::DeviceReset) is final.
     ///
     /// # Safety
-    /// `region` came from `allocate` or `import` of this backend, is released once, and no enqueued work uses it.
-    unsafe fn release(&self, region: RawRegion) -> Result<()>;
+    /// `region` came from `allocate` or `import` of this backend, is not released, and no enqueued work uses it.
+    unsafe fn release(&self, region: &mut RawRegion) -> Result<()>;
 
     /// `cuMemHostRegister` (portable, mapped): makes host memory usable by streams, for words and copies.
     /// Returns its device address.
@@ -197,7 +211,13 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `ptr..ptr+bytes` is page-aligned mapped memory that stays mapped until `unregister`.
     unsafe fn register(&self, ptr: *mut u8, bytes: usize) -> Result<DevicePtr>;
 
-    /// `cuMemHostUnregister`. After an error the driver may still use the memory: it must stay mapped.
+    /// Whether a `register` that failed has left this memory registered, since the driver did not take it back.
+    fn is_registered(&self, _ptr: *mut u8) -> bool {
+        false
+    }
+
+    /// `cuMemHostUnregister`. After an error the driver may still use the memory: it must stay mapped, and this may be
+    /// called again.
     ///
     /// # Safety
     /// `ptr` was passed to `register` of this backend, and no enqueued work uses the memory.

@@ -224,7 +224,7 @@ impl<H: Hook> Backend for Wrapped<H> {
         self.inner.import(fd, bytes, access, owner)
     }
 
-    unsafe fn release(&self, region: RawRegion) -> Result<()> {
+    unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
         self.hook.before("release")?;
         // SAFETY: the caller's promise, passed on.
         unsafe { self.inner.release(region) }
@@ -234,6 +234,10 @@ impl<H: Hook> Backend for Wrapped<H> {
         self.hook.before("register")?;
         // SAFETY: the caller's promise, passed on.
         unsafe { self.inner.register(ptr, bytes) }
+    }
+
+    fn is_registered(&self, ptr: *mut u8) -> bool {
+        self.inner.is_registered(ptr)
     }
 
     unsafe fn unregister(&self, ptr: *mut u8) -> Result<()> {

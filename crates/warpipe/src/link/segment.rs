@@ -261,10 +261,11 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        let is_registered = self.device_ptr.get().is_some();
+        let backend = self.device.backend();
+        let is_registered = self.device_ptr.get().is_some() || backend.is_registered(self.map.base);
         // SAFETY: registered in `register`, once; the link is dropped only when no stream uses its words
         // (see `Watcher::retire`).
-        if !is_registered || unsafe { kept::unregister(&**self.device.backend(), self.map.base, self.map.bytes) } {
+        if !is_registered || unsafe { kept::unregister(backend, self.map.base, self.map.bytes) } {
             // SAFETY: dropped here only, and not used any more.
             unsafe { ManuallyDrop::drop(&mut self.map) };
         }

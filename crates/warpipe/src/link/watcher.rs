@@ -24,6 +24,7 @@ use rustix::event::epoll;
 
 use super::message::timespec;
 use super::wake::Bell;
+use crate::backend::kept;
 use crate::clock::now_ns;
 use crate::error::{Error, Result};
 use crate::fork::PrivateFd;
@@ -163,6 +164,8 @@ pub(crate) struct Watcher {
     rounds: Sender<()>,
     /// The prover has been asked for a round, and has not begun.
     is_reap_due: AtomicBool,
+    /// The reaper has been asked to ask again for what a device did not take back, and is not done.
+    is_asking: AtomicBool,
     overdue_after: Duration,
     counts: Counts,
     remains: Sender<Remains>,
@@ -205,6 +208,8 @@ impl Watcher {
             return Ok(watcher.clone());
         }
         let watcher = Watcher::start(OVERDUE_AFTER)?;
+        let waker = Arc::downgrade(&watcher);
+        kept::on_owed(move || waker.upgrade().into_iter().for_each(|watcher| watcher.bell.ring()));
         Ok(current.insert(watcher).clone())
     }
 
@@ -232,6 +237,7 @@ impl Watcher {
             jobs,
             rounds,
             is_reap_due: AtomicBool::new(false),
+            is_asking: AtomicBool::new(false),
             overdue_after,
             counts: Counts::default(),
             remains,
@@ -376,7 +382,7 @@ impl Watcher {
         if !tables.retired.is_empty() && !self.is_reap_due.load(Ordering::Acquire) {
             return Some(RETIRE_TICK.saturating_sub(last_reap.elapsed()));
         }
-        let ticks = !(tables.ticked.is_empty() && tables.slow.is_empty());
+        let ticks = !(tables.ticked.is_empty() && tables.slow.is_empty()) || kept::is_owed();
         ticks.then(|| TICK.saturating_sub(last_tick.elapsed()))
     }
 
@@ -469,6 +475,7 @@ impl Watcher {
             tables.ticked.retain(|target| target.strong_count() > 0);
             tables.ticked.clone()
         };
+        self.ask_again();
         let now = now_ns();
         for target in targets.iter().filter_map(Weak::upgrade) {
             let _panicked = survive(|| target.on_tick(now));
@@ -476,6 +483,13 @@ impl Watcher {
             if Arc::strong_count(&target) == 1 {
                 self.give_away(target);
             }
+        }
+    }
+
+    /// Has the reaper ask for what a device did not take back. Once is enough, however late it is.
+    fn ask_again(self: &Arc<Self>) {
+        if kept::is_owed() && !self.is_asking.swap(true, Ordering::AcqRel) {
+            self.bury(Box::new(Asking(self.clone())));
         }
     }
 
@@ -496,6 +510,16 @@ impl Watcher {
 
     fn lock(&self) -> MutexGuard<'_, Tables> {
         self.tables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Dropped by the reaper, it asks for what a device did not take back.
+struct Asking(Arc<Watcher>);
+
+impl Drop for Asking {
+    fn drop(&mut self) {
+        kept::ask_again();
+        self.0.is_asking.store(false, Ordering::Release);
     }
 }
 

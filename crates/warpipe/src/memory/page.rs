@@ -125,8 +125,11 @@ impl Page {
         debug_assert!(self.registered.is_none());
         if let Some(device) = device {
             // SAFETY: page-aligned mapped memory, unmapped only after `unregister` (see `Drop`).
-            let device_ptr = unsafe { device.backend().register(self.base, self.bytes)? };
-            self.registered = Some((device.clone(), device_ptr));
+            let registered = unsafe { device.backend().register(self.base, self.bytes) };
+            if registered.is_ok() || device.backend().is_registered(self.base) {
+                self.registered = Some((device.clone(), registered.as_ref().copied().unwrap_or_default()));
+            }
+            registered?;
         }
         Ok(self)
     }
@@ -243,7 +246,7 @@ impl Drop for Page {
         }
         if let Some((device, _)) = &self.registered {
             // SAFETY: registered in `register`, once; who gave its words to a stream lets it go by `retire`.
-            if !unsafe { kept::unregister(&**device.backend(), self.base, self.bytes) } {
+            if !unsafe { kept::unregister(device.backend(), self.base, self.bytes) } {
                 return;
             }
         }

@@ -53,8 +53,6 @@ impl Drop for Region {
     fn drop(&mut self) {
         // SAFETY: allocated or imported once, released here only. That no enqueued work uses it is kept by the
         // owners: a publisher retires its arena, a subscriber its imports (see `Watcher::retire`).
-        if unsafe { self.device.backend().release(self.raw) }.is_err() {
-            kept::keep(self.raw.bytes);
-        }
+        unsafe { kept::release(self.device.backend(), self.raw) };
     }
 }

@@ -1,12 +1,12 @@
 //! The seam's implementation: what a device is, how its context is entered, and which part does what.
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ffi::c_uint;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use super::broadcast::Broadcast;
@@ -46,6 +46,8 @@ pub struct CudaBackend {
     /// Bytes of regions and plain memory given out and not yet released.
     pub(super) held: AtomicU64,
     pub(super) ledger: Ledger,
+    pub(super) stuck: Mutex<HashSet<usize>>,
+    pub(super) me: Weak<CudaBackend>,
 }
 
 /// The devices opened so far, by ordinal: one context, one set of modules, for the life of the process.
@@ -59,6 +61,9 @@ thread_local! {
 
 /// Codes with which a driver answers to handles of a context that is there no more.
 const STALE: [CUresult; 3] = [CUresult::INVALID_CONTEXT, CUresult::INVALID_HANDLE, CUresult::CONTEXT_IS_DESTROYED];
+
+/// How often it is tried to put the caller's context back.
+const POP_TRIES: u32 = 3;
 
 /// How long an MPS server may be not ready.
 const MPS_PATIENCE: Duration = Duration::from_secs(5);
@@ -169,7 +174,7 @@ impl CudaBackend {
             // A reset leaves the retains as they are: that of the backend before is given up now that there is another.
             let _ = driver.primary_context_release(device);
         }
-        let backend = Arc::new(backend);
+        let backend = Arc::new_cyclic(|me| CudaBackend { me: me.clone(), ..backend });
         opened.insert(ordinal, backend.clone());
         Ok(backend)
     }
@@ -203,6 +208,8 @@ impl CudaBackend {
             staging,
             held,
             ledger,
+            stuck: Mutex::default(),
+            me: Weak::new(),
         })
     }
 
@@ -331,9 +338,8 @@ fn make_current(driver: &'static Driver, context: CUcontext) -> Result<Current> 
 impl Drop for Current {
     #[inline]
     fn drop(&mut self) {
-        if self.pushed {
-            let _ = self.driver.context_pop();
-        }
+        // A refusal must not leave the caller with another context than before.
+        let _ = self.pushed && (0..POP_TRIES).any(|_| self.driver.context_pop().is_ok());
     }
 }
 
@@ -387,7 +393,7 @@ impl Backend for CudaBackend {
         self.import_region(fd, bytes, access, owner)
     }
 
-    unsafe fn release(&self, region: RawRegion) -> Result<()> {
+    unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.release_region(region) }
     }
@@ -397,10 +403,13 @@ impl Backend for CudaBackend {
         unsafe { self.register_host(ptr, bytes) }
     }
 
+    fn is_registered(&self, ptr: *mut u8) -> bool {
+        self.stuck().contains(&ptr.addr())
+    }
+
     unsafe fn unregister(&self, ptr: *mut u8) -> Result<()> {
-        let Some(_current) = self.enter_unless_gone()? else { return Ok(()) };
         // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.host_unregister(ptr.cast()) }?)
+        unsafe { self.unregister_host(ptr) }
     }
 
     fn create_stream(&self) -> Result<RawStream> {

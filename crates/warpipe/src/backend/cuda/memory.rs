@@ -1,8 +1,10 @@
 //! Regions: virtual memory management (`cuMemCreate` and its kin), exported and imported as descriptors.
 
+use std::collections::HashSet;
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
+use std::sync::{MutexGuard, PoisonError};
 
 use rustix::fs::{FileType, OFlags};
 use rustix::io::FdFlags;
@@ -10,7 +12,7 @@ use rustix::io::FdFlags;
 use super::backend::CudaBackend;
 use super::fault::Fault;
 use super::sys::*;
-use crate::backend::{Access, DeviceId, DeviceKind, RawRegion};
+use crate::backend::{Access, DeviceId, DeviceKind, RawRegion, Stage, kept};
 use crate::error::{Error, Result};
 use crate::os;
 
@@ -26,7 +28,7 @@ const NOT_SUCH_MEMORY: [CUresult; 5] = [
     CUresult::OPERATING_SYSTEM,
 ];
 
-/// A mapping under construction: undoes its steps, last first, unless it is finished.
+/// A mapping that is made or undone, step by step.
 struct Mapping<'a> {
     driver: &'a Driver,
     handle: CUmemGenericAllocationHandle,
@@ -56,7 +58,24 @@ impl<'a> Mapping<'a> {
         Mapping { driver, handle, bytes, reserved: None, mapped: false }
     }
 
-    fn build(mut self, device: CUdevice, access: Access) -> Result<RawRegion, Step> {
+    /// Where it fails, what was taken is given back.
+    fn build(mut self, backend: &CudaBackend, access: Access) -> Result<RawRegion, Step> {
+        match self.take_steps(backend.device, access) {
+            Ok(()) => {
+                backend.held.fetch_add(self.bytes as u64, Ordering::Relaxed);
+                Ok(self.region())
+            }
+            Err(step) => {
+                // The failure that led here is the one to tell.
+                if self.undo().is_err() {
+                    backend.owe(self.region());
+                }
+                Err(step)
+            }
+        }
+    }
+
+    fn take_steps(&mut self, device: CUdevice, access: Access) -> Result<(), Step> {
         let address = self.driver.address_reserve(self.bytes).map_err(Step::Reserve)?;
         self.reserved = Some(address);
         // SAFETY: the range was reserved just now, the handle is held by self.
@@ -64,32 +83,34 @@ impl<'a> Mapping<'a> {
         self.mapped = true;
         let access = CUmemAccessDesc { location: on(device), flags: access_flags(access) };
         // SAFETY: mapped just now.
-        unsafe { self.driver.memory_set_access(address, self.bytes, &access) }.map_err(Step::Access)?;
-        let region = RawRegion { ptr: address, bytes: self.bytes as u64, handle: self.handle };
-        std::mem::forget(self);
-        Ok(region)
+        unsafe { self.driver.memory_set_access(address, self.bytes, &access) }.map_err(Step::Access)
     }
 
-    /// Undoes every step that was taken, whatever becomes of the others; the first failure is told.
+    /// Undoes the steps that were taken, last first, and stops where the driver refuses: what is mapped must not be freed.
     fn undo(&mut self) -> Result<(), Fault> {
-        let mut outcome = Ok(());
-        if let Some(address) = self.reserved.take() {
-            if std::mem::take(&mut self.mapped) {
+        if let Some(address) = self.reserved {
+            if self.mapped {
                 // SAFETY: mapped, and no work uses it: it was never handed out, or its holder says so.
-                outcome = outcome.and(unsafe { self.driver.memory_unmap(address, self.bytes) });
+                unsafe { self.driver.memory_unmap(address, self.bytes) }?;
+                self.mapped = false;
             }
             // SAFETY: reserved, unmapped above.
-            outcome = outcome.and(unsafe { self.driver.address_free(address, self.bytes) });
+            unsafe { self.driver.address_free(address, self.bytes) }?;
+            self.reserved = None;
         }
         // SAFETY: held by self, which is gone after this.
-        outcome.and(unsafe { self.driver.memory_release(self.handle) })
+        unsafe { self.driver.memory_release(self.handle) }
     }
-}
 
-impl Drop for Mapping<'_> {
-    fn drop(&mut self) {
-        // The failure that led here is the one to tell.
-        let _ = self.undo();
+    /// How much of it there is.
+    fn region(&self) -> RawRegion {
+        let stage = match (self.reserved, self.mapped) {
+            (None, _) => Stage::Held,
+            (Some(_), false) => Stage::Reserved,
+            (Some(_), true) => Stage::Mapped,
+        };
+        let ptr = self.reserved.unwrap_or_default();
+        RawRegion { ptr, bytes: self.bytes as u64, handle: self.handle, stage }
     }
 }
 
@@ -99,9 +120,8 @@ impl CudaBackend {
         let size = size(bytes)?;
         let handle = self.driver.memory_create(size, &allocation(self.device)).map_err(|f| self.no_room(f, bytes))?;
         let region = Mapping::of(self.driver, handle, size)
-            .build(self.device, Access::ReadWrite)
+            .build(self, Access::ReadWrite)
             .map_err(|step| self.no_room(step.fault(), bytes))?;
-        self.held.fetch_add(bytes, Ordering::Relaxed);
         Ok(region)
     }
 
@@ -152,9 +172,8 @@ impl CudaBackend {
         let number = moved.as_ref().map_or(fd.as_raw_fd(), AsRawFd::as_raw_fd);
         let handle = self.driver.memory_import(number).map_err(import_error)?;
         let region = Mapping::of(self.driver, handle, size)
-            .build(self.device, access)
+            .build(self, access)
             .map_err(|step| self.map_error(step, bytes, owner))?;
-        self.held.fetch_add(bytes, Ordering::Relaxed);
         Ok(region)
     }
 
@@ -188,21 +207,34 @@ impl CudaBackend {
 
     /// # Safety
     /// As for [`crate::backend::Backend::release`].
-    pub(super) unsafe fn release_region(&self, region: RawRegion) -> Result<()> {
+    pub(super) unsafe fn release_region(&self, region: &mut RawRegion) -> Result<()> {
         // After a reset its address or handle may be another's. The memory stays, and no stream of this process uses it.
-        let _current = self.enter().inspect_err(|_| {
-            self.held.fetch_sub(region.bytes, Ordering::Relaxed);
+        let _current = self.enter().inspect_err(|error| {
+            if matches!(error, Error::DeviceReset { .. }) {
+                self.held.fetch_sub(region.bytes, Ordering::Relaxed);
+            }
         })?;
-        let mut mapping = std::mem::ManuallyDrop::new(Mapping {
+        let mut mapping = Mapping {
             driver: self.driver,
             handle: region.handle,
             bytes: size(region.bytes)?,
-            reserved: Some(region.ptr),
-            mapped: true,
-        });
+            reserved: (region.stage != Stage::Held).then_some(region.ptr),
+            mapped: region.stage == Stage::Mapped,
+        };
         let undone = mapping.undo();
+        *region = mapping.region();
+        undone?;
         self.held.fetch_sub(region.bytes, Ordering::Relaxed);
-        Ok(undone?)
+        Ok(())
+    }
+
+    /// Leaves what the driver did not take back of a region that was never finished to be asked for again.
+    fn owe(&self, region: RawRegion) {
+        // Counted here until it is given back, as any region is.
+        self.held.fetch_add(region.bytes, Ordering::Relaxed);
+        if let Some(backend) = self.me.upgrade() {
+            kept::owe_region(backend, region);
+        }
     }
 
     /// # Safety
@@ -213,9 +245,27 @@ impl CudaBackend {
         unsafe { self.driver.host_register(ptr.cast(), bytes) }?;
         self.driver.host_device_pointer(ptr.cast()).map_err(|fault| {
             // SAFETY: registered above, and nothing was enqueued.
-            let _ = unsafe { self.driver.host_unregister(ptr.cast()) };
+            if unsafe { self.driver.host_unregister(ptr.cast()) }.is_err() {
+                self.stuck().insert(ptr.addr());
+            }
             fault.into()
         })
+    }
+
+    /// # Safety
+    /// As for [`crate::backend::Backend::unregister`].
+    pub(super) unsafe fn unregister_host(&self, ptr: *mut u8) -> Result<()> {
+        if let Some(_current) = self.enter_unless_gone()? {
+            // SAFETY: the caller's promise.
+            unsafe { self.driver.host_unregister(ptr.cast()) }?;
+        }
+        self.stuck().remove(&ptr.addr());
+        Ok(())
+    }
+
+    /// What is registered though it has no device address.
+    pub(super) fn stuck(&self) -> MutexGuard<'_, HashSet<usize>> {
+        self.stuck.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

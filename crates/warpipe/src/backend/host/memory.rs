@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::backend::{Access, RawRegion};
+use crate::backend::{Access, RawRegion, Stage};
 use crate::error::{Error, Result};
 use crate::os::above_standard;
 
@@ -32,7 +32,7 @@ pub(super) fn allocate(bytes: u64) -> Result<RawRegion> {
     rustix::fs::ftruncate(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
     rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
     let ptr = map(&fd, bytes, ProtFlags::READ | ProtFlags::WRITE)?;
-    Ok(RawRegion { ptr, bytes, handle: fd.into_raw_fd() as u64 })
+    Ok(RawRegion { ptr, bytes, handle: fd.into_raw_fd() as u64, stage: Stage::Mapped })
 }
 
 /// A close-on-exec duplicate of the region's descriptor.
@@ -55,7 +55,7 @@ pub(super) fn import(fd: BorrowedFd<'_>, bytes: u64, access: Access) -> Result<R
         Access::Read => ProtFlags::READ,
         Access::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
     };
-    Ok(RawRegion { ptr: map(&fd, bytes, protection)?, bytes, handle: IMPORTED })
+    Ok(RawRegion { ptr: map(&fd, bytes, protection)?, bytes, handle: IMPORTED, stage: Stage::Mapped })
 }
 
 /// Why `fd` is not a memfd of exactly `bytes` bytes whose size is sealed, if it is not.

@@ -130,10 +130,10 @@ impl Backend for HostBackend {
         Ok(region)
     }
 
-    unsafe fn release(&self, region: RawRegion) -> Result<()> {
-        let counter = if memory::is_import(&region) { &self.imported } else { &self.allocated };
+    unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
+        let counter = if memory::is_import(region) { &self.imported } else { &self.allocated };
         // SAFETY: the caller's promise: the region is ours, live, and no longer used.
-        unsafe { memory::release(region)? };
+        unsafe { memory::release(*region)? };
         counter.fetch_sub(region.bytes, Ordering::Relaxed);
         Ok(())
     }

@@ -164,10 +164,10 @@ fn memory_that_no_handle_can_name_is_refused_by_its_kind() {
     let device = Device::host();
     assert_eq!(refused_kind(&device, 0), PointerKind::Null);
     assert_eq!(refused_kind(&device, std::ptr::from_ref(&device) as u64), PointerKind::Host);
-    let region = device.backend().allocate(device.backend().granularity()).unwrap();
+    let mut region = device.backend().allocate(device.backend().granularity()).unwrap();
     assert_eq!(refused_kind(&device, region.ptr + 8), PointerKind::Vmm);
     // SAFETY: allocated above, released once, and no stream used it.
-    unsafe { device.backend().release(region) }.unwrap();
+    unsafe { device.backend().release(&mut region) }.unwrap();
     assert_eq!(refused_kind(&device, 4096), PointerKind::Unknown);
 }
 
