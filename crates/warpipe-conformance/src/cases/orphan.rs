@@ -10,7 +10,7 @@ use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::Payload;
-use crate::peer::{Batch, HolderOrder, Order, Peer, PublisherPlan};
+use crate::peer::{Batch, HolderOrder, Order, Peer, PublisherPlan, Task};
 use crate::place::{fill, wrong_words};
 use crate::process::{eventually, pid, pidfd, signal, wait_readable};
 
@@ -20,6 +20,8 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a subscriber that calls exec returns its slots", exec_of_a_holder).ends_clients(),
     Case::new("a stream that waits for a killed process whose orphan lives is rescued in time", rescued).ends_clients(),
     Case::new("slots of a killed subscriber stay out of use while its orphan holds its files", quarantined)
+        .ends_clients(),
+    Case::new("what a killed worker left in the domain is removed once its orphan has ended", left_names)
         .ends_clients(),
     Case::new("a killed writer's block is used again after its last store", after_the_last_store).ends_clients(),
     Case::new("a killed writer's block is used again after its last store, with an orphan", after_the_orphan)
@@ -133,6 +135,20 @@ fn quarantined(context: &Context) -> Result<()> {
     ensure!(warpipe::process_stats().orphaned == 1, "it is counted");
     orphan.end();
     ensure!(eventually(PATIENCE, || returned.is_back().unwrap_or(false)), "and comes back with the orphan's end");
+    Ok(())
+}
+
+fn left_names(context: &Context) -> Result<()> {
+    let queue = context.queue("jobs").build()?;
+    let files = || std::fs::read_dir(context.domain.path()).map_or(0, Iterator::count);
+    let (own, mut peer) = (files(), context.peer()?);
+    peer.task(Task::Attach("jobs".into()))?;
+    queue.wait_for_workers(1, PATIENCE)?;
+    let orphan = Orphan::of(&mut peer)?;
+    peer.kill()?;
+    ensure!(!eventually(LOOK, || files() <= own), "a name is removed whose lock is held");
+    orphan.end();
+    ensure!(eventually(PATIENCE, || files() == own), "{} files are left, {own} are the queue's own", files());
     Ok(())
 }
 

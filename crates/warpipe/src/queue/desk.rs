@@ -22,7 +22,7 @@ use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::message::timespec;
-use crate::link::watcher::Watcher;
+use crate::link::watcher::{Usage, Watcher};
 use crate::spin::{Came, Spin};
 use crate::stream::Backoff;
 
@@ -48,8 +48,9 @@ impl Default for Pace {
     }
 }
 
-/// How often it is tried, every few milliseconds, to remove a name that one who died may still hold.
-const FORGET_TRIES: u32 = 50;
+/// How long it is tried to remove a name that its dead owner's forked child may still hold. A name that stays held for
+/// longer is left to `Domain::clean`.
+const FORGET_FOR: Duration = Duration::from_secs(60);
 
 /// A sleep in slices, so that nothing that goes wrong elsewhere makes a hang of it.
 const SLICE: Duration = Duration::from_millis(50);
@@ -382,11 +383,16 @@ impl Desk {
         for generation in departures.generations {
             let name = answers_of(self.publisher.name(), generation);
             if let (Ok(name), Ok(watcher)) = (name, Watcher::of_process()) {
-                // Not here: it may take a moment, and others wait. A name that stays held is a living one's.
-                let (domain, mut tries) = (self.domain.clone(), 0);
+                // Not here: it may take a moment, and others wait. Each that waits is a lock that a process holds.
+                let (domain, since, mut next) = (self.domain.clone(), Instant::now(), Duration::ZERO);
                 watcher.retire(move || {
-                    tries += 1;
-                    domain.forget(&name) || tries >= FORGET_TRIES
+                    let age = since.elapsed();
+                    if age < next {
+                        return Usage::Held;
+                    }
+                    // Seldom, after a while: a dying process gives its lock up soon, a child of its when it ends.
+                    next = age + age / 8;
+                    if age > FORGET_FOR || domain.forget(&name) { Usage::Over } else { Usage::Held }
                 });
             }
         }
