@@ -17,7 +17,8 @@ use crate::PATIENCE;
 use crate::chance::Chance;
 use crate::guard::Guard;
 use crate::payload::{Payload, Tally};
-use crate::peer::Peer;
+use crate::peer::{ORPHAN, Order, Peer};
+use crate::process;
 
 /// The backend that is tried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -58,6 +59,10 @@ pub struct Settings {
     pub devices: u32,
     /// Many more kills and rounds.
     pub long: bool,
+    /// How many kills a storm has, if that was asked for.
+    pub kills: Option<u32>,
+    /// How many seconds a storm's survivors wait, if that was asked for.
+    pub patience: Option<u64>,
     /// The GPU is shared through MPS.
     pub mps: bool,
     /// Decides all chance.
@@ -128,7 +133,7 @@ impl Context {
         drop((publisher, subscriber, stream, domain));
         std::fs::remove_dir_all(folder).context("removing the warm-up's domain")?;
         let is_idle = || self.device.backend().bytes_held() == 0 && !crate::guard::has_streams();
-        anyhow::ensure!(crate::process::eventually(PATIENCE, is_idle), "the warm-up's memory did not come back");
+        anyhow::ensure!(process::eventually(PATIENCE, is_idle), "the warm-up's memory did not come back");
         Ok(())
     }
 
@@ -194,6 +199,51 @@ impl Context {
         Peer::start(&self.settings, self.folder(), ordinal)
     }
 
+    /// A further process that is going to be killed. One of three forks a child within 30 ms, if it lives so long; the
+    /// child lives up to 200 ms longer than it, and every second one holds all that its parent held.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn mortal(&self, chance: &mut Chance) -> Result<Peer> {
+        let mut peer = self.peer()?;
+        if chance.once_in(3) {
+            let (latest, longest) = (*chance.pick(&[1, 3_000, 30_000]), *chance.pick(&[1, 20, 200]));
+            let (in_us, after_ms) = (chance.below(latest), chance.below(longest));
+            peer.ask(&Order::Orphan { in_us, after_ms, unseen: chance.once_in(2) })?;
+        }
+        Ok(peer)
+    }
+
+    /// Waits until no orphan of a [mortal](Self::mortal) lives.
+    ///
+    /// # Errors
+    /// One lives on.
+    pub fn orphans_end(&self) -> Result<()> {
+        let is_orphan = |process: &i32| {
+            std::fs::read_to_string(format!("/proc/{process}/comm")).is_ok_and(|name| name.trim() == ORPHAN)
+        };
+        let group = rustix::process::getpgrp();
+        let none = || !process::group_members(group).iter().any(is_orphan);
+        anyhow::ensure!(process::eventually(PATIENCE, none), "an orphan lives on");
+        Ok(())
+    }
+
+    /// Figures of a storm: how many processes were killed, and how many of them had forked a child.
+    ///
+    /// # Errors
+    /// An orphan lives on.
+    pub fn figure_storm(&self, kills: impl Into<Value>) -> Result<()> {
+        self.orphans_end()?;
+        self.figure("kills", kills);
+        self.figure("orphans", std::fs::metadata(self.orphans_path()).map_or(0, |file| file.len()));
+        Ok(())
+    }
+
+    /// The file into which each orphan writes a byte.
+    pub(crate) fn orphans_path(&self) -> PathBuf {
+        self.folder().join("orphans")
+    }
+
     fn folder(&self) -> PathBuf {
         self.domain.path().parent().map(Path::to_path_buf).unwrap_or_default()
     }
@@ -215,6 +265,18 @@ impl Context {
             (true, Backend::Host) => long_host,
             (true, Backend::Cuda) => long_cuda,
         }
+    }
+
+    /// The kills of a storm: as many as were asked for, or as [`rounds`](Self::rounds).
+    pub fn kills(&self, short: u32, long_host: u32, long_cuda: u32) -> u32 {
+        self.settings.kills.unwrap_or_else(|| self.rounds(short, long_host, long_cuda))
+    }
+
+    /// How long a storm's survivor waits for what is to come before it asks again: either shorter than any wait inside the
+    /// library, or longer, by chance.
+    pub fn wait(&self, chance: &mut Chance) -> Duration {
+        let long = self.settings.patience.map_or(PATIENCE, Duration::from_secs);
+        if chance.once_in(2) { Duration::from_millis(20) } else { long }
     }
 
     /// A figure for the report.

@@ -23,6 +23,12 @@ struct Arguments {
     /// Hundreds of kills instead of a few.
     #[arg(long)]
     long: bool,
+    /// This many kills in each storm, whatever the mode, and a time limit to match.
+    #[arg(long, value_name = "N")]
+    kills: Option<u32>,
+    /// How long the survivors of a storm wait for what is to come.
+    #[arg(long, value_name = "SECONDS")]
+    patience: Option<u64>,
     /// The GPU is shared through MPS: leave out what would end the other clients.
     #[arg(long)]
     mps: bool,
@@ -52,8 +58,16 @@ struct Arguments {
 
 impl Arguments {
     fn settings(&self) -> Settings {
-        let Arguments { backend, devices, long, mps, seed, .. } = *self;
-        Settings { backend, devices, long, mps, seed: seed.unwrap_or_else(|| std::process::id().into()) }
+        let Arguments { backend, devices, long, kills, patience, mps, seed, .. } = *self;
+        Settings {
+            backend,
+            devices,
+            long,
+            kills,
+            patience,
+            mps,
+            seed: seed.unwrap_or_else(|| std::process::id().into()),
+        }
     }
 
     fn chosen(&self) -> Vec<Case> {

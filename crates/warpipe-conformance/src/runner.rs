@@ -69,6 +69,9 @@ fn words_of(folder: &Path) -> PathBuf {
     folder.join("output")
 }
 
+/// How long one kill may take, all in all.
+const KILL_LIMIT: Duration = Duration::from_secs(5);
+
 /// Runs one case in a process of its own.
 fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<Finding> {
     if settings.mps && case.ends_clients {
@@ -79,10 +82,17 @@ fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<Finding> {
     let mut command = Command::new(std::env::current_exe()?);
     command.arg("--case").arg(case.name).arg("--folder").arg(folder).arg("--result").arg(&result);
     command.args(["--backend", settings.backend.name(), "--seed", &settings.seed.to_string()]);
+    for (option, value) in [("--kills", settings.kills.map(u64::from)), ("--patience", settings.patience)] {
+        if let Some(value) = value {
+            command.args([option, &value.to_string()]);
+        }
+    }
     command.args(["--devices", &settings.devices.to_string()]).args(settings.long.then_some("--long"));
     command.stdin(Stdio::null()).stdout(words.try_clone()?).stderr(words).process_group(0);
     let mut child = command.spawn().context("starting a case")?;
     let limit = if settings.long { case.limit_long } else { case.limit };
+    // A kill takes some hundred milliseconds; on a GPU, where a context is made each time, some seconds.
+    let limit = settings.kills.map_or(limit, |kills| limit.max(KILL_LIMIT * (kills + 60)));
     let status = wait(&mut child, limit)?;
     let strays = end_group(&mut child)?;
     let Some(status) = status else { return Ok(Finding::failed(format!("it did not end within {limit:?}"))) };

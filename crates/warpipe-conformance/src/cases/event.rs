@@ -260,8 +260,9 @@ fn untouched_raw(context: &Context) -> Result<()> {
 fn killed_anywhere(context: &Context) -> Result<()> {
     let mut chance = context.chance();
     let (mut complete, mut lost_ones) = (0u64, 0u64);
-    for round in 0..context.rounds(10, 200, 100) {
-        let (mut peer, mut witness) = (context.peer()?, context.peer()?);
+    let kills = context.kills(10, 200, 100);
+    for round in 0..kills {
+        let (mut peer, mut witness) = (context.mortal(&mut chance)?, context.peer()?);
         // Whose event it is decides who lets the others go: its maker, or everybody himself.
         let own = if round % 2 == 0 { Some(Event::create(&context.domain, &context.device)?) } else { None };
         let text = match &own {
@@ -303,8 +304,10 @@ fn killed_anywhere(context: &Context) -> Result<()> {
             }
         }
         witness.dismiss()?;
+        context.orphans_end()?;
         context.domain.clean()?;
     }
+    context.figure_storm(kills)?;
     context.figure("complete", complete);
     context.figure("lost", lost_ones);
     Ok(())

@@ -34,7 +34,9 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a process without descriptors opens no ticket, and later it does", no_descriptors),
     Case::new("a user who is not on the list opens no ticket, one who is does", other_users),
     Case::new("memory of another GPU is opened by a ticket, or refused by name", other_device),
-    Case::new("importers are killed at any moment and nothing is left of them", killed_importers).ends_clients(),
+    Case::new("importers are killed at any moment and nothing is left of them", killed_importers)
+        .ends_clients()
+        .long(900),
 ];
 
 const WORDS: u64 = 1 << 16;
@@ -285,8 +287,9 @@ fn killed_importers(context: &Context) -> Result<()> {
     let memory = Memory::allocate(&context.device, 8 * WORDS)?;
     let published = memory.publish(&context.domain, "weights")?;
     let (ticket, mut chance, guard) = (published.ticket()?, context.chance(), context.guard());
-    for _ in 0..context.rounds(6, 200, 40) {
-        let mut victim = context.peer()?;
+    let kills = context.kills(6, 200, 40);
+    for _ in 0..kills {
+        let mut victim = context.mortal(&mut chance)?;
         // It is there, with its device.
         victim.ask(&Order::Hold(HolderOrder::Settle))?;
         victim.tell(&Order::Hold(HolderOrder::Open { ticket: ticket.clone(), wait_ms: 0 }))?;
@@ -294,5 +297,6 @@ fn killed_importers(context: &Context) -> Result<()> {
         std::thread::park_timeout(Duration::from_micros(chance.below(2_000)));
         victim.kill()?;
     }
-    guard.settles()
+    guard.settles()?;
+    context.figure_storm(kills)
 }

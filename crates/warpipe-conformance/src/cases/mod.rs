@@ -22,6 +22,7 @@ mod memory;
 mod model;
 mod names;
 mod orphan;
+mod owners;
 mod policy;
 mod pool;
 mod queue;
@@ -133,6 +134,7 @@ pub fn all() -> Vec<Case> {
         queue::CASES,
         service::CASES,
         storm::CASES,
+        owners::CASES,
         timeline::CASES,
         event::CASES,
     ]

@@ -28,7 +28,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a borrower that ends without a word of its blocks gives them back", ended_borrower),
     Case::new("a killed owner's blocks stay good, and asking is a typed error", killed_owner).ends_clients(),
     Case::new("a block that passes to another user is cleared, and to the same one it is not", other_user),
-    Case::new("borrowers are killed at any moment and every block comes back", storm).ends_clients().long(300),
+    Case::new("borrowers are killed at any moment and every block comes back", storm).ends_clients().long(900),
 ];
 
 /// A block: as much as a pool of [`one`] has.
@@ -292,10 +292,11 @@ fn storm(context: &Context) -> Result<()> {
     let pool = builder.memory_limit(8 * BYTES).reserve(8 * BYTES).build()?;
     let mut chance = context.chance();
     let guard = context.guard();
-    for round in 0..context.rounds(4, 100, 30) {
+    let rounds = context.kills(12, 300, 90).div_ceil(PEERS as u32);
+    for round in 0..rounds {
         let lent = pool.allocate_timeout(BYTES, PATIENCE)?;
         let ticket = lent.lend(Access::ReadWrite)?;
-        let mut peers = (0..PEERS).map(|_| context.peer()).collect::<Result<Vec<_>>>()?;
+        let mut peers = (0..PEERS).map(|_| context.mortal(&mut chance)).collect::<Result<Vec<_>>>()?;
         // They are there, with their devices.
         peers.iter_mut().try_for_each(|peer| peer.ask(&Order::Hold(HolderOrder::Settle)).map(drop))?;
         for peer in &mut peers {
@@ -320,5 +321,5 @@ fn storm(context: &Context) -> Result<()> {
         drop(peers);
         guard.settles()?;
     }
-    Ok(())
+    context.figure_storm(rounds * PEERS as u32)
 }

@@ -9,6 +9,7 @@ use warpipe::{Device, Error, JobHandle, JobResult, Order as ResultOrder, Queue, 
 
 use super::Case;
 use crate::PATIENCE;
+use crate::chance::Chance;
 use crate::context::Context;
 use crate::payload::{fill_input, input_layout, result_of, work};
 use crate::peer::{Answer, Batch, Order, Peer, Reply, Task};
@@ -38,7 +39,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a job that waits for a worker is ordered behind the work that fills it", redispatch_is_ordered),
     Case::new("a result is ordered behind the work that computes it", result_is_ordered),
     Case::new("a plain subscriber of a queue is turned away, and no job is lost to it", plain_subscriber),
-    Case::new("jobs survive a storm of kills, and each result comes once", storm).ends_clients(),
+    Case::new("jobs survive a storm of kills, and each result comes once", storm).ends_clients().long(900),
 ];
 
 const WORDS: u64 = 512;
@@ -533,13 +534,14 @@ fn storm(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let queue = context.queue("jobs").max_attempts(1000).order(ResultOrder::Completion).build()?;
     let mut chance = context.chance();
-    let spawn = || -> Result<Peer> {
-        let mut peer = worker(context, "jobs")?;
+    let spawn = |chance: &mut Chance| -> Result<Peer> {
+        let mut peer = context.mortal(chance)?;
+        peer.task(Task::Attach("jobs".into()))?;
         peer.tell(&Order::Task(Task::Work { slow_us: 1000 }))?;
         Ok(peer)
     };
-    let mut workers = vec![spawn()?, spawn()?, spawn()?];
-    let kills = context.rounds(6, 150, 60);
+    let mut workers = (0..3).map(|_| spawn(&mut chance)).collect::<Result<Vec<_>>>()?;
+    let kills = context.kills(6, 150, 60);
     let (mut submitted, mut seen) = (0u64, std::collections::BTreeSet::new());
     for _ in 0..kills {
         for _ in 0..10 {
@@ -549,7 +551,7 @@ fn storm(context: &Context) -> Result<()> {
         let victim = chance.below(workers.len() as u64) as usize;
         std::thread::park_timeout(Duration::from_micros(chance.below(4000)));
         workers.swap_remove(victim).kill()?;
-        workers.push(spawn()?);
+        workers.push(spawn(&mut chance)?);
         while let Ok(result) = queue.next_result(&stream, Duration::ZERO) {
             ensure!(result.to_vec()? == result_of(WORDS, result.job() - 1), "the result of job {}", result.job());
             ensure!(seen.insert(result.job()), "job {} came twice", result.job());
@@ -566,6 +568,7 @@ fn storm(context: &Context) -> Result<()> {
         leased_lines(&mut peer)?;
         peer.dismiss()?;
     }
+    context.figure_storm(kills)?;
     stream.synchronize(PATIENCE)?;
     drop(stream);
     guard.settles()

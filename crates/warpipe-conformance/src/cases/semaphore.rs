@@ -9,6 +9,7 @@ use warpipe::{Error, Kind, Semaphore};
 
 use super::Case;
 use crate::PATIENCE;
+use crate::chance::Chance;
 use crate::context::Context;
 use crate::peer::{Answer, Board, Order, Peer, SemaphoreOrder};
 use crate::process::eventually;
@@ -56,7 +57,10 @@ fn open(context: &Context) -> Result<Peer> {
 }
 
 fn open_with(context: &Context, waits: bool) -> Result<Peer> {
-    let mut peer = context.peer()?;
+    open_by(context.peer()?, waits)
+}
+
+fn open_by(mut peer: Peer, waits: bool) -> Result<Peer> {
     ask(&mut peer, SemaphoreOrder::Open { name: NAME.into(), waits })?;
     Ok(peer)
 }
@@ -287,24 +291,26 @@ fn storm(context: &Context) -> Result<()> {
     let semaphore = create(context, 1)?;
     let (path, board) = board(context)?;
     let mut chance = context.chance();
-    let join = |slot| -> Result<Peer> {
-        let mut peer = open(context)?;
+    let join = |slot, chance: &mut Chance| -> Result<Peer> {
+        let mut peer = open_by(context.mortal(chance)?, true)?;
         peer.tell(&Order::Semaphore(SemaphoreOrder::CompeteUntilKilled { board: text(&path), slot }))?;
         Ok(peer)
     };
-    let mut crowd = (0..6).map(join).collect::<Result<Vec<_>>>()?;
-    for round in 0..context.rounds(12, 500, 200) {
+    let mut crowd = (0..6).map(|slot| join(slot, &mut chance)).collect::<Result<Vec<_>>>()?;
+    let kills = context.kills(12, 500, 200);
+    for round in 0..kills {
         let before = board.visits().load(SeqCst);
         let slot = chance.below(crowd.len() as u64) as usize;
         std::thread::park_timeout(Duration::from_micros(chance.below(2_000)));
         crowd[slot].kill()?;
         let goes_on = eventually(PATIENCE, || board.visits().load(SeqCst) >= before + 20);
         ensure!(goes_on, "nobody gets in after kill {round}");
-        crowd[slot] = join(slot)?;
+        crowd[slot] = join(slot, &mut chance)?;
     }
     crowd.iter_mut().try_for_each(Peer::kill)?;
     ensure!(board.crowds().load(SeqCst) == 0, "two of the living were inside at once");
     is_restored(&semaphore)?;
+    context.figure_storm(kills + 6)?;
     context.figure("visits", board.visits().load(SeqCst));
     Ok(())
 }

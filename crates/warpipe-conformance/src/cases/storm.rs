@@ -115,7 +115,9 @@ fn follow(
 
 /// A publisher of random depth, ready to stream.
 fn streamer(context: &Context, chance: &mut Chance, reconnects: bool) -> Result<Peer> {
-    let mut peer = context.peer()?;
+    // One that holds everything holds the name's lock.
+    context.orphans_end()?;
+    let mut peer = context.mortal(chance)?;
     peer.publish(plan(chance, reconnects))?;
     Ok(peer)
 }
@@ -185,7 +187,7 @@ fn publishers(context: &Context) -> Result<()> {
     let mut tally = context.tally()?;
     let mut toll = Toll::default();
     let guard = context.guard();
-    let kills = context.rounds(25, 500, 100);
+    let kills = context.kills(25, 500, 100);
     for kill in 1..=kills {
         let mut peer = streamer(context, &mut chance, false)?;
         let mut subscriber = context.subscriber("storm").build()?;
@@ -193,6 +195,7 @@ fn publishers(context: &Context) -> Result<()> {
         let drain = || drain(&mut subscriber, &stream, &mut tally, dice);
         one_kill(&mut peer, drain, &mut chance, &mut toll).with_context(|| format!("kill {kill}"))?;
         drop((subscriber, peer));
+        context.orphans_end()?;
         context.domain.clean()?;
         guard.settles().with_context(|| format!("after kill {kill}"))?;
     }
@@ -205,13 +208,14 @@ fn reconnecting(context: &Context) -> Result<()> {
     let mut toll = Toll::default();
     let mut peer = streamer(context, &mut chance, true)?;
     let mut subscriber = context.subscriber("storm").reconnect(true).build()?;
-    let kills = context.rounds(15, 200, 50);
+    let kills = context.kills(15, 200, 50);
     for kill in 1..=kills {
         if kill > 1 {
             peer = streamer(context, &mut chance, true)?;
             // Attached before the first sample, so that nothing is missed.
             let follows = || subscriber.try_receive(&stream).is_ok() && subscriber.publisher_state().is_some();
             ensure!(eventually(PATIENCE, follows), "kill {kill}: it follows the next incarnation");
+            peer.ask(&Order::AwaitSubscribers(1))?;
         }
         let dice = Chance::new(chance.any());
         let drain = || drain(&mut subscriber, &stream, &mut tally, dice);
@@ -226,9 +230,11 @@ fn sleeping(context: &Context) -> Result<()> {
     let mut toll = Toll::default();
     let mut peer = speaker(context, &mut chance)?;
     let subscriber = context.subscriber("storm").reconnect(true).build()?;
+    // Only then has it been told of the history.
+    peer.ask(&Order::AwaitSubscribers(1))?;
     let (stream, tally, dice) = (context.stream()?, context.tally()?, Chance::new(chance.any()));
     let (tell_seen, told) = channel();
-    let kills = context.rounds(15, 200, 50);
+    let kills = context.kills(15, 200, 50);
     // Joined only if all went well: else it sleeps until this process ends.
     let following = std::thread::spawn(move || {
         let ended = follow(subscriber, &stream, tally, dice, kills, &tell_seen);
@@ -245,13 +251,15 @@ fn sleeping(context: &Context) -> Result<()> {
         one().with_context(|| format!("kill {kill}"))?;
     }
     following.join().map_err(|_| anyhow::anyhow!("a panic"))?;
+    drop(peer);
     tell(context, kills, &toll)
 }
 
 /// A publisher that has sent one sample, mostly before its subscriber has come, and keeps still then: its memory is
 /// announced with the handshake, so that nothing but the sample can ring. Returned once it has its subscriber.
 fn speaker(context: &Context, chance: &mut Chance) -> Result<Peer> {
-    let mut peer = context.peer()?;
+    context.orphans_end()?;
+    let mut peer = context.mortal(chance)?;
     peer.tell(&Order::Publish(plan(chance, true)))?;
     peer.tell(&Order::SendAndWait(Batch::of(1, WORDS, chance.any() >> 16)))?;
     for _ in 0..2 {
@@ -279,10 +287,10 @@ fn subscribers(context: &Context) -> Result<()> {
     };
     send(slots)?;
     let mut guard = PublisherGuard::take(&publisher, &context.domain);
-    let kills = context.rounds(25, 500, 100);
+    let kills = context.kills(25, 500, 100);
     let mut checked = 0;
     for kill in 1..=kills {
-        let mut victim = context.peer()?;
+        let mut victim = context.mortal(&mut chance)?;
         victim.subscribe("storm")?;
         victim.tell(&Order::Consume { subscriber: 0, hold: chance.below(4) as usize })?;
         send(chance.between(1, 12))?;
@@ -298,13 +306,13 @@ fn subscribers(context: &Context) -> Result<()> {
         ensure!(eventually(PATIENCE, || publisher.subscribers().len() == 1), "kill {kill}: the dead are forgotten");
         guard.settles().with_context(|| format!("after kill {kill}"))?;
     }
-    context.figure("kills", kills);
+    context.figure_storm(kills)?;
     context.figure("checked_by_victims", checked);
     Ok(())
 }
 
 fn tell(context: &Context, kills: u32, toll: &Toll) -> Result<()> {
-    context.figure("kills", kills);
+    context.figure_storm(kills)?;
     context.figure("received_whole", toll.received);
     context.figure("lost_unready", toll.lost);
     ensure!(toll.received > 0, "the storm let something through");

@@ -163,8 +163,10 @@ fn killed_owner(context: &Context) -> Result<()> {
 fn killed_anywhere(context: &Context) -> Result<()> {
     let mut chance = context.chance();
     let mut last_values = Vec::new();
-    for _ in 0..context.rounds(10, 200, 100) {
-        let (mut victim, mut witness) = (owner(context)?, context.peer()?);
+    let kills = context.kills(10, 200, 100);
+    for _ in 0..kills {
+        let (mut victim, mut witness) = (context.mortal(&mut chance)?, context.peer()?);
+        victim.signals(SignalOrder::CreateTimeline(NAME.into()))?;
         let (_memory, fd) = Shared::create(&context.device)?;
         victim.signals(SignalOrder::Map(Shared::path(&fd)))?;
         witness.signals(SignalOrder::OpenTimeline(NAME.into()))?;
@@ -190,8 +192,10 @@ fn killed_anywhere(context: &Context) -> Result<()> {
         gone(timeline.check(last + 1), victim.id(), false)?;
         last_values.push(last);
         witness.dismiss()?;
+        context.orphans_end()?;
         context.domain.clean()?;
     }
+    context.figure_storm(kills)?;
     context.figure("last_value_min", last_values.iter().min().copied());
     context.figure("last_value_max", last_values.iter().max().copied());
     Ok(())

@@ -12,6 +12,7 @@ use super::holder::Holder;
 use super::hung::Hung;
 use super::labour::Labour;
 use super::order::{Answer, Batch, Fault, Item, Order};
+use super::orphan;
 use super::semaphore::Contender;
 use super::signals::Signals;
 use crate::PATIENCE;
@@ -156,8 +157,11 @@ impl Actor {
                 };
                 return signals.carry_out(&self.context, order);
             }
-            Order::Fork => return Ok(Answer::Number(fork_and_live(false)? as u64)),
-            Order::ForkUnseen => return Ok(Answer::Number(fork_and_live(true)? as u64)),
+            Order::Fork => return Ok(Answer::Number(orphan::fork_and_live(false, None)? as u64)),
+            Order::ForkUnseen => return Ok(Answer::Number(orphan::fork_and_live(true, None)? as u64)),
+            Order::Orphan { in_us, after_ms, unseen } => {
+                orphan::start(&self.context.orphans_path(), in_us, after_ms, unseen)?;
+            }
             Order::Exec => return Err(exec_and_live().into()),
             Order::Task(task) => return self.labour.carry_out(task, &self.context),
             Order::Guard => {
@@ -363,29 +367,4 @@ pub(crate) fn digest(bytes: &[u8]) -> u64 {
 fn exec_and_live() -> std::io::Error {
     use std::os::unix::process::CommandExt as _;
     std::process::Command::new("sleep").arg("600").exec()
-}
-
-/// Forks a child that only lives, until it is killed; `unseen` by the handlers of `pthread_atfork`. **Unsafe inside**:
-/// `fork`.
-fn fork_and_live(unseen: bool) -> Result<i32> {
-    let child = if unseen {
-        // SAFETY: a fork, without a stack of its own; the child calls only async-signal-safe functions.
-        unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as i32 }
-    } else {
-        // SAFETY: as above.
-        unsafe { libc::fork() }
-    };
-    match child {
-        -1 => Err(std::io::Error::last_os_error()).context("fork"),
-        0 => loop {
-            // SAFETY: closing the standard streams lets the case see that its peer has ended; `pause` waits for a
-            // signal and touches nothing.
-            unsafe {
-                libc::close(0);
-                libc::close(1);
-                libc::pause();
-            }
-        },
-        child => Ok(child),
-    }
 }

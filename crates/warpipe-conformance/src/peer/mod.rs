@@ -8,6 +8,7 @@ mod holder;
 mod hung;
 mod labour;
 mod order;
+mod orphan;
 mod semaphore;
 mod signals;
 
@@ -16,6 +17,7 @@ pub(crate) use actor::{describe_layout, digest};
 pub use holder::HolderOrder;
 pub use hung::{FOREIGN_SEED, FOREIGN_WORDS, HungOrder, WAITING};
 pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, Reply, SubscriberPlan, Task, kind_of};
+pub use orphan::THREAD as ORPHAN;
 pub use semaphore::{Board, SemaphoreOrder};
 pub use signals::SignalOrder;
 

@@ -293,6 +293,16 @@ pub enum Order {
     Fork,
     /// The same by a bare `clone`, of which no library learns: the child holds all that its parent holds.
     ForkUnseen,
+    /// Fork a child later, on a thread of its own, that lives until its parent has ended and so long afterwards. It
+    /// writes one byte into the context's file of orphans.
+    Orphan {
+        /// When, in microseconds from now.
+        in_us: u64,
+        /// How much longer than its parent it lives, in milliseconds.
+        after_ms: u64,
+        /// Of which no library learns, as in [`Order::ForkUnseen`].
+        unseen: bool,
+    },
     /// Call `exec` of a program that only lives on. There is no answer.
     Exec,
     /// Work at a queue or a service, or submit to one.

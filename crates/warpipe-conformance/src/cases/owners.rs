@@ -1,0 +1,372 @@
+//! Owners and partners killed at random moments, many of them, where `storm.rs` kills the ends of
+//! channels: those of queues, services, pools, memory, semaphores and timelines, and members.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use warpipe::{Change, Error, LentBuffer, Members, PoolClient, Semaphore, Ticket, Timeline};
+
+use super::Case;
+use crate::PATIENCE;
+use crate::chance::Chance;
+use crate::context::Context;
+use crate::payload::{fill_input, input_layout, result_of, work};
+use crate::peer::{Answer, Batch, HolderOrder, Order, Peer, PublisherPlan, SemaphoreOrder, SignalOrder, Task};
+use crate::place::wrong_words;
+use crate::process::eventually;
+
+pub(super) const CASES: &[Case] = &[
+    case("owners of a queue are killed at any moment: its worker is told, and leases no job twice", queues),
+    case("servers are killed at any moment, and every request is answered once, and right", servers),
+    case("clients are killed at any moment, and the server goes on", clients),
+    case("owners of a pool are killed at any moment: blocks stay whole, and borrowers are told", pools),
+    case("owners of memory are killed at any moment: it stays whole where it is open", memory),
+    case("creators of a semaphore are killed at any moment: members are told, and no stream waits", semaphores),
+    case("a timeline's waiters are killed at any moment, and its values reach the others", waiters),
+    case("members are killed at any moment, and each death is told once", members),
+    case("owners of every kind are killed while they begin, and who opens is told so", beginners),
+];
+
+const fn case(name: &'static str, run: fn(&Context) -> Result<()>) -> Case {
+    Case::new(name, run).ends_clients().long(1800)
+}
+
+const WORDS: u64 = 256;
+/// Jobs of one owner.
+const JOBS: u64 = 200;
+/// A pool's block.
+const BYTES: u64 = 2 << 20;
+/// Kills of each storm, unless more were asked for.
+const SHORT: u32 = 5;
+
+/// In which a victim is killed, once it works.
+fn pause(chance: &mut Chance, most_us: u64) {
+    std::thread::park_timeout(Duration::from_micros(chance.below(most_us)));
+}
+
+/// Kills of a long storm after which it is seen that nothing is left. That takes 0.1 s, in which the threads that close
+/// descriptors end; a leak stays until the next look.
+const LOOK_EVERY: u32 = 10;
+
+/// One kill after the other, after which nothing may be left.
+fn storm(context: &Context, mut one: impl FnMut(Peer, &mut Chance, u64) -> Result<()>) -> Result<()> {
+    let mut chance = context.chance();
+    let guard = context.guard();
+    let kills = context.kills(SHORT, 300, 60);
+    for kill in 1..=kills {
+        let words = || format!("kill {kill}");
+        let victim = context.mortal(&mut chance)?;
+        one(victim, &mut chance, kill.into()).with_context(words)?;
+        context.orphans_end()?;
+        context.domain.clean()?;
+        if kills <= LOOK_EVERY || kill % LOOK_EVERY == 0 || kill == kills {
+            guard.settles().with_context(words)?;
+        }
+    }
+    context.figure_storm(kills)
+}
+
+/// Kills the victim within `most_us`, while the survivor does one thing after the other, until it
+/// fails. Returns the error that is no end of a wait.
+fn kill_under(
+    victim: &mut Peer,
+    chance: &mut Chance,
+    most_us: u64,
+    mut step: impl FnMut() -> warpipe::Result<()>,
+) -> Result<Error> {
+    std::thread::scope(|scope| {
+        let killer = scope.spawn(|| {
+            pause(chance, most_us);
+            victim.kill()
+        });
+        let begun = Instant::now();
+        let told = loop {
+            match step() {
+                Ok(()) | Err(Error::Timeout { .. } | Error::MemoryLimit { .. } | Error::SampleLost { .. }) => {}
+                Err(error) => break Ok(error),
+            }
+            if begun.elapsed() > 2 * PATIENCE {
+                break Err(anyhow!("the survivor is not told"));
+            }
+        };
+        killer.join().map_err(|_| anyhow!("a panic"))??;
+        told
+    })
+}
+
+fn queues(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let mut leased = 0;
+    storm(context, |mut victim, chance, _| {
+        victim.task(Task::Own("jobs".into()))?;
+        let mut worker = context.worker("jobs").timeout(context.wait(chance)).build()?;
+        let batch = Batch::of(JOBS, WORDS, chance.any() >> 16).slow(Duration::from_micros(chance.below(300)));
+        victim.tell(&Order::Task(Task::Submit { queue: "jobs".into(), batch }))?;
+        let (mut last, mut again) = (0, 0);
+        let told = kill_under(&mut victim, chance, 20_000, || {
+            let lease = worker.lease(&stream)?;
+            leased += 1;
+            again += u64::from(lease.job() != last + 1 || lease.attempt() != 1);
+            last = lease.job();
+            let output = work(&lease, Duration::ZERO)?;
+            lease.complete_with(output, &stream)
+        })?;
+        ensure!(again == 0, "{again} jobs up to {last} came twice, or in another's place");
+        ensure!(matches!(told, Error::QueueGone { graceful: false, .. }), "its worker is told {told}");
+        drop(worker);
+        Ok(stream.synchronize(PATIENCE)?)
+    })?;
+    context.figure("leased", leased);
+    Ok(())
+}
+
+fn servers(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let mut replies = 0u64;
+    let idle_ms = 1000 * PATIENCE.as_millis() as u64;
+    storm(context, |mut victim, chance, kill| {
+        let client = context.client("sum").max_attempts(1000).build()?;
+        let mut heir = context.peer()?;
+        for peer in [&mut victim, &mut heir] {
+            peer.task(Task::Serve("sum".into()))?;
+            peer.tell(&Order::Task(Task::ServeOn { slow_us: chance.below(1_000), idle_ms }))?;
+        }
+        let mut pending = Vec::new();
+        for seed in 1000 * kill..1000 * kill + 10 {
+            let input = fill_input(client.loan(&input_layout(WORDS)?)?, seed, Duration::ZERO, &stream)?;
+            pending.push((seed, client.request(input, &stream, 3 * PATIENCE).map_err(Error::from)?));
+        }
+        pause(chance, 20_000);
+        victim.kill()?;
+        for (seed, asked) in pending {
+            let reply = asked.wait(&stream)?;
+            ensure!(reply.to_vec()? == result_of(WORDS, seed), "the reply to {seed} is wrong");
+            replies += 1;
+        }
+        heir.kill()?;
+        drop(client);
+        Ok(stream.synchronize(PATIENCE)?)
+    })?;
+    context.figure("replies", replies);
+    Ok(())
+}
+
+fn clients(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let mut server = context.peer()?;
+    server.task(Task::Serve("sum".into()))?;
+    let idle_ms = 1000 * PATIENCE.as_millis() as u64;
+    server.tell(&Order::Task(Task::ServeOn { slow_us: 200, idle_ms }))?;
+    storm(context, |mut victim, chance, kill| {
+        let batch = Batch::of(1_000_000, WORDS, chance.any() >> 16);
+        victim.tell(&Order::Task(Task::Call { service: "sum".into(), batch }))?;
+        pause(chance, 50_000);
+        victim.kill()?;
+        let client = context.client("sum").build()?;
+        for seed in 1000 * kill..1000 * kill + 3 {
+            let input = fill_input(client.loan(&input_layout(WORDS)?)?, seed, Duration::ZERO, &stream)?;
+            let reply = client.call(input, &stream, 3 * PATIENCE)?;
+            ensure!(reply.to_vec()? == result_of(WORDS, seed), "the reply to {seed} is wrong");
+        }
+        drop(client);
+        Ok(stream.synchronize(PATIENCE)?)
+    })?;
+    server.kill()
+}
+
+/// The ticket that a victim that is about to be killed has answered with, if it came so far.
+fn last_ticket(victim: &mut Peer) -> Result<Option<Ticket>> {
+    let lines = victim.last_lines()?;
+    let mut texts = lines.iter().filter_map(|line| match serde_json::from_str(line) {
+        Ok(Answer::Text(text)) => Some(text),
+        _ => None,
+    });
+    texts.next_back().map(|text| Ok(text.parse()?)).transpose()
+}
+
+fn own_pool(name: &str) -> Order {
+    Order::Hold(HolderOrder::Pool { name: name.into(), limit: 8 * BYTES })
+}
+
+fn pools(context: &Context) -> Result<()> {
+    let (stream, mut tally) = (context.stream()?, context.tally()?);
+    let mut blocks = 0u64;
+    storm(context, |mut victim, chance, seed| {
+        victim.ask(&own_pool("pool"))?;
+        let client = PoolClient::open(&context.domain, "pool", &context.device)?;
+        let ticket = victim.text(&Order::Hold(HolderOrder::Lend { bytes: BYTES, seed }))?.parse::<Ticket>()?;
+        let lent = LentBuffer::open(&ticket, &context.device)?;
+        victim.tell(&Order::Hold(HolderOrder::Lend { bytes: BYTES, seed: seed + 1 }))?;
+        let wait = context.wait(chance);
+        let told = kill_under(&mut victim, chance, 5_000, || {
+            client.allocate_timeout(BYTES, wait)?.free(&stream)?;
+            blocks += 1;
+            Ok(())
+        })?;
+        ensure!(matches!(told, Error::OwnerGone { graceful: false, .. }), "who asks is told {told}");
+        ensure!(wrong_words(&lent, &stream, &mut tally, seed)? == 0, "a lent block is torn");
+        if let Some(ticket) = last_ticket(&mut victim)? {
+            let late = LentBuffer::open(&ticket, &context.device);
+            ensure!(late.is_err(), "a dead owner's ticket opens");
+        }
+        drop((lent, client));
+        Ok(stream.synchronize(PATIENCE)?)
+    })?;
+    context.figure("blocks", blocks);
+    Ok(())
+}
+
+fn publish(name: String, seed: u64) -> Order {
+    Order::Hold(HolderOrder::Publish { name, words: WORDS, seed, is_writable: false })
+}
+
+fn memory(context: &Context) -> Result<()> {
+    let (stream, mut tally) = (context.stream()?, context.tally()?);
+    storm(context, |mut victim, chance, seed| {
+        let ticket = victim.text(&publish(format!("weights{seed}"), seed))?.parse::<Ticket>()?;
+        victim.tell(&publish(format!("more{seed}"), seed + 1))?;
+        let opened = ticket.open(&context.device)?;
+        pause(chance, 5_000);
+        victim.kill()?;
+        ensure!(wrong_words(&opened, &stream, &mut tally, seed)? == 0, "memory of the dead is torn");
+        if let Some(ticket) = last_ticket(&mut victim)? {
+            ensure!(ticket.open(&context.device).is_err(), "a dead owner's ticket opens");
+        }
+        drop(opened);
+        Ok(stream.synchronize(PATIENCE)?)
+    })
+}
+
+fn create(name: &str, permits: u32) -> Order {
+    Order::Semaphore(SemaphoreOrder::Create { name: name.into(), permits })
+}
+
+fn semaphores(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let mut turns = 0u64;
+    storm(context, |mut victim, chance, _| {
+        victim.ask(&create("turns", chance.between(1, 3) as u32))?;
+        victim.tell(&Order::Semaphore(SemaphoreOrder::BeSlow { slow_us: chance.below(2_000) }))?;
+        let member = Semaphore::open_timeout(&context.domain, "turns", &context.device, PATIENCE)?;
+        let wait = context.wait(chance);
+        let told = kill_under(&mut victim, chance, 10_000, || {
+            member.acquire(&stream, wait)?.release(&stream)?;
+            turns += 1;
+            Ok(())
+        })?;
+        ensure!(matches!(told, Error::OwnerGone { graceful: false, .. }), "a member is told {told}");
+        stream.synchronize(PATIENCE).context("the member's stream goes on")?;
+        drop(member);
+        Ok(())
+    })?;
+    context.figure("turns", turns);
+    Ok(())
+}
+
+fn waiters(context: &Context) -> Result<()> {
+    let timeline = Timeline::create(&context.domain, "values", &context.device)?;
+    let stream = context.stream()?;
+    let mut witness = context.peer()?;
+    witness.signals(SignalOrder::OpenTimeline("values".into()))?;
+    let mut value = 0;
+    storm(context, |mut victim, chance, _| {
+        victim.tell(&Order::Signals(SignalOrder::OpenTimeline("values".into())))?;
+        for ahead in 1..=4 {
+            victim.tell(&Order::Signals(SignalOrder::Wait(value + ahead)))?;
+        }
+        victim.tell(&Order::Signals(SignalOrder::WaitHost(value + 4)))?;
+        if chance.once_in(2) {
+            victim.answer()?.context("it opens")?;
+        }
+        pause(chance, 10_000);
+        for ahead in 1..=4 {
+            timeline.signal(&stream, value + ahead)?;
+            if ahead == 2 {
+                victim.strike()?;
+            }
+        }
+        value += 4;
+        witness.signals(SignalOrder::Wait(value))?;
+        witness.signals(SignalOrder::Synchronize)?;
+        ensure!(witness.signals(SignalOrder::Check(value))? == Answer::Number(1), "{value} does not come");
+        victim.ended()?;
+        Ok(stream.synchronize(PATIENCE)?)
+    })?;
+    witness.dismiss()
+}
+
+fn members(context: &Context) -> Result<()> {
+    let watch = Members::watch(&context.domain)?;
+    let mut all = 0;
+    storm(context, |mut victim, chance, kill| {
+        for number in 0..3 {
+            victim.tell(&Order::Join { name: format!("soul-{kill}-{number}"), role: String::new() })?;
+        }
+        victim.answer()?.context("it joins")?;
+        pause(chance, 5_000);
+        victim.kill()?;
+        // How often each was told to have joined, and to have died. One that died before anybody
+        // looked is removed without a word.
+        let mut told: BTreeMap<String, (u32, u32)> = BTreeMap::new();
+        let mut is_over = || -> Result<bool> {
+            while let Some(change) = watch.changes(Duration::ZERO)? {
+                match change {
+                    Change::Joined(member) => told.entry(member.name).or_default().0 += 1,
+                    Change::Died(member) => told.entry(member.name).or_default().1 += 1,
+                    Change::Stalled(_) | Change::Recovered(_) => {}
+                    other => bail!("a killed member is told as {other:?}"),
+                }
+            }
+            Ok(told.values().all(|&counts| counts == (1, 1)) && watch.list()?.is_empty())
+        };
+        let mut failed = None;
+        let ended = eventually(PATIENCE, || is_over().unwrap_or_else(|error| failed.replace(error).is_none()));
+        failed.map_or(Ok(()), Err)?;
+        ensure!(ended, "joined and died are told {told:?}, and {:?} are left", watch.list());
+        all += told.len();
+        Ok(())
+    })?;
+    context.figure("told", all);
+    Ok(())
+}
+
+/// How a kind begins in a victim, and how a survivor opens it.
+type Beginning = (fn() -> Order, fn(&Context) -> warpipe::Result<()>);
+
+const BEGINNINGS: &[Beginning] = &[
+    (|| Order::Publish(PublisherPlan::of("new")), |context| context.subscriber("new").build().map(drop)),
+    (|| Order::Task(Task::Own("new".into())), |context| context.worker("new").build().map(drop)),
+    (|| own_pool("new"), |context| PoolClient::open(&context.domain, "new", &context.device).map(drop)),
+    (|| create("new", 1), |context| Semaphore::open(&context.domain, "new", &context.device).map(drop)),
+    (
+        || Order::Signals(SignalOrder::CreateTimeline("new".into())),
+        |context| Timeline::open(&context.domain, "new", &context.device).map(drop),
+    ),
+];
+
+fn beginners(context: &Context) -> Result<()> {
+    let (mut opened, mut refused) = (0u64, 0u64);
+    storm(context, |mut victim, chance, kill| {
+        let (begin, open) = BEGINNINGS[kill as usize % BEGINNINGS.len()];
+        victim.tell(&begin())?;
+        std::thread::scope(|scope| {
+            let killer = scope.spawn(|| {
+                pause(chance, 15_000);
+                victim.kill()
+            });
+            while !killer.is_finished() {
+                match open(context) {
+                    Ok(()) => opened += 1,
+                    Err(Error::NoPublisher { .. } | Error::NoOwner { .. } | Error::OwnerGone { .. }) => refused += 1,
+                    Err(Error::Handshake { .. } | Error::Timeout { .. } | Error::QueueGone { .. }) => refused += 1,
+                    Err(error) => bail!("who opens is told {error:?}"),
+                }
+            }
+            killer.join().map_err(|_| anyhow!("a panic"))?
+        })
+    })?;
+    context.figure("opened", opened);
+    context.figure("refused", refused);
+    Ok(())
+}
