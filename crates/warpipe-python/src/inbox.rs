@@ -38,27 +38,35 @@ pub struct Calls<T, R> {
 #[derive(Debug)]
 struct Source<T, R> {
     turn: Turn<T>,
-    /// Taken by waits that were interrupted: the next to be given out.
-    unused: Mutex<VecDeque<Py<R>>>,
+    /// Taken by waits that were interrupted: the next to be given out. `None` once it is closed.
+    unused: Mutex<Option<VecDeque<Py<R>>>>,
     take_back: fn(Python<'_>, VecDeque<Py<R>>),
 }
 
 impl<T, R> Source<T, R> {
-    fn unused(&self) -> MutexGuard<'_, VecDeque<Py<R>>> {
+    fn unused(&self) -> MutexGuard<'_, Option<VecDeque<Py<R>>>> {
         self.unused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn take_back_unused(&self, py: Python<'_>) {
-        let unused = std::mem::take(&mut *self.unused());
-        if !unused.is_empty() {
-            (self.take_back)(py, unused);
+    /// Makes it the next one to be given out; if nobody will ask any more, it is taken back.
+    fn put_back(&self, py: Python<'_>, made: Py<R>) {
+        let mut unused = self.unused();
+        match &mut *unused {
+            Some(unused) => unused.push_front(made),
+            None => {
+                drop(unused);
+                (self.take_back)(py, VecDeque::from([made]));
+            }
         }
     }
 }
 
 impl<T: Send, R: Send> Endpoint for Source<T, R> {
     fn end(&self, py: Python<'_>) {
-        self.take_back_unused(py);
+        let unused = self.unused().take();
+        if let Some(unused) = unused.filter(|unused| !unused.is_empty()) {
+            (self.take_back)(py, unused);
+        }
         py.detach(|| self.turn.close());
     }
 
@@ -77,7 +85,7 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
     /// An open one. `what` and `name` are for the error of who comes too late.
     pub fn new(what: &'static str, name: &str, timeout: Option<Duration>, inner: T, calls: Calls<T, R>) -> Inbox<T, R> {
         let take_back = calls.take_back;
-        let source = Arc::new(Source { turn: Turn::new(inner), unused: Mutex::default(), take_back });
+        let source = Arc::new(Source { turn: Turn::new(inner), unused: Mutex::new(Some(VecDeque::new())), take_back });
         ending::close_at_end(&source);
         Inbox { home: Home::here(), what, name: name.to_owned(), timeout, calls, source }
     }
@@ -129,7 +137,7 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
         inner: &mut T,
         look: impl FnOnce(&mut T) -> Outcome<Option<V>>,
     ) -> Outcome<Option<Found<V, R>>> {
-        let unused = self.source.unused().pop_front();
+        let unused = self.source.unused().as_mut().and_then(VecDeque::pop_front);
         unused.map_or_else(|| Ok(look(inner)?.map(Found::New)), |unused| Ok(Some(Found::Unused(unused))))
     }
 
@@ -139,7 +147,7 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
             Found::Unused(made) => made,
         };
         hand_over(py, made, |made| {
-            self.source.unused().push_front(made);
+            self.source.put_back(py, made);
             // Whoever sleeps on the descriptor; not that of an endpoint that another thread waits in, which looks within a
             // slice.
             let _ = py.detach(|| self.within(Duration::ZERO, |inner| (self.calls.ring)(inner)));

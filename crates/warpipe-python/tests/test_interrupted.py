@@ -38,8 +38,9 @@ def service(open_client, domain, device):
 
 
 @contextlib.contextmanager
-def a_handler_that_raises():
+def a_handler_that_raises(first):
     def handler(_number, _frame):
+        first()
         raise Interrupted
 
     before = signal.signal(signal.SIGUSR1, handler)
@@ -54,9 +55,9 @@ def is_asleep(thread):
         return stat.read().rpartition(")")[2].split()[0] == "S"
 
 
-def interrupted_by(wait, arrival):
-    """Runs ``wait`` on this thread; once it sleeps, a signal comes, and right behind it what it waits for. Whether the wait
-    was interrupted."""
+def interrupted_by(wait, arrival, handler=lambda: None):
+    """Runs ``wait`` on this thread; once it sleeps, a signal comes, whose ``handler`` runs and raises, and right behind it
+    what it waits for."""
     begun, main, faults = threading.Event(), threading.get_native_id(), []
 
     def come():
@@ -71,7 +72,7 @@ def interrupted_by(wait, arrival):
     comer = threading.Thread(target=come)
     comer.start()
     try:
-        with a_handler_that_raises():
+        with a_handler_that_raises(handler):
             try:
                 begun.set()
                 wait()
@@ -183,6 +184,31 @@ def test_a_job_that_comes_after_the_interrupt_goes_to_the_next_worker(open_queue
         with open_worker() as other, other.lease(LIMIT_SECONDS) as lease:
             lease.complete(b"done")
         assert handles[0].result(LIMIT_SECONDS).tobytes() == b"done"
+
+
+def test_what_a_wait_took_that_was_closed_by_its_interrupt_is_let_go(open_queue, open_worker, open_client, domain, device):
+    on, held = {"domain": domain, "device": device}, []
+    for _ in range(ROUNDS):
+        before = device.bytes_held
+        publisher, subscriber = warpipe.Publisher("a", **on), warpipe.Subscriber("a", **on)
+        interrupted_by(lambda: subscriber.receive(LIMIT_SECONDS), lambda: publisher.send(b"x"), subscriber.close)
+        publisher.close()
+        until(lambda: device.bytes_held <= before, "the memory of the frame")
+        held.append(subscriber)
+    queue, client = open_queue(max_attempts=1), open_client()
+    for _ in range(ROUNDS):
+        handles = []
+        worker = open_worker()
+        interrupted_by(lambda: worker.lease(LIMIT_SECONDS), lambda: handles.append(queue.submit(b"x")), worker.close)
+        with warpipe.Worker("jobs", **on) as other, other.lease(LIMIT_SECONDS) as lease:
+            lease.complete()
+        handles[0].result(LIMIT_SECONDS).release()
+        pending, server = [], warpipe.Server("embed", **on)
+        interrupted_by(lambda: server.accept(LIMIT_SECONDS), lambda: pending.append(client.request(b"x")), server.close)
+        with warpipe.Server("embed", **on) as other, other.accept(LIMIT_SECONDS) as request:
+            request.reply()
+        pending[0].result().release()
+        held.extend((worker, server))
 
 
 def test_an_interrupted_accept_leaves_the_request(service):

@@ -363,7 +363,9 @@ impl Desk {
         }
         self.bid_farewell(ledger, findings);
         for mut seat in ledger.seats.extract_if(.., |seat| seat.is_over()).collect::<Vec<_>>() {
-            ledger.note_end(seat.id, seat.leave(findings));
+            if let Some(reason) = seat.leave(findings) {
+                ledger.note_end(seat.id, reason);
+            }
             let _ = epoll::delete(&self.readable, seat.subscriber.descriptor());
         }
     }

@@ -111,7 +111,7 @@ pub(super) struct Giving {
     pub(super) is_new: bool,
     /// Positions that the same worker left untaken meanwhile.
     untaken: Vec<u64>,
-    /// Why that worker's end has come meanwhile.
+    /// Why that worker's end has come meanwhile, without an answer.
     end: Option<String>,
     /// Others found something to give out, too, and left it.
     is_awaited: bool,
@@ -142,7 +142,7 @@ impl Ledger {
                 Given::Nobody => seat.unlease(ticket),
             }
         } else if let (Given::At(position), Some(reason)) = (given, end) {
-            // The worker is gone, and has perhaps answered before.
+            // The worker is gone, and has not answered.
             findings.push(match untaken.contains(&position) {
                 true => Finding::Returned(ticket.job),
                 false => Finding::Failed(ticket.job, reason),
@@ -159,7 +159,7 @@ impl Ledger {
         }
     }
 
-    /// A worker has gone with a lease open whose place nobody else knows yet.
+    /// A worker has gone with a lease unanswered whose place nobody else knows yet.
     pub(super) fn note_end(&mut self, id: u64, reason: String) {
         if let Some(giving) = self.giving.as_mut().filter(|giving| giving.seat == Some(id)) {
             giving.end = Some(reason);

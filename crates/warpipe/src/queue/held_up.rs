@@ -165,6 +165,35 @@ fn a_worker_that_leaves_while_its_job_is_held_up_costs_the_job_no_attempt() {
     assert_eq!(job.wait(&scene.place.stream, PATIENCE).unwrap().attempt(), 1);
 }
 
+/// The worker is told, answers and leaves before the thread that submits has written down that it was told.
+#[test]
+fn an_answer_that_comes_before_its_submit_returns_counts_once_though_its_worker_leaves() {
+    for (is_given_back, attempt) in [(true, 1), (false, 2)] {
+        let scene = Scene::new(&format!("early-{attempt}"), |it| it.max_attempts(attempt));
+        let mut leaver = scene.worker();
+        let submitted = scene.submit_held_up();
+        let mut books = scene.queue.desk.lock();
+        scene.hook.hook().let_go();
+        let lease = leaver.lease_timeout(&scene.place.stream, PATIENCE).unwrap();
+        if is_given_back {
+            lease.give_back().unwrap()
+        } else {
+            lease.fail("once").unwrap()
+        }
+        drop(leaver);
+        let start = Instant::now();
+        while !books.seats.is_empty() {
+            scene.queue.desk.work(&mut books);
+            assert!(start.elapsed() < PATIENCE, "the worker does not leave");
+        }
+        drop(books);
+        let job = submitted.recv_timeout(PATIENCE).unwrap().unwrap();
+        let (_worker, done, _) = work(scene.worker(), &scene.place.stream);
+        assert_eq!(done, job.id());
+        assert_eq!(job.wait(&scene.place.stream, PATIENCE).unwrap().attempt(), attempt);
+    }
+}
+
 #[test]
 fn a_submit_that_the_driver_refuses_in_the_end_leaves_no_job_behind() {
     for has_worker in [false, true] {

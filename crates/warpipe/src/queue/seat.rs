@@ -232,14 +232,16 @@ impl Seat {
         (is_gone && self.unready.is_empty()) || (!self.has_left && since.elapsed() > GONE_AFTER)
     }
 
-    /// What it leaves undone, for the reason that is returned. What is under way just now is for who gives it.
-    pub(super) fn leave(&mut self, findings: &mut Vec<Finding>) -> String {
+    /// What it leaves undone. What is under way just now, and was not answered before, is for who gives it: for the reason
+    /// that is returned.
+    pub(super) fn leave(&mut self, findings: &mut Vec<Finding>) -> Option<String> {
         let why = self.end.as_ref().map_or_else(String::new, |(why, ..)| why.clone());
         let reason = format!("process {} left it undone: {why}", self.pid);
         self.unready.clear();
+        let is_under_way = self.leases.iter().any(|lease| lease.position.is_none());
         for lease in self.leases.drain(..).filter(|lease| !lease.is_late && lease.position.is_some()) {
             findings.push(Finding::Failed(lease.ticket.job, reason.clone()));
         }
-        reason
+        is_under_way.then_some(reason)
     }
 }
