@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyBaseException, PyException};
 use pyo3::prelude::*;
@@ -21,6 +21,9 @@ use crate::slot::{self, Slot};
 use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::wait::{late, once};
+
+/// How long it may take to give a job back that nobody was given here.
+const RETURN: Duration = Duration::from_secs(10);
 
 /// What the leases of one worker have in common.
 #[derive(Debug, Clone)]
@@ -99,14 +102,37 @@ impl Lease {
         frame.whole().add_subclass(lease)
     }
 
-    /// Gives back what was leased and never given to anybody.
+    /// Gives back what was leased and never given to anybody. No signal ends that: an attempt would have failed.
     pub fn return_all<L: pyo3::PyClass>(py: Python<'_>, unused: VecDeque<Py<L>>) {
         for lease in unused {
-            // What cannot be given back counts as failed when it is dropped: nobody is here to be told.
             if let Ok(lease) = lease.bind(py).as_any().cast::<Lease>() {
-                let _ = Lease::answer(lease, Word::GiveBack);
+                // What cannot be given back counts as failed when it is dropped: nobody is here to be told.
+                let _ = lease.get().return_unused(py);
+                let _ = lease.as_super().get().release(py, None);
             }
         }
+    }
+
+    fn return_unused(&self, py: Python<'_>) -> Outcome<()> {
+        py.detach(|| {
+            let mut owed = self.duty()?.take().map(Apart::into_inner);
+            let (start, patience) =
+                (Instant::now(), self.bench.patience.map_or(RETURN, |patience| patience.min(RETURN)));
+            while let Some(mut duty) = owed.take() {
+                duty.set_timeout(patience.saturating_sub(start.elapsed()));
+                match duty.give_back() {
+                    Err(AnswerError {
+                        error: Error::Timeout { .. } | Error::MemoryLimit { .. },
+                        duty: Some(back),
+                        ..
+                    }) if start.elapsed() < patience => {
+                        owed = Some(*back);
+                    }
+                    said => said.map_err(Error::from)?,
+                }
+            }
+            Ok(())
+        })
     }
 
     /// For who does not have the interpreter: it is locked while memory for an output is taken, which may last.
@@ -188,20 +214,21 @@ impl Lease {
         }
         let owed = Mutex::new(duty);
         let owed_now = || owed.lock().unwrap_or_else(PoisonError::into_inner);
-        let wait_for_room = |slice| drop(owed_now().as_ref().map(|duty| duty.wait_for_room(slice)));
+        let wait_for_room = |slice| {
+            let waited = owed_now().as_ref().map(|duty| duty.wait_for_room(slice));
+            !matches!(waited, Some(Err(Error::Timeout { .. })))
+        };
         let said = once(py, lease.bench.patience, wait_for_room, || {
             let mut duty = owed_now();
-            let Some(ours) = duty.take() else { return Err(lease.answered()) };
-            if let Err(Error::Timeout { .. }) = ours.wait_for_room(Duration::ZERO) {
-                *duty = Some(ours);
-                return Ok(None);
-            }
+            let Some(mut ours) = duty.take() else { return Err(lease.answered()) };
+            ours.set_timeout(Duration::ZERO);
             match word.say(ours) {
                 Ok(()) => Ok(Some(())),
                 Err(AnswerError { error, duty: back, output }) => {
                     *duty = back.map(|back| *back);
                     word.take_back(output);
-                    if matches!(error, Error::Timeout { .. }) && duty.is_some() { Ok(None) } else { Err(error.into()) }
+                    let is_passing = matches!(error, Error::Timeout { .. } | Error::MemoryLimit { .. });
+                    if is_passing && duty.is_some() { Ok(None) } else { Err(error.into()) }
                 }
             }
         });

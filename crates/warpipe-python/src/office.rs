@@ -245,8 +245,11 @@ impl Office {
             return Err(Fault::argument("the loan", "a publisher's", format!("one of this {}", self.kind)).into());
         };
         let (mut loan, mut full) = (Some(loan.into_inner()), None);
-        // An error of the wait is the next step's own, too.
-        let wait_for_room = |slice| drop(self.end().map(|end| end.wait_for_room(slice)));
+        // Another error of the wait is the next step's own, too.
+        let wait_for_room = |slice| {
+            let waited = self.end().map(|end| end.wait_for_room(slice));
+            !matches!(waited, Ok(Err(Error::QueueFull { .. } | Error::Timeout { .. })))
+        };
         let entered = once(py, patience, wait_for_room, || {
             let end = self.end()?;
             let Some(ours) = loan.take() else { return Err(Error::Forked.into()) };

@@ -12,21 +12,28 @@ use crate::loan::Loan;
 use crate::slot::Slot;
 use crate::wait::{SLICE, once};
 
-/// Hands the sample over behind `stream`'s work. A policy that blocks does so in slices, `block` at most (None: as long
-/// as it takes), and Ctrl-C ends it: then nothing was sent.
-pub fn dispatch(py: Python<'_>, slot: Slot, stream: &warpipe::Stream, block: Option<Duration>) -> PyResult<u64> {
+/// How long another thread's send is waited for where the policy waits for nothing, as the library's own send does.
+pub const HELD_UP: Duration = Duration::from_secs(10);
+
+/// Hands the sample over behind `stream`'s work. It waits in slices, `patience` at most (None: as long as it takes), for
+/// room where the policy blocks, and for another thread's send that the driver holds up. Ctrl-C ends the wait: then nothing
+/// was sent.
+pub fn dispatch(py: Python<'_>, slot: Slot, stream: &warpipe::Stream, patience: Option<Duration>) -> PyResult<u64> {
     let sample = match slot {
         Slot::Sample(sample) => sample.into_inner(),
         Slot::Work(_) => return Err(Fault::argument("the loan", "a queue's", "a publisher's").into()),
     };
     let (sample, mut full) = (Mutex::new(Some(sample)), None);
     let unsent = || sample.lock().unwrap_or_else(PoisonError::into_inner);
-    // An error of the wait is the send's own, too.
-    let wait_for_room = |slice| drop(unsent().as_ref().map(|sample| sample.wait_for_room(slice)));
-    let sent = once(py, block, wait_for_room, || {
+    // Another error of the wait is the send's own, too.
+    let wait_for_room = |slice| {
+        let waited = unsent().as_ref().map(|sample| sample.wait_for_room(slice));
+        !matches!(waited, Some(Err(Error::Timeout { .. })))
+    };
+    let sent = once(py, patience, wait_for_room, || {
         let mut sample = unsent();
         let Some(ours) = sample.take() else { return Err(full.take().unwrap_or(Error::Forked).into()) };
-        match ours.send(stream) {
+        match ours.send_timeout(stream, Duration::ZERO) {
             Ok(sequence) => Ok(Some(sequence)),
             Err(SendError { error: error @ Error::Timeout { .. }, sample: Some(back) }) => {
                 (*sample, full) = (Some(*back), Some(error));
@@ -48,9 +55,9 @@ pub fn dispatch(py: Python<'_>, slot: Slot, stream: &warpipe::Stream, block: Opt
     }
     sent?.ok_or_else(|| match full {
         Some(Error::Timeout { what, .. }) => {
-            Fault::from(Error::Timeout { what, waited: block.unwrap_or_default() }).into()
+            Fault::from(Error::Timeout { what, waited: patience.unwrap_or_default() }).into()
         }
-        _ => Fault::from(Error::Timeout { what: "room".into(), waited: block.unwrap_or(SLICE) }).into(),
+        _ => Fault::from(Error::Timeout { what: "room".into(), waited: patience.unwrap_or(SLICE) }).into(),
     })
 }
 

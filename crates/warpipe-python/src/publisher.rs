@@ -18,7 +18,7 @@ use crate::errors::{Fault, Outcome};
 use crate::in_place::{self, InPlace, ZeroCopy};
 use crate::loan::Loan;
 use crate::metadata;
-use crate::outgoing::{Outgoing, dispatch};
+use crate::outgoing::{HELD_UP, Outgoing, dispatch};
 use crate::process::Home;
 use crate::slot::{self, Slot};
 use crate::source::{Place, Source, Wanted};
@@ -30,7 +30,8 @@ use crate::wait::{SLICE, in_slices, late, none_if_late, optional, seconds};
 /// ``name``: 1 to 80 bytes of ``a-z A-Z 0-9 _ - .`` in parts joined by ``/``. ``device``: whose memory the tensors lie in
 /// (default: the first GPU, else the host). ``depth``: how many frames each subscriber may have been given and not
 /// released, 1 to 4096. ``policy``: what happens when a subscriber has that many: ``"block"`` (``send`` waits ``timeout``
-/// seconds, None: as long as it takes), ``"drop_oldest"``, ``"drop_newest"``, ``"fail"``. ``history``: how many of the last
+/// seconds, None: as long as it takes), ``"drop_oldest"``, ``"drop_newest"``, ``"fail"``. A ``send`` of another thread that
+/// the driver holds up is waited for as long, with the other policies at least 10 s. ``history``: how many of the last
 /// frames a late subscriber gets first. ``memory_limit``: bytes of device memory, taken as needed. ``loan_timeout``: seconds
 /// to wait for memory that is in use. ``evict_after``: seconds of silence after which a subscriber loses its link.
 /// ``allow_uids``, ``allow_gids``: who is admitted beside this user.
@@ -53,6 +54,8 @@ pub struct Publisher {
     opened: Opened,
     /// How long `send` waits for room.
     block: Option<Duration>,
+    /// How long it waits in all: with a policy that does not wait for room, for another thread's send.
+    patience: Option<Duration>,
     loan_timeout: Option<Duration>,
     copies: Arc<Copies>,
 }
@@ -153,7 +156,7 @@ impl Publisher {
         };
         // Also if it does not go out: then its slot is back at once.
         self.in_place.keep(source, sample.returned());
-        dispatch(py, Slot::Sample(sample), &behind, self.block)
+        dispatch(py, Slot::Sample(sample), &behind, self.patience)
     }
 }
 
@@ -195,6 +198,8 @@ impl Publisher {
         let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
         let (block, loan_timeout) = (optional(timeout, "timeout")?, optional(loan_timeout, "loan_timeout")?);
         let (policy, chosen) = self::policy(policy)?;
+        let blocks = matches!(chosen, Policy::Block { .. });
+        let patience = block.map(|block| if blocks { block } else { block.max(HELD_UP) });
         let builder = warpipe::Publisher::builder(name)
             .domain(&domain)
             .device(&device)
@@ -219,6 +224,7 @@ impl Publisher {
             stream,
             opened: Opened { policy, depth, history },
             block,
+            patience,
             loan_timeout,
             copies: Arc::default(),
             in_place: InPlace::default(),
@@ -313,7 +319,7 @@ impl Publisher {
         let mut slot = self.take(py, &source.layout)?;
         slot.set_metadata(metadata)?;
         let filled_on = self.copies.fill(py, &mut slot, source, &self.stream, self.block)?;
-        dispatch(py, slot, &filled_on, self.block)
+        dispatch(py, slot, &filled_on, self.patience)
     }
 
     /// Lends a slot for a tensor of this shape and element type, to be filled in place: see ``SampleMut``. ``dtype`` is a name
@@ -334,7 +340,7 @@ impl Publisher {
         metadata::encode(metadata, metadata::BYTES_MAX)?;
         let mut slot = self.take(py, &layout)?;
         slot.set_metadata(metadata)?;
-        Outgoing::new(py, Loan::new(slot, &self.device, &self.stream, &self.copies, self.block))
+        Outgoing::new(py, Loan::new(slot, &self.device, &self.stream, &self.copies, self.patience))
     }
 
     /// How many tensors that were sent with ``zero_copy`` are still kept, because somebody may be reading them. Asking lets go

@@ -94,25 +94,25 @@ pub fn hand_over<T>(py: Python<'_>, found: T, put_back: impl FnOnce(T)) -> PyRes
 }
 
 /// Repeats a step that cannot be undone until it is done or `timeout` has passed; then `None`. `wait_for_room` waits, no
-/// longer than it is told, until the step need not wait; `step` does not wait. Signals are seen before each step and never
-/// after the one that succeeds: an interrupted wait has done nothing.
+/// longer than it is told, until the step need not wait, and says whether that is so; `step` does not wait. Signals are
+/// seen before each step and never after the one that succeeds: an interrupted wait has done nothing.
 pub fn once<T: Send>(
     py: Python<'_>,
     timeout: Option<Duration>,
-    mut wait_for_room: impl FnMut(Duration) + Send,
+    mut wait_for_room: impl FnMut(Duration) -> bool + Send,
     mut step: impl FnMut() -> Outcome<Option<T>> + Send,
 ) -> PyResult<Option<T>> {
-    let start = Instant::now();
+    let (start, mut has_room) = (Instant::now(), true);
     loop {
         py.check_signals()?;
-        if let Some(done) = py.detach(&mut step)? {
+        if has_room && let Some(done) = py.detach(&mut step)? {
             return Ok(Some(done));
         }
         let left = timeout.map_or(SLICE, |timeout| timeout.saturating_sub(start.elapsed()));
         if left.is_zero() {
             return Ok(None);
         }
-        py.detach(|| wait_for_room(left.min(SLICE)));
+        has_room = py.detach(|| wait_for_room(left.min(SLICE)));
     }
 }
 

@@ -3,6 +3,7 @@
 Each row runs in a process of its own, so that one that stands still fails alone.
 """
 
+import signal
 import subprocess
 import sys
 
@@ -137,9 +138,7 @@ ROWS = {
         "_warpipe._slow_fill(loan, stream, 1, 0.0)"),
 }
 
-CALL = """
-gate.wait(1, stream)
-exec(after)
+FILL = """
 filler = _warpipe._Filler(stream)
 # Full, when the thread that fills it gets no further.
 before = same = 0
@@ -147,6 +146,12 @@ while filler.given < FULL or same < 50 or not is_held_up(filler.thread):
     same = same + 1 if filler.given == before else 0
     before = filler.given
     time.sleep(0.001)
+"""
+
+CALL = f"""
+gate.wait(1, stream)
+exec(after)
+{FILL}
 ticks, begun, ended, faults = [0], threading.Event(), threading.Event(), []
 
 
@@ -195,3 +200,123 @@ def test_a_call_that_a_full_launch_queue_holds_up_lets_other_threads_go_on(place
     assert done.returncode == 0, done.stdout + done.stderr
     # For people: a driver may take more than the one that this was written with.
     print(done.stdout)
+
+
+# What a full launch queue holds up, on another thread; a call of the same endpoint that waits for that; and whether the call
+# has done anything.
+BEHIND = {
+    "Publisher.send": (
+        "publisher, subscriber = warpipe.Publisher('a', timeout=patience, **both), warpipe.Subscriber('a', **both);"
+        "loan = publisher.loan(8, 'uint8')",
+        "loan.send(stream)", "publisher.send(b'interrupted')",
+        "assert publisher.send(b'next') == 2"),
+    "Publisher.send, which waits for no room": (
+        "publisher, subscriber = warpipe.Publisher('a', policy='drop_newest', timeout=patience, **both),"
+        " warpipe.Subscriber('a', **both); loan = publisher.loan(8, 'uint8')",
+        "loan.send(stream)", "publisher.send(b'interrupted')",
+        "assert publisher.send(b'next') == 2"),
+    "SampleMut.send": (
+        "publisher = warpipe.Publisher('a', timeout=patience, **both); loan, other = (publisher.loan(8, 'uint8') for _ in '12')",
+        "loan.send(stream)", "other.send()",
+        "assert publisher.send(b'next') == 2"),
+    "Queue.submit": (
+        "queue = warpipe.Queue('q', submit_timeout=patience, **both); loan = queue.loan(8, 'uint8')",
+        "queue.submit(loan, stream=stream)", "queue.submit(b'interrupted')",
+        "assert queue.submit(b'next').job == 2"),
+    "Lease.complete": (
+        "queue = warpipe.Queue('q', max_attempts=1, **both); worker = warpipe.Worker('q', answer_timeout=patience, **both);"
+        "jobs = [queue.submit(b'x') for _ in '12']; one, other = worker.lease(30), worker.lease(30)",
+        "one.complete(stream=stream)", "other.complete(b'interrupted')",
+        "other.complete(b'next'); jobs[0].result(30); assert jobs[1].result(30).tobytes() == b'next'"),
+    "Lease.fail": (
+        "queue = warpipe.Queue('q', max_attempts=1, **both); worker = warpipe.Worker('q', answer_timeout=patience, **both);"
+        "jobs = [queue.submit(b'x') for _ in '12']; one, other = worker.lease(30), worker.lease(30)",
+        "one.complete(stream=stream)", "other.fail('interrupted')",
+        "other.complete(b'next'); jobs[0].result(30); assert jobs[1].result(30).tobytes() == b'next'"),
+    "Request.reply": (
+        "client = warpipe.Client('q', max_attempts=1, timeout=60, **both); server = warpipe.Server('q', answer_timeout=patience, **both);"
+        "jobs = [client.request(b'x') for _ in '12']; one, other = server.accept(30), server.accept(30)",
+        "one.reply(stream=stream)", "other.reply(b'interrupted')",
+        "other.reply(b'next'); jobs[0].result(); assert jobs[1].result().tobytes() == b'next'"),
+}
+
+INTERRUPTED = """
+import os, signal
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(number, frame):
+    raise Interrupted
+
+
+def sleeps(thread):
+    with open(f"/proc/self/task/{thread}/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("voluntary"))
+
+
+gate.wait(1, stream)
+exec(fill)
+holder, held, main, faults = threading.Event(), threading.Event(), threading.get_native_id(), []
+
+
+def hold():
+    holder.number = threading.get_native_id()
+    holder.set()
+    try:
+        exec(holds)
+    except BaseException as fault:
+        faults.append(fault)
+    held.set()
+
+
+def come():
+    before = sleeps(main)
+    while sleeps(main) < before + SLICES:
+        time.sleep(0.001)
+    os.kill(os.getpid(), BY)
+    # Right behind it the way is free.
+    owner.signal(1)
+
+
+signal.signal(signal.SIGUSR1, interrupt)
+threading.Thread(target=hold, daemon=True).start()
+holder.wait()
+while not is_held_up(holder.number):
+    time.sleep(0.001)
+if held.is_set():
+    # A driver that takes more than this program gave it.
+    owner.signal(1)
+    print("at once")
+else:
+    threading.Thread(target=come, daemon=True).start()
+    try:
+        exec(call)
+    except (Interrupted, KeyboardInterrupt):
+        print("interrupted")
+    assert held.wait(60), "the other call does not return"
+    assert not faults, faults
+    exec(after)
+del filler
+"""
+
+
+@pytest.mark.parametrize("by", ["SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("patience", [60, None])
+@pytest.mark.parametrize("row", BEHIND)
+def test_a_call_that_waits_behind_one_that_is_held_up_is_interrupted_and_has_done_nothing(
+    place, device, row, patience, by  # noqa: F811
+):
+    if device.kind == "host":
+        pytest.skip("a stream of the host takes more than anybody gives it")
+    before, holds, call, after = BEHIND[row]
+    given = f"patience = {patience}\n{before}\nholds, call, after, fill = {holds!r}, {call!r}, {after!r}, {FILL!r}"
+    # More than a call has been asleep before it waits, and longer than any slice of a wait.
+    numbers = f"FULL, SLICES, BY = {FULL}, 12, {getattr(signal, by):d}"
+    program = f"{BEGIN}\n{given}\n{numbers}\n{INTERRUPTED}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *place], capture_output=True, text=True, timeout=2 * LIMIT_SECONDS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout in ("interrupted\n", "at once\n")

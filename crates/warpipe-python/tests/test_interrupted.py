@@ -38,16 +38,18 @@ def service(open_client, domain, device):
 
 
 @contextlib.contextmanager
-def a_handler_that_raises(first):
-    def handler(_number, _frame):
+def a_handler_that_raises(number, first):
+    def handler(signum, frame):
         first()
+        if signum == signal.SIGINT:
+            signal.default_int_handler(signum, frame)
         raise Interrupted
 
-    before = signal.signal(signal.SIGUSR1, handler)
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(number, before)
 
 
 def is_asleep(thread):
@@ -55,33 +57,40 @@ def is_asleep(thread):
         return stat.read().rpartition(")")[2].split()[0] == "S"
 
 
-def interrupted_by(wait, arrival, handler=lambda: None):
-    """Runs ``wait`` on this thread; once it sleeps, a signal comes, whose ``handler`` runs and raises, and right behind it
-    what it waits for."""
+def sleeps(thread):
+    """How often the thread has gone to sleep."""
+    with open(f"/proc/self/task/{thread}/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("voluntary"))
+
+
+def interrupted_by(wait, arrival, handler=lambda: None, by=signal.SIGUSR1, slices=0):
+    """Runs ``wait`` on this thread; once it sleeps, and has done so ``slices`` times, a signal comes, whose ``handler`` runs
+    and raises, and right behind it what it waits for."""
     begun, main, faults = threading.Event(), threading.get_native_id(), []
 
     def come():
-        begun.wait(LIMIT_SECONDS)
-        until(lambda: is_asleep(main), "the wait")
-        os.kill(os.getpid(), signal.SIGUSR1)
         try:
+            begun.wait(LIMIT_SECONDS)
+            before = sleeps(main)
+            until(lambda: is_asleep(main) and sleeps(main) >= before + slices, "the wait")
+            os.kill(os.getpid(), by)
             arrival()
-        except Exception as fault:
+        except BaseException as fault:
             faults.append(fault)
 
     comer = threading.Thread(target=come)
     comer.start()
     try:
-        with a_handler_that_raises(handler):
+        with a_handler_that_raises(by, handler):
             try:
                 begun.set()
                 wait()
                 # The signal is sent before anything can arrive.
                 until(lambda: False, "the signal")
-            except Interrupted:
+            except (Interrupted, KeyboardInterrupt):
                 pass
     finally:
-        comer.join(LIMIT_SECONDS)
+        comer.join(2 * LIMIT_SECONDS)
     assert not faults
 
 
@@ -235,29 +244,88 @@ def test_an_interrupted_wait_for_changes_leaves_the_change(domain):
             assert members.changes(LIMIT_SECONDS).what == "left"
 
 
-def test_an_interrupted_send_has_sent_nothing(open_publisher, open_subscriber):
-    publisher, subscriber = open_publisher(depth=1, timeout=LIMIT_SECONDS), open_subscriber()
-    for number in range(ROUNDS):
+def patience(seconds):
+    """Also as long as it takes."""
+    return pytest.mark.parametrize("patience", [seconds, None], ids=["a while", "as long as it takes"])
+
+
+by_any_handler = pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGUSR1], ids=["Ctrl-C", "another signal"])
+# Longer than any slice of a wait.
+long_or_not = pytest.mark.parametrize("slices", [0, 12], ids=["soon", "late"])
+
+
+@by_any_handler
+@long_or_not
+@patience(LIMIT_SECONDS)
+def test_an_interrupted_send_has_sent_nothing(open_publisher, open_subscriber, by, slices, patience):
+    publisher, subscriber = open_publisher(depth=1, timeout=patience), open_subscriber()
+
+    def in_place():
+        with publisher.loan(11, "uint8") as out:
+            out.copy_from(b"interrupted")
+
+    for number in range(ROUNDS // 4 if slices else ROUNDS):
         publisher.send(b"fills")
         held = subscriber.receive()
-        interrupted_by(lambda: publisher.send(b"interrupted"), held.release)
-        publisher.send(b"next")
-        assert subscriber.receive(LIMIT_SECONDS).tobytes() == b"next", number
+        send = in_place if number % 2 else lambda: publisher.send(b"interrupted")
+        interrupted_by(send, held.release, by=by, slices=slices)
+        assert publisher.send(b"next") == 2 * number + 2
+        assert subscriber.receive(LIMIT_SECONDS).tobytes() == b"next"
 
 
-def test_an_interrupted_submit_has_submitted_nothing(open_queue, open_worker):
-    queue, worker = open_queue(limit=1, submit_timeout=LIMIT_SECONDS), open_worker()
-    for _ in range(ROUNDS):
+@by_any_handler
+@long_or_not
+@patience(LIMIT_SECONDS)
+def test_an_interrupted_submit_has_submitted_nothing(open_queue, open_worker, by, slices, patience):
+    queue, worker = open_queue(limit=1, submit_timeout=patience), open_worker()
+    for _ in range(ROUNDS // 4 if slices else ROUNDS):
         done = queue.submit(b"fills")
         with worker.lease(LIMIT_SECONDS) as lease:
             lease.complete()
         until(done.done, "the result")
-        interrupted_by(lambda: queue.submit(b"interrupted"), lambda done=done: done.result(LIMIT_SECONDS).release())
+        taken = lambda done=done: done.result(LIMIT_SECONDS).release()  # noqa: E731
+        interrupted_by(lambda: queue.submit(b"interrupted"), taken, by=by, slices=slices)
         handle = queue.submit(b"next")
         with worker.lease(LIMIT_SECONDS) as lease:
             assert lease.tobytes() == b"next"
             lease.complete()
         handle.result(LIMIT_SECONDS).release()
+
+
+@by_any_handler
+@long_or_not
+def test_an_interrupted_request_has_asked_nobody(open_client, domain, device, by, slices):
+    client = open_client(limit=1)
+    with warpipe.Server("embed", domain=domain, device=device) as server:
+        for call in (client.request, client.call):
+            first = client.request(b"fills", timeout=2 * LIMIT_SECONDS)
+            interrupted_by(lambda call=call: call(b"interrupted"), first.cancel, by=by, slices=slices)
+            pending = client.request(b"next")
+            with server.accept(LIMIT_SECONDS) as request:
+                if request.tobytes() == b"fills":
+                    # It was called off only when the server had it.
+                    request.reply()
+                    request = server.accept(LIMIT_SECONDS)
+                assert request.tobytes() == b"next"
+                request.reply()
+            pending.result().release()
+
+
+@by_any_handler
+@long_or_not
+@pytest.mark.parametrize("answer_timeout", [LIMIT_SECONDS, None], ids=["a while", "as long as it takes"])
+def test_an_interrupted_answer_can_be_given_again(open_queue, open_worker, by, slices, answer_timeout):
+    queue, worker = open_queue(max_attempts=1), open_worker(memory_limit=2 << 20, answer_timeout=answer_timeout)
+    large = np.zeros(3 << 19, np.uint8)
+    for _ in range(ROUNDS // 4 if slices else ROUNDS):
+        handles = [queue.submit(b"x") for _ in range(2)]
+        worker.lease(LIMIT_SECONDS).complete(large)
+        held, lease = handles[0].result(LIMIT_SECONDS), worker.lease(LIMIT_SECONDS)
+        interrupted_by(lambda lease=lease: lease.complete(large), held.release, by=by, slices=slices)
+        assert not lease.is_answered and not handles[1].done()
+        lease.complete(b"again")
+        with handles[1].result(LIMIT_SECONDS) as result:
+            assert (result.tobytes(), result.attempt) == (b"again", 1)
 
 
 def test_a_cancelled_await_leaves_what_has_come(link, queue, worker):

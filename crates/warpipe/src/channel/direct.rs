@@ -64,11 +64,17 @@ impl SampleMut {
         self.core.wait_for_room(Recipients::All, timeout)
     }
 
-    /// [`send`](SampleMut::send) to one subscriber.
-    pub(crate) fn send_to(mut self, to: u64, metadata: &Metadata, stream: &Stream) -> Result<u64, SendError> {
+    /// [`send`](SampleMut::send) to one subscriber, with `limit` as in [`send_timeout`](SampleMut::send_timeout).
+    pub(crate) fn send_to(
+        mut self,
+        to: u64,
+        metadata: &Metadata,
+        stream: &Stream,
+        limit: Option<Duration>,
+    ) -> Result<u64, SendError> {
         let gathered = self.gather(stream);
         let slot = self.slot.take().expect("a loan has its slot until it is consumed");
-        let sent = gathered.and_then(|()| self.core.send_to(slot, &self.layout, metadata, stream, to));
+        let sent = gathered.and_then(|()| self.core.send_to(slot, &self.layout, metadata, stream, to, limit));
         sent.map_err(|unsent| self.unsent(slot, unsent, stream))
     }
 

@@ -66,8 +66,16 @@ impl Answers {
         })
     }
 
-    /// Sends an answer behind the work on `stream`.
-    fn send(&self, ticket: Ticket, verdict: Verdict, output: Option<Loan>, stream: &Stream) -> Result<(), Unsaid> {
+    /// Sends an answer behind the work on `stream`. `limit` replaces the worker's timeout, and that for another thread's
+    /// answer.
+    fn send(
+        &self,
+        ticket: Ticket,
+        verdict: Verdict,
+        output: Option<Loan>,
+        stream: &Stream,
+        limit: Option<Duration>,
+    ) -> Result<(), Unsaid> {
         self.home.check()?;
         let mut output = output;
         // Whatever becomes of the answer: what fills the output is on its way.
@@ -82,7 +90,7 @@ impl Answers {
             Some(output) => output,
             None => Loan::new(self.publisher.loan(&Layout::bytes_only(0)?)?),
         };
-        let sent = sample.send_to(owner, &answer.encode(&metadata)?, stream);
+        let sent = sample.send_to(owner, &answer.encode(&metadata)?, stream, limit);
         sent.map(drop).map_err(|failed| {
             let is_told = failed.sample.is_none();
             let error = match failed.error {
@@ -120,6 +128,7 @@ pub struct Duty {
     ticket: Ticket,
     stream: Stream,
     desk: Arc<Answers>,
+    limit: Option<Duration>,
     is_done: bool,
 }
 
@@ -165,6 +174,30 @@ impl Duty {
     /// [`Error::Timeout`]; [`Error::QueueGone`]; [`Error::Forked`].
     pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
         self.desk.wait_for_room(timeout)
+    }
+
+    /// Has the answer wait no longer than this: for the owner to release earlier results, in place of the worker's
+    /// [timeout](super::WorkerBuilder::timeout), and for another thread's answer that the driver holds up, in place of
+    /// 10 s. The failure that a dropped duty stands for is told as before.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use warpipe::{Device, Domain, Queue, Worker};
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-duty-{}", std::process::id()));
+    /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+    /// # let stream = device.stream()?;
+    /// let queue = Queue::builder("jobs").domain(&domain).device(&device).build()?;
+    /// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?;
+    /// let job = queue.submit_bytes(b"work", &stream)?;
+    /// let (_input, mut duty) = worker.lease(&stream)?.split();
+    /// duty.set_timeout(Duration::ZERO);
+    /// duty.complete(None, &stream)?; // or an `AnswerError` with the duty, at once
+    /// job.wait(&stream, Duration::from_secs(5))?;
+    /// # drop((worker, queue)); std::fs::remove_dir_all(folder).ok();
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.limit = Some(timeout);
     }
 
     /// As [`Lease::output`].
@@ -216,7 +249,7 @@ impl Duty {
         if let Some(error) = output.as_ref().and_then(|output| self.refuses(output)) {
             return Err(AnswerError { error, duty: Some(Box::new(self)), output: output.map(Box::new) });
         }
-        match self.desk.send(self.ticket, verdict, output, stream) {
+        match self.desk.send(self.ticket, verdict, output, stream, self.limit) {
             Ok(()) => {
                 self.is_done = true;
                 Ok(())
@@ -245,7 +278,7 @@ impl Duty {
     fn say_failed(&self) -> Result<(), Unsaid> {
         let send = |stream: &Stream| {
             let verdict = Verdict::Failed("its worker dropped it without an answer".into());
-            self.desk.send(self.ticket, verdict, None, stream)
+            self.desk.send(self.ticket, verdict, None, stream, None)
         };
         match send(&self.stream) {
             // There is no data to be behind anything, so any stream will do.
@@ -280,7 +313,7 @@ pub struct Lease {
 
 impl Lease {
     pub(super) fn new(input: Sample, ticket: Ticket, stream: &Stream, desk: &Arc<Answers>) -> Lease {
-        Lease { duty: Duty { ticket, stream: stream.clone(), desk: desk.clone(), is_done: false }, input }
+        Lease { duty: Duty { ticket, stream: stream.clone(), desk: desk.clone(), limit: None, is_done: false }, input }
     }
 
     /// The input and the answer by themselves, for who uses the input longer than until the answer: its slot is the

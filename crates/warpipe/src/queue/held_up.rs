@@ -195,6 +195,35 @@ fn an_answer_that_comes_before_its_submit_returns_counts_once_though_its_worker_
 }
 
 #[test]
+fn an_answer_waits_for_another_one_as_long_as_it_is_told_to_and_can_be_given_again() {
+    let scene = Scene::new("answer", |it| it.max_attempts(1));
+    let (mut worker, stream) = (scene.worker(), scene.place.stream.clone());
+    let jobs = [1, 2].map(|byte| scene.queue.submit_bytes(&[byte], &stream).unwrap());
+    let [(_first, first), (_second, mut second)] =
+        [0; 2].map(|_| worker.lease_timeout(&stream, PATIENCE).unwrap().split());
+    let stuck = scene.place.device.stream().unwrap();
+    scene.hook.hook().hold(&stuck);
+    let (told, answered) = mpsc::channel();
+    std::thread::spawn(move || told.send(first.complete(None, &stuck)));
+    scene.hook.hook().wait_until_held_up();
+    for timeout in [Duration::ZERO, SHORT] {
+        second.set_timeout(timeout);
+        let on = stream.clone();
+        let refused = in_time(move || second.complete(None, &on).unwrap_err());
+        assert!(matches!(refused.error, Error::Timeout { waited, .. } if waited == timeout), "{}", refused.error);
+        second = *refused.duty.unwrap();
+    }
+    assert!(answered.try_recv().is_err(), "nothing holds it up");
+    scene.hook.hook().let_go();
+    answered.recv_timeout(PATIENCE).unwrap().unwrap();
+    second.set_timeout(PATIENCE);
+    second.complete(None, &stream).unwrap();
+    for job in jobs {
+        assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
+    }
+}
+
+#[test]
 fn a_submit_that_the_driver_refuses_in_the_end_leaves_no_job_behind() {
     for has_worker in [false, true] {
         let scene = Scene::new(&format!("refused-{has_worker}"), |it| it);

@@ -89,7 +89,7 @@ impl<'a> Liar<'a> {
         let owner = self.answers.member_of(ProcessId::own()).expect("the queue has attached");
         let empty = self.answers.loan(&Layout::bytes_only(0).unwrap()).unwrap();
         // The queue may have had enough by now.
-        let _ = empty.send_to(owner, metadata, &self.place.stream);
+        let _ = empty.send_to(owner, metadata, &self.place.stream, None);
     }
 
     fn answer(&self, job: u64, number: u32, verdict: Verdict) {

@@ -154,10 +154,11 @@ impl Core {
         metadata: &Metadata,
         stream: &Stream,
         to: u64,
+        limit: Option<Duration>,
     ) -> Result<u64, Unsent> {
         self.admit(stream)?;
         let to = Recipients::One(to);
-        let mut turn = self.make_room(to).map_err(Unsent::Untold)?;
+        let mut turn = self.make_room_within(to, limit).map_err(Unsent::Untold)?;
         let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
         turn.arena.let_go(slot);
         Ok(sequence)

@@ -13,6 +13,10 @@ use super::*;
 /// How long a sender waits for another thread's send, which a full launch queue may hold up.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long it waits at least: a send takes microseconds where the driver holds nothing up, and its thread may not run just
+/// now.
+const MOMENT: Duration = Duration::from_millis(10);
+
 /// Looks for the turn before it is waited for asleep: a send takes a microsecond.
 const TURN_LOOKS: u32 = 2_000;
 
@@ -141,7 +145,7 @@ impl Core {
             return Ok(self.lock());
         }
         let limit = wait.limit.unwrap_or(TURN_TIMEOUT);
-        let left = limit.saturating_sub(wait.clock.elapsed());
+        let left = limit.max(MOMENT).saturating_sub(wait.clock.elapsed());
         if left.is_zero() {
             let what = format!("another thread's send of {:?}, which the driver holds up", self.name);
             return Err(Error::Timeout { what, waited: limit });
