@@ -98,10 +98,13 @@ impl Borrower {
         Some((pair, self.values))
     }
 
-    /// Undoes [`open`](Self::open): the peer does not hear of it.
-    pub(super) fn close(&mut self, pair: u32) {
+    /// Undoes [`open`](Self::open): the peer does not hear of it. False if the pair has been released meanwhile.
+    pub(super) fn close(&mut self, pair: u32) -> bool {
+        let before = self.open.len();
         self.open.retain(|open| open.pair != pair);
-        self.unused.push(pair);
+        let is_closed = self.open.len() < before;
+        self.unused.extend(is_closed.then_some(pair));
+        is_closed
     }
 
     pub(super) fn is_full(&self) -> bool {

@@ -169,10 +169,9 @@ impl Core {
         loop {
             self.reclaim(&mut state);
             if let Some(slot) = state.arena.take(bytes) {
-                let cleared_at = self.clear_for(&mut state, slot, uid)?;
+                // From here on it is this caller's, whoever has the lock.
                 state.blocks.insert(slot, block);
-                state.counts.allocations += 1;
-                state.note_use();
+                let cleared_at = self.clear_for(state, slot, uid)?;
                 return Ok(Taken::Block { slot, cleared_at });
             }
             let Some(growth) = state.arena.plan(bytes, 0) else {
@@ -202,22 +201,26 @@ impl Core {
     }
 
     /// Enqueues the clearing of a block in which somebody but `uid` has left something. It is not free, whoever has it,
-    /// before that is done.
-    fn clear_for(&self, state: &mut State, slot: SlotId, uid: u32) -> Result<Option<u64>> {
+    /// before that is done. Gives up the lock before the driver is called: a full launch queue may hold that up.
+    fn clear_for<'a>(&'a self, mut state: MutexGuard<'a, State>, slot: SlotId, uid: u32) -> Result<Option<u64>> {
         let (region, range) = state.range_of(slot);
-        let is_foreign = state.marks[region].are_foreign_to(uid, &range);
         let mut cleared_at = None;
-        if is_foreign {
-            let value = state.next_fence();
-            self.clear(state.address(slot), range.end - range.start, slot, value)
-                // The block is lost with the device: what of it is still to be cleared is not known.
-                .inspect_err(|_| {
-                    state.blocks.insert(slot, Block::owned());
-                })?;
+        if state.marks[region].are_foreign_to(uid, &range) {
+            let (value, address) = (state.next_fence(), state.address(slot));
             state.arena.fence(slot, value);
+            drop(state);
+            let cleared = self.clear(address, range.end - range.start, slot, value);
+            state = self.lock();
+            if let Err(error) = cleared {
+                // The block is lost with the device: what of it is still to be cleared is not known.
+                state.blocks.insert(slot, Block::owned());
+                return Err(error);
+            }
             cleared_at = Some(value);
         }
         state.marks[region].set(range, Mark::User(uid));
+        state.counts.allocations += 1;
+        state.note_use();
         Ok(cleared_at)
     }
 
@@ -232,7 +235,7 @@ impl Core {
         }
     }
 
-    /// Has the scrubber store `value` at `offset` of a peer's page, behind what it clears.
+    /// Has the scrubber store `value` at `offset` of a peer's page, behind what it clears. To be called without the lock.
     pub(super) fn tell_cleared(&self, page: &Page, offset: usize, value: u64) -> Result<()> {
         let Some(word) = page.device_ptr(offset) else { return Ok(()) };
         self.streams().note(&self.scrubber);

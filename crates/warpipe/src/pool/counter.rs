@@ -1,5 +1,7 @@
 //! The owner's side of its peers: who is here, what they get, and what comes back when they end.
 
+use std::sync::Arc;
+
 use super::block::{Block, Borrower, Lend};
 use super::core::{Core, State, Taken};
 use super::{Grant, Hello, Lending, PAGE_BYTES, Reception, Wish, cleared_at};
@@ -8,6 +10,15 @@ use crate::fork::PrivateFd;
 use crate::memory::arena::SlotId;
 use crate::memory::page::Page;
 use crate::rendezvous::{Answer, Caller, Desk, Ending, Keep, Refusal, decode};
+
+/// A block that a peer has, and has not been told of.
+struct Offer {
+    answer: Answer,
+    /// The peer's, with the pair of words that is the block's.
+    page: Arc<Page>,
+    pair: u32,
+    value: u64,
+}
 
 impl Keep for Core {
     fn admit(&self, desk: &Desk, caller: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
@@ -74,16 +85,15 @@ impl Core {
             return Answer::new(&Grant::Returned, vec![]);
         };
         self.reclaim(&mut state);
-        let answer = self.hand_over(&mut state, caller, slot, bytes, access, false)?;
-        // A refusal above, or no room for it, has changed nothing.
-        if let Some(answer) = answer {
-            state.borrow(slot);
-            if caller.uid != self.uid {
-                state.mark_several(slot);
-            }
-            return Ok(answer);
+        // A refusal, or no room for it, has changed nothing.
+        let Some(offer) = self.hand_over(&mut state, caller, slot, bytes, access, false)? else {
+            return Answer::new(&Grant::TooMany, vec![]);
+        };
+        state.borrow(slot);
+        if caller.uid != self.uid {
+            state.mark_several(slot);
         }
-        Answer::new(&Grant::TooMany, vec![])
+        Ok(offer.answer)
     }
 
     fn hand_new(&self, caller: &Caller, bytes: u64) -> Result<Answer, Refusal> {
@@ -100,20 +110,28 @@ impl Core {
             Taken::Full { used, limit } => return Answer::new(&Grant::Full { used, limit }, vec![]),
         };
         let mut state = self.lock();
-        let answer = self.hand_over(&mut state, caller, slot, bytes, Access::ReadWrite, is_being_cleared);
-        match answer {
-            Ok(Some(answer)) => return Ok(answer),
-            Ok(None) => state.borrower_lets_go(slot),
-            Err(refusal) => {
+        let Offer { answer, page, pair, value } =
+            match self.hand_over(&mut state, caller, slot, bytes, Access::ReadWrite, is_being_cleared) {
+                Ok(Some(offer)) => offer,
+                nothing => {
+                    state.borrower_lets_go(slot);
+                    return nothing.and_then(|_| Answer::new(&Grant::TooMany, vec![]));
+                }
+            };
+        drop(state);
+        if is_being_cleared && let Err(error) = self.tell_cleared(&page, cleared_at(pair), value) {
+            let mut state = self.lock();
+            // Should it have ended meanwhile, what it had comes back by that.
+            if state.borrowers.get_mut(&caller.id).is_some_and(|borrower| borrower.close(pair)) {
                 state.borrower_lets_go(slot);
-                return Err(refusal);
             }
+            return Err(error.into());
         }
-        Answer::new(&Grant::TooMany, vec![])
+        Ok(answer)
     }
 
-    /// Tells a peer of a block, by a pair of words of its own; none if it has all of them in use. On an error nothing has
-    /// changed.
+    /// Gives a peer a block, by a pair of words of its own; none if it has all of them in use, or is gone. Where there is
+    /// none, and on an error, nothing has changed.
     fn hand_over(
         &self,
         state: &mut State,
@@ -122,7 +140,7 @@ impl Core {
         bytes: u64,
         access: Access,
         is_being_cleared: bool,
-    ) -> Result<Option<Answer>, Refusal> {
+    ) -> Result<Option<Offer>, Refusal> {
         let State { arena, borrowers, .. } = state;
         let place = *arena.slot(slot);
         let chunk = &arena.chunks()[place.region as usize];
@@ -139,9 +157,10 @@ impl Core {
             value,
             is_being_cleared,
         };
-        let told = if is_being_cleared { self.tell_cleared(&borrower.page, cleared_at(pair), value) } else { Ok(()) };
-        let answer = told.map_err(Refusal::from).and_then(|()| Answer::new(&Grant::Block(lending), vec![fd]));
-        answer.map(Some).inspect_err(|_| borrower.close(pair))
+        let answer = Answer::new(&Grant::Block(lending), vec![fd]).inspect_err(|_| {
+            borrower.close(pair);
+        })?;
+        Ok(Some(Offer { answer, page: borrower.page.clone(), pair, value }))
     }
 
     /// Frees what a dead peer had once this process's streams are past it, whatever it left in its words.

@@ -1,12 +1,15 @@
 //! A pool and its peers in one process; what needs another one is in the conformance suite.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use super::block::Block;
-use super::core::Taken;
+use super::core::{Core, Taken};
 use super::*;
+use crate::backend::testing::{Hook, Wrapped};
 use crate::error::Expiry;
 use crate::link::peer::Process;
 use crate::link::watcher::{Next, Watched};
@@ -26,8 +29,12 @@ struct Stage {
 impl Stage {
     /// A pool of one region of 2 MiB.
     fn new(title: &str) -> Stage {
+        Stage::on(title, Device::host())
+    }
+
+    fn on(title: &str, device: Device) -> Stage {
         let folder = std::env::temp_dir().join(format!("warpipe-pool-{title}-{}", std::process::id()));
-        let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
+        let domain = Domain::at(&folder).unwrap();
         let pool = Pool::builder("pool").domain(&domain).device(&device).memory_limit(2 * MIB).build().unwrap();
         Stage { folder, domain, device, pool }
     }
@@ -243,6 +250,43 @@ fn a_block_that_passes_to_another_user_is_cleared_and_else_it_is_not() {
     }
     let again = stage.pool.allocate(8).unwrap();
     assert_eq!(again.to_vec(WAIT).unwrap(), [0; 8], "what the other user had is cleared for us, too");
+}
+
+/// Sees whether a pool's lock is free while the device is given work.
+#[derive(Debug, Default)]
+struct Unlocked {
+    core: OnceLock<Weak<Core>>,
+    calls: AtomicU32,
+    is_held: AtomicBool,
+}
+
+impl Hook for Unlocked {
+    fn before(&self, method: &'static str) -> crate::Result<()> {
+        if let Some(core) = self.core.get().and_then(Weak::upgrade).filter(|_| ["zero", "batch"].contains(&method)) {
+            self.calls.fetch_add(1, Relaxed);
+            // Another thread may have it for a moment, this one until the call returns.
+            self.is_held.fetch_or(!eventually(|| core.try_lock().is_some()), Relaxed);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn a_pools_lock_is_free_while_the_device_is_told_to_clear_a_block() {
+    let wrapped = Wrapped::new(Device::host().backend().clone(), Unlocked::default());
+    let stage = Stage::on("unlocked", Device::from_backend(wrapped.clone()));
+    let core = stage.pool.core();
+    let Taken::Block { slot, .. } = core.take(2 * MIB, core.uid + 1, Block::owned()).unwrap() else {
+        panic!("it is free");
+    };
+    core.let_go(slot);
+    let client = PoolClient::open(&stage.domain, "pool", &Device::host()).unwrap();
+    wrapped.hook().core.set(core.me.clone()).unwrap();
+    let lent = client.allocate(2 * MIB).unwrap();
+    assert_eq!(lent.to_vec(WAIT).unwrap()[..8], [0; 8]);
+    let hook = wrapped.hook();
+    // The zeros, their end for the owner, and for the peer.
+    assert_eq!((hook.calls.load(Relaxed), hook.is_held.load(Relaxed)), (3, false));
 }
 
 #[test]
