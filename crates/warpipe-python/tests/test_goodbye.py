@@ -130,6 +130,97 @@ def test_a_spawned_child_that_ends_well_says_goodbye(place, domain, device, tmp_
     says_goodbye([sys.executable, str(script), *place], domain, device)
 
 
+PARENT = """
+publisher, others = warpipe.Publisher("parent", **both), warpipe.Queue("parents", **both)
+subscriber, worker = warpipe.Subscriber("parent", **both), warpipe.Worker("parents", **both)
+handle = others.submit(b"work")
+lease = worker.lease(30)
+
+
+def child():
+    global held
+    held = endpoints()
+    ready()
+    # The parent's own is buffered.
+    open(0, closefd=False).readline()
+"""
+
+LIVES_ON = """
+print("ended", flush=True)
+open(0, closefd=False).readline()
+publisher.send(b"whole")
+assert subscriber.receive(30).tobytes() == b"whole"
+lease.complete(b"done")
+assert handle.result(30).tobytes() == b"done"
+print("whole", flush=True)
+open(0, closefd=False).readline()
+"""
+
+# Each forks a child, which ends well while its parent lives on.
+FORKS = {
+    "os.fork and sys.exit": """
+if (pid := os.fork()) == 0:
+    child()
+    sys.exit()
+assert os.waitpid(pid, 0)[1] == 0
+""",
+    "os.fork and the end of the program": """
+if (pid := os.fork()) == 0:
+    child()
+else:
+    assert os.waitpid(pid, 0)[1] == 0
+    exec(LIVES_ON)
+""",
+    "multiprocessing": """
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join()
+assert process.exitcode == 0
+""",
+}
+
+
+@pytest.mark.parametrize("how", FORKS)
+def test_a_forked_child_that_ends_well_says_goodbye_and_its_parent_lives_on(place, domain, device, how):  # noqa: F811
+    if device.kind == "cuda":
+        pytest.skip("CUDA does not outlive a fork")
+    on, last = {"domain": domain, "device": device}, "" if "LIVES_ON" in FORKS[how] else "exec(LIVES_ON)\n"
+    program = f"{BEGIN}{PARENT}\nLIVES_ON = {LIVES_ON!r}\n{FORKS[how]}{last}"
+    with (
+        warpipe.Members.watch(domain) as members,
+        subprocess.Popen([sys.executable, "-c", program, *place], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        as process,
+    ):
+        said = lambda line: (process.stdin.write(line), process.stdin.flush(), process.stdout.readline())[2]  # noqa: E731
+        try:
+            assert process.stdout.readline() == "ready\n"
+            parents, worker = warpipe.Subscriber("parent", **on), warpipe.Worker("q", **on)
+            subscriber = warpipe.Subscriber("a", **on)
+            assert members.changes(LIMIT_SECONDS).what == "joined"
+            assert said("end\n") == "ended\n"
+            with pytest.raises(warpipe.PublisherGoneError) as gone:
+                subscriber.receive(LIMIT_SECONDS)
+            assert gone.value.graceful
+            with pytest.raises(warpipe.QueueGoneError) as gone:
+                worker.lease(LIMIT_SECONDS)
+            assert gone.value.graceful
+            assert members.changes(LIMIT_SECONDS).what == "left"
+            assert parents.publisher_state == "alive" and process.poll() is None
+            # The names are free again.
+            warpipe.Publisher("a", **on).close()
+            assert said("go on\n") == "whole\n"
+            assert parents.receive(LIMIT_SECONDS).tobytes() == b"whole"
+            process.communicate("end\n", timeout=LIMIT_SECONDS)
+        finally:
+            process.kill()
+        assert process.returncode == 0
+        with pytest.raises(warpipe.PublisherGoneError) as gone:
+            parents.receive(LIMIT_SECONDS)
+        assert gone.value.graceful
+        for one in (parents, subscriber, worker):
+            one.close()
+
+
 class Node:
     """Holds the watch that calls it back, and a name."""
 

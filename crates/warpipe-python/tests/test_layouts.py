@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
+from conftest import LIMIT_SECONDS
 
 import warpipe
 from warpipe import _warpipe
@@ -82,6 +85,39 @@ def test_what_a_subscriber_gets_has_no_negative_strides(link):
     publisher.send(IMAGE[..., ::-1])
     frame = subscriber.receive()
     assert all(stride >= 0 for stride in frame.strides)
+
+
+# Of another thread, within one copy: one that held the interpreter would let go of it a few times, for a step each.
+STEPS = 200
+
+
+def test_other_threads_run_while_a_tensor_with_gaps_is_gathered(link):
+    publisher, _ = link
+    large = np.zeros((4096, 2, 4096), np.uint8)
+    crop = large[:, 1, 1:]
+    loan, end, steps = publisher.loan(crop.shape, "uint8"), threading.Event(), [0]
+
+    def run():
+        while not end.is_set():
+            steps[0] += 1
+            # Lets go of the interpreter, which nobody is made to do below.
+            time.sleep(0)
+
+    other, interval, most = threading.Thread(target=run), sys.getswitchinterval(), 0
+    sys.setswitchinterval(10 * LIMIT_SECONDS)
+    try:
+        other.start()
+        start = time.monotonic()
+        while most < STEPS:
+            assert time.monotonic() < start + LIMIT_SECONDS, f"at most {most} steps of another thread"
+            before = steps[0]
+            loan.copy_from(crop)
+            most = max(most, steps[0] - before)
+    finally:
+        end.set()
+        sys.setswitchinterval(interval)
+        other.join(LIMIT_SECONDS)
+        loan.discard()
 
 
 REVERSED = """
