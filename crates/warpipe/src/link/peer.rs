@@ -13,7 +13,7 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, OFlags};
@@ -21,6 +21,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
 use super::closer::PeerFd;
+use super::pulse::Uptime;
 use super::watcher::{Next, Watch, Watched, Watcher};
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::lifeline::Lifeline;
@@ -29,7 +30,7 @@ use crate::fork::{self, Home, PrivateFd};
 use crate::os;
 
 /// How long a suspect process whose lifeline is open keeps the streams that wait for it waiting, where nobody says
-/// otherwise.
+/// otherwise: in time in which this process ran, since it sees nothing of the other while both stand still.
 pub(crate) const ORPHAN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What tells one process from every other.
@@ -211,8 +212,8 @@ pub(crate) struct Process {
 
 #[derive(Default)]
 struct State {
-    /// Since when it is suspect and its lifeline is open.
-    orphaned: Option<Instant>,
+    /// For how long it has been suspect, and its lifeline open, while this process ran.
+    orphaned: Option<Uptime>,
     /// Who is to be told of what, by its number at the watcher.
     listeners: Vec<(Sign, u64)>,
 }
@@ -339,7 +340,7 @@ impl Process {
         let level = self.level.load(SeqCst);
         match sign {
             Sign::Suspect => level >= SUSPECT,
-            Sign::Over(after) => level >= PROVEN || state.orphaned.is_some_and(|since| since.elapsed() >= after),
+            Sign::Over(after) => level >= PROVEN || state.orphaned.as_ref().is_some_and(|clock| clock.ran() >= after),
             Sign::Proven => level >= PROVEN,
         }
     }
@@ -373,7 +374,8 @@ impl Process {
                 self.watcher.tick(self.me.clone());
             }
             if level == SUSPECT {
-                self.lock().orphaned.get_or_insert_with(Instant::now);
+                // Looked at with each tick, whether anybody waits for it or not.
+                self.lock().orphaned.get_or_insert_default().ran();
             }
         }
         if self.level.load(SeqCst) >= SUSPECT {
@@ -437,4 +439,21 @@ fn check_pidfd(fd: &PeerFd) -> Result<(), String> {
     let path = format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd());
     let info = fork::excluded(|| std::fs::read_to_string(&path)).map_err(|error| format!("{path}: {error}"))?;
     if info.lines().any(|line| line.starts_with("Pid:")) { Ok(()) } else { Err("no pidfd".into()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_not_over_because_this_one_stood_still() {
+        const LONG: Duration = Duration::from_secs(3600);
+        let (end, _held_by_a_child) = rustix::pipe::pipe().unwrap();
+        let (alarm, _) = rustix::pipe::pipe().unwrap();
+        let pidfd = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).unwrap();
+        let process = Process::of_parts([pidfd, end, alarm]);
+        assert!(process.shows(Sign::Suspect) && process.shows(Sign::Over(Duration::ZERO)));
+        process.lock().orphaned.as_ref().expect("it is suspect").freeze(2 * LONG);
+        assert!(!process.shows(Sign::Over(LONG)));
+    }
 }

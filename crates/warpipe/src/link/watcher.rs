@@ -107,6 +107,8 @@ struct Retired {
     /// What the last look found, and since when that is so.
     usage: Usage,
     since: Instant,
+    /// It is looked at with every tick only.
+    is_unhurried: bool,
     /// It is counted as such.
     is_overdue: bool,
 }
@@ -343,10 +345,20 @@ impl Watcher {
     /// Has the prover call `look` until it finds that everything is over, then drops it with all that it owns: memory
     /// that a stream may still touch is let go only when this process has its own proof that it will not (see
     /// [`proof`](super::proof)). However long that takes.
-    pub(crate) fn retire<U: Into<Usage>>(&self, mut look: impl FnMut() -> U + Send + 'static) {
-        let look = Box::new(move || look().into());
+    pub(crate) fn retire<U: Into<Usage>>(&self, look: impl FnMut() -> U + Send + 'static) {
+        self.retire_as(false, look);
+    }
+
+    /// The same for what is looked at with every [`TICK`] only: nobody waits for it.
+    pub(crate) fn retire_with_ticks<U: Into<Usage>>(&self, look: impl FnMut() -> U + Send + 'static) {
+        self.retire_as(true, look);
+    }
+
+    fn retire_as<U: Into<Usage>>(&self, is_unhurried: bool, mut look: impl FnMut() -> U + Send + 'static) {
+        let (look, since) = (Box::new(move || look().into()), Instant::now());
         self.counts.waiting.fetch_add(1, Ordering::Relaxed);
-        self.lock().retired.push(Retired { look, usage: Usage::Held, since: Instant::now(), is_overdue: false });
+        let retired = Retired { look, usage: Usage::Held, since, is_unhurried, is_overdue: false };
+        self.lock().retired.push(retired);
         self.bell.ring();
     }
 
@@ -449,6 +461,7 @@ impl Watcher {
             let usage = one.look(now);
             let is_slow = one.is_slow(now, self.overdue_after);
             self.counts.set_overdue(&mut one.is_overdue, is_slow && usage == Usage::Busy);
+            let is_slow = is_slow || one.is_unhurried;
             if usage == Usage::Over {
                 self.counts.waiting.fetch_sub(1, Ordering::Relaxed);
                 self.bury(Box::new(waiting.swap_remove(index)));

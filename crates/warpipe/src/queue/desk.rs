@@ -18,7 +18,7 @@ use super::recruit::Recruits;
 use super::seat::{Finding, Seat};
 use crate::channel::{Departures, Observer, Publisher};
 use crate::clock::Stopwatch;
-use crate::domain::Domain;
+use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::message::timespec;
@@ -48,10 +48,6 @@ impl Default for Pace {
     }
 }
 
-/// How long it is tried to remove a name that its dead owner's forked child may still hold. A name that stays held for
-/// longer is left to `Domain::clean`.
-const FORGET_FOR: Duration = Duration::from_secs(60);
-
 /// A sleep in slices, so that nothing that goes wrong elsewhere makes a hang of it.
 const SLICE: Duration = Duration::from_millis(50);
 
@@ -76,6 +72,27 @@ pub(super) struct Desk {
     /// For the queue's own thread, when nobody leads any more.
     resume: Condvar,
     readable: PrivateFd,
+}
+
+/// The name of a worker's answers, which is removed once nobody holds it: its dying owner does for a moment, a child that
+/// one forked until it ends; a worker that lives removes it itself. As many wait as there are locks that others hold.
+struct Left {
+    domain: Domain,
+    name: EndpointName,
+    since: Instant,
+    /// The age at which it is looked at again: seldom, after a while.
+    next: Duration,
+}
+
+impl Left {
+    fn look(&mut self, now: Instant) -> Usage {
+        let age = now.saturating_duration_since(self.since);
+        if age < self.next {
+            return Usage::Held;
+        }
+        self.next = age + age / 8;
+        if self.domain.forget(&self.name) { Usage::Over } else { Usage::Held }
+    }
 }
 
 impl Desk {
@@ -385,17 +402,9 @@ impl Desk {
         for generation in departures.generations {
             let name = answers_of(self.publisher.name(), generation);
             if let (Ok(name), Ok(watcher)) = (name, Watcher::of_process()) {
-                // Not here: it may take a moment, and others wait. Each that waits is a lock that a process holds.
-                let (domain, since, mut next) = (self.domain.clone(), Instant::now(), Duration::ZERO);
-                watcher.retire(move || {
-                    let age = since.elapsed();
-                    if age < next {
-                        return Usage::Held;
-                    }
-                    // Seldom, after a while: a dying process gives its lock up soon, a child of its when it ends.
-                    next = age + age / 8;
-                    if age > FORGET_FOR || domain.forget(&name) { Usage::Over } else { Usage::Held }
-                });
+                let mut left = Left { domain: self.domain.clone(), name, since: Instant::now(), next: Duration::ZERO };
+                // Not here: it may take a moment, and others wait.
+                watcher.retire_with_ticks(move || left.look(Instant::now()));
             }
         }
     }
@@ -457,5 +466,31 @@ impl Desk {
         // Those who died just now, before anybody has seen it, are among those who are still here.
         self.clear_away(self.publisher.take_departures(true));
         self.observer.bell.ring();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn what_a_dead_worker_left_is_removed_when_nobody_holds_it_however_late_that_is() {
+        let folder = std::env::temp_dir().join(format!("warpipe-queue-left-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+        std::fs::write(folder.join("a.lock"), "warpipe 999999999 \n").unwrap();
+        let held = std::fs::File::options().write(true).open(folder.join("a.lock")).unwrap();
+        crate::os::ofd_write_lock(held.as_fd(), 0).unwrap();
+        let since = Instant::now();
+        let mut left = Left { domain, name, since, next: Duration::ZERO };
+        let after = |days: u32| since + days * Duration::from_secs(24 * 3600);
+        for days in 0..4 {
+            assert_eq!(left.look(after(days)), Usage::Held);
+        }
+        drop(held);
+        assert_eq!(left.look(after(5)), Usage::Over);
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+        std::fs::remove_dir(folder).unwrap();
     }
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::io::Errno;
 
@@ -16,12 +16,13 @@ use crate::link::closer::{PeerFd, PeerSocket};
 use crate::link::limits::{Seat, Seats, makes_way};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::{ORPHAN_TIMEOUT, Peer, Process, Sign};
+use crate::link::pulse::Uptime;
 use crate::link::watcher::{Next, Watch, Watched, Watcher, new_generation};
 
 /// Connections that have not said what they come for.
 const MUTES_MAX: usize = 64;
 
-/// How long they may take.
+/// How long they may take, in time in which this process ran.
 const MUTE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Connections accepted, and messages of one visitor answered, before others have their turn.
@@ -103,7 +104,7 @@ struct Guest {
 enum Phase {
     /// It has not said what it comes for.
     Mute {
-        since: Instant,
+        clock: Uptime,
     },
     Present(Caller),
     /// It has said goodbye.
@@ -232,7 +233,7 @@ impl Desk {
             mute.into_iter().for_each(|mute| refuse(mute.socket.as_fd(), false, "too many connect and say nothing"));
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let phase = Phase::Mute { since: Instant::now() };
+        let phase = Phase::Mute { clock: Uptime::default() };
         let (socket, peer) = (Arc::new(socket), Arc::new(peer));
         guests.insert(id, Guest { watches: Vec::new(), socket, peer, phase, seat: None });
         drop(guests);
@@ -469,7 +470,7 @@ impl Watched for Desk {
         if self.is_deaf.swap(false, Ordering::Relaxed) && self.listen().is_err() {
             self.is_deaf.store(true, Ordering::Relaxed);
         }
-        let is_late = |guest: &Guest| matches!(guest.phase, Phase::Mute { since } if since.elapsed() > MUTE_TIMEOUT);
+        let is_late = |guest: &Guest| matches!(&guest.phase, Phase::Mute { clock } if clock.ran() > MUTE_TIMEOUT);
         self.lock().retain(|_, guest| !is_late(guest));
         self.seats.settle();
         self.claim.listener.look();
@@ -545,6 +546,29 @@ mod tests {
         fn gone(&self, _: &Desk, _: &Caller, ending: Ending) {
             let _ = self.0.lock().unwrap().send(ending);
         }
+    }
+
+    #[test]
+    fn one_who_has_not_spoken_is_not_given_up_because_this_process_stood_still() {
+        let folder = std::env::temp_dir().join(format!("warpipe-desk-frozen-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("kept").unwrap());
+        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
+        let keeper = Keeper::open(&at, Admission::default(), Arc::new(Slow(Mutex::new(channel().0)))).unwrap();
+        let newcomer = domain.connect(&name, Duration::ZERO).unwrap();
+        let desk = keeper.desk();
+        let mut backoff = crate::stream::Backoff::default();
+        while desk.lock().is_empty() {
+            backoff.pause();
+        }
+        for guest in desk.lock().values() {
+            let Phase::Mute { clock } = &guest.phase else { panic!("it has said nothing") };
+            clock.freeze(100 * MUTE_TIMEOUT);
+        }
+        // The other end stood still, too, and says what it comes for when both go on.
+        desk.on_tick(0);
+        assert_eq!(desk.lock().len(), 1);
+        drop((newcomer, keeper));
+        let _ = std::fs::remove_dir_all(folder);
     }
 
     #[test]
