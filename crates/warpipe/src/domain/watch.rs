@@ -19,6 +19,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType};
 
 use crate::error::{Error, Result};
+use crate::fork::own::Own;
 use crate::fork::{self, Home, PrivateFd};
 use crate::link::closer::release_behind;
 use crate::link::wake::Bell;
@@ -114,24 +115,15 @@ struct DirectoryWatch {
 /// A directory, by its device and inode.
 pub(super) type Identity = (u64, u64);
 
-/// Those of this process, in this generation of forks.
-static WATCHES: Mutex<(u64, Option<Watches>)> = Mutex::new((0, None));
+/// Those of this process.
+static WATCHES: Own<Mutex<Watches>> = Own::new();
 
 type Watches = HashMap<Identity, Weak<DirectoryWatch>>;
 
-/// Locked within a section alone: no child inherits it locked.
 fn with_watches<R>(work: impl FnOnce(&mut Watches) -> R) -> R {
-    fork::excluded(|| {
-        let mut all = WATCHES.lock().unwrap_or_else(PoisonError::into_inner);
-        let (generation, watches) = &mut *all;
-        if std::mem::replace(generation, fork::generation()) != fork::generation() {
-            // The parent's, which nothing here drops.
-            std::mem::forget(watches.take());
-        }
-        let watches = watches.get_or_insert_default();
-        watches.retain(|_, watch| watch.strong_count() > 0);
-        work(watches)
-    })
+    let mut watches = WATCHES.lock();
+    watches.retain(|_, watch| watch.strong_count() > 0);
+    work(&mut watches)
 }
 
 impl DirectoryWatch {
@@ -225,6 +217,21 @@ mod tests {
             assert!(start.elapsed() < Duration::from_secs(20), "nobody keeps it");
             std::thread::yield_now();
         }
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_child_forked_while_another_thread_looks_up_a_directory_waits_for_it_on_its_own() {
+        let folder = std::env::temp_dir().join(format!("warpipe-domain-fork-{}", std::process::id()));
+        let domain = Domain::at(&folder).unwrap();
+        let _ours = domain.arrivals().unwrap();
+        let waits = || {
+            let theirs = domain.arrivals().unwrap();
+            std::fs::write(folder.join(".new"), "one").unwrap();
+            std::fs::rename(folder.join(".new"), folder.join("one")).unwrap();
+            wait_readable(theirs.as_fd(), Duration::from_secs(20))
+        };
+        crate::hostile::while_locked(&WATCHES, || crate::hostile::in_a_forked_child(waits));
         std::fs::remove_dir_all(folder).unwrap();
     }
 }
