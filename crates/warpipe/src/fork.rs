@@ -13,20 +13,20 @@
 //! ([`driver_files`]), then the [`lifeline`], which tells peers that nobody holds those files any more.
 
 pub(crate) mod driver_files;
+mod gate;
 pub(crate) mod lifeline;
 pub(crate) mod own;
 mod table;
 
-use std::cell::Cell;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::io::Errno;
 
+pub(crate) use self::gate::{Section, excluded};
 use self::table::{CLOSING, File, OPEN};
 use crate::error::{Error, Result};
-use crate::os::above_standard;
 
 /// What a system call says.
 type Made<T> = std::result::Result<T, Errno>;
@@ -133,87 +133,6 @@ pub(crate) fn identity(fd: BorrowedFd<'_>) -> Option<File> {
     table::identity(fd.as_raw_fd())
 }
 
-/// While one exists, no thread forks. For one system call that makes descriptors, and their registration.
-pub(crate) struct Section(());
-
-thread_local! {
-    /// Sections of this thread: a signal handler that forks inside one must not wait for itself. It needs no lock, and the
-    /// child has this thread's.
-    static DEPTH: Cell<u64> = const { Cell::new(0) };
-}
-
-/// Threads in a section in the lower half, threads that fork in the upper one.
-static GATE: AtomicU64 = AtomicU64::new(0);
-
-const ONE_FORK: u64 = 1 << 32;
-const SECTIONS: u64 = ONE_FORK - 1;
-
-impl Section {
-    pub(crate) fn enter() -> Section {
-        install();
-        let depth = DEPTH.get();
-        let mut pause = Pause::default();
-        loop {
-            let seen = GATE.load(Ordering::Relaxed);
-            // A thread that is inside already is waited for by whoever forks: it goes on.
-            if seen >= ONE_FORK && depth == 0 {
-                pause.step();
-            } else if GATE.compare_exchange_weak(seen, seen + 1, Ordering::Acquire, Ordering::Relaxed).is_ok() {
-                DEPTH.set(depth + 1);
-                return Section(());
-            }
-        }
-    }
-
-    /// Registers a descriptor that was made in this section, under a number that no program takes for a standard one.
-    pub(crate) fn adopt(&self, fd: OwnedFd) -> Made<PrivateFd> {
-        Ok(self.register(above_standard(fd)?))
-    }
-
-    /// The same of one that a peer sent, which stays where it is: to move it would close it. It came while
-    /// [`take_standard`](crate::os::take_standard) held the standard numbers.
-    pub(crate) fn adopt_from_peer(&self, fd: OwnedFd) -> PrivateFd {
-        self.register(fd)
-    }
-
-    fn register(&self, fd: OwnedFd) -> PrivateFd {
-        OPEN.set(fd.as_raw_fd());
-        PrivateFd { fd: Some(fd), home: Home::here() }
-    }
-}
-
-impl Drop for Section {
-    fn drop(&mut self) {
-        DEPTH.set(DEPTH.get() - 1);
-        GATE.fetch_sub(1, Ordering::Release);
-    }
-}
-
-/// Work that opens and closes descriptors of its own, and waits for nobody.
-pub(crate) fn excluded<R>(work: impl FnOnce() -> R) -> R {
-    let _section = Section::enter();
-    work()
-}
-
-/// Waits for a few system calls of other threads, by async-signal-safe means.
-#[derive(Default)]
-struct Pause(u32);
-
-impl Pause {
-    fn step(&mut self) {
-        self.0 = self.0.saturating_add(1);
-        match self.0 {
-            ..100 => std::hint::spin_loop(),
-            100..200 => rustix::thread::sched_yield(),
-            _ => {
-                let short = libc::timespec { tv_sec: 0, tv_nsec: 50_000 };
-                // SAFETY: reads one `timespec`, which lives across the call.
-                unsafe { libc::nanosleep(&short, std::ptr::null_mut()) };
-            }
-        }
-    }
-}
-
 fn install() {
     // Done when the library is loaded: no child finds another thread here.
     static INSTALL: Once = Once::new();
@@ -221,8 +140,8 @@ fn install() {
         // An allocator may register handlers with its first allocation (jemalloc does), which take its locks before a
         // fork. Those of the last to register come first: were that the allocator, `before_fork` would wait for sections
         // that wait for its locks. So it has allocated before we register.
-        drop(std::hint::black_box(Box::new(GATE.load(Ordering::Relaxed))));
-        // SAFETY: the three handlers are async-signal-safe: atomics, sleeps, and system calls in the child. They stay
+        drop(std::hint::black_box(Box::new(GENERATION.load(Ordering::Relaxed))));
+        // SAFETY: the three handlers are async-signal-safe: atomics, sleeps, and system calls. They stay
         // valid because this library is never unloaded while its handles exist.
         let code = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_in_parent), Some(after_in_child)) };
         assert_eq!(code, 0, "pthread_atfork fails only without memory");
@@ -230,19 +149,11 @@ fn install() {
 }
 
 extern "C" fn before_fork() {
-    GATE.fetch_add(ONE_FORK, Ordering::Acquire);
-    let mut pause = Pause::default();
-    while GATE.load(Ordering::Acquire) & SECTIONS > DEPTH.get() {
-        pause.step();
-    }
+    gate::close();
 }
 
 extern "C" fn after_in_parent() {
-    // A signal handler that forks may have interrupted who makes it.
-    if DEPTH.get() == 0 {
-        lifeline::part_from_child();
-    }
-    GATE.fetch_sub(ONE_FORK, Ordering::Release);
+    gate::open(lifeline::part_from_child);
 }
 
 extern "C" fn after_in_child() {
@@ -255,6 +166,5 @@ extern "C" fn after_in_child() {
     } else {
         lifeline::keep();
     }
-    // The child has this thread alone.
-    GATE.store(DEPTH.get(), Ordering::Release);
+    gate::begin_anew();
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::Read;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -41,6 +41,31 @@ fn a_child_forked_under_constant_opening_opens_endpoints_of_its_own() {
     assert!(statuses.iter().all(|&status| status == 0), "{statuses:?}");
 }
 
+#[test]
+fn children_that_several_threads_fork_at_once_have_nothing_of_the_lifeline() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = std::env::temp_dir().join(format!("warpipe-forks-many-{}", std::process::id()));
+    let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
+    let before = descriptors();
+    let publisher = Publisher::builder("many").domain(&domain).device(&device).build().unwrap();
+    let subscriber = Subscriber::builder("many").domain(&domain).device(&device).build().unwrap();
+    publisher.wait_for_subscribers(1, WAIT).unwrap();
+    let is_ours = |path: &&String| path.starts_with("socket:") || path.starts_with("pipe:");
+    let has_kept = || descriptors().iter().any(|(fd, path)| before.get(fd) != Some(path) && is_ours(&path));
+    let kept = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            let (kept, has_kept) = (&kept, &has_kept);
+            let fork_some = move || (0..CHILDREN / 4).filter(|_| status_of_a_child(|| !has_kept()) != 0).count();
+            scope.spawn(move || kept.fetch_add(fork_some(), Ordering::Relaxed));
+        }
+    });
+    assert_eq!(kept.into_inner(), 0, "children of {CHILDREN} with descriptors of the parent's lifeline");
+    assert!(warpipe::process_stats().is_proof_prompt, "the parent knows its own");
+    drop((subscriber, publisher));
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
 /// Runs `work` while other threads open and close endpoints in a domain of that folder.
 fn while_opening<T>(folder: &Path, work: impl FnOnce() -> T) -> T {
     let domain = Domain::at(folder).unwrap();
@@ -64,15 +89,19 @@ fn while_opening<T>(folder: &Path, work: impl FnOnce() -> T) -> T {
 
 /// How a child ends that opens endpoints of its own.
 fn open_in_a_child(folder: &Path) -> i32 {
+    let path = folder.join("child");
+    status_of_a_child(|| std::panic::catch_unwind(|| open_and_close(&Domain::at(&path).unwrap(), 0)).is_ok())
+}
+
+/// How a child ends that does `work`: 0 if that is true.
+fn status_of_a_child(work: impl FnOnce() -> bool) -> i32 {
     // SAFETY: as in `fork_children`; a child that hangs ends by its own alarm.
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: as above.
         unsafe {
             libc::alarm(60);
-            let path = folder.join("child");
-            let done = std::panic::catch_unwind(|| open_and_close(&Domain::at(path).unwrap(), 0));
-            libc::_exit(i32::from(done.is_err()));
+            libc::_exit(i32::from(!work()));
         }
     }
     let mut status = 0;

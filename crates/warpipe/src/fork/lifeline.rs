@@ -190,7 +190,7 @@ fn send(sender: BorrowedFd<'_>, writer: BorrowedFd<'_>) -> Result<(), Errno> {
 /// In a parent, after a fork: puts the write end in flight once more, in a socket of its own under the old number, and
 /// lets go of the one that it shares with the child. Otherwise the child, letting go, may be the last one that has the
 /// shared socket while the parent is about to exit: that has closed the socket, and not yet the driver's files, which have
-/// higher numbers. System calls and atomics only.
+/// higher numbers. System calls and atomics only; no other thread forks meanwhile, nor is in a [`Section`].
 pub(super) fn part_from_child() {
     // What fails leaves the shared socket where it is. One in whose queue nothing is yet stays shared.
     if let Some(number) = SOCKET.number().filter(|_| SENDER.number().is_none()) {
