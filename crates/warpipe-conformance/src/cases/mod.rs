@@ -7,6 +7,7 @@ mod capture;
 mod channel;
 mod consumers;
 mod death;
+mod descriptors;
 mod event;
 mod fault;
 mod fork;
@@ -127,6 +128,7 @@ pub fn all() -> Vec<Case> {
         fault::CASES,
         refused::CASES,
         holes::CASES,
+        descriptors::CASES,
         full::CASES,
         blocked::CASES,
         reuse::CASES,
