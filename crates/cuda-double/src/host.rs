@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::ipc::{self, Kind};
 use crate::status::*;
-use crate::{capture, device, memory};
+use crate::{capture, device, memory, stream};
 
 static REGISTERED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
 
@@ -37,6 +37,7 @@ extern "C" fn cuMemHostRegister_v2(pointer: *mut c_void, bytes: usize, flags: u3
             return Err(INVALID_VALUE);
         }
         capture::check_unsafe_call()?;
+        let _turn = allocation();
         with(|ranges| {
             if ranges.range(..end).next_back().is_some_and(|(other, length)| other + length > start) {
                 return Err(HOST_MEMORY_ALREADY_REGISTERED);
@@ -47,10 +48,21 @@ extern "C" fn cuMemHostRegister_v2(pointer: *mut c_void, bytes: usize, flags: u3
     })
 }
 
+/// Held by calls that allocate or register memory while they run.
+static ALLOCATION: Mutex<()> = Mutex::new(());
+
+/// The turn of a call that allocates or registers memory. It comes when no [`cuMemHostUnregister`] is under way.
+pub fn allocation() -> MutexGuard<'static, ()> {
+    ALLOCATION.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits for all streams of the process, and has everything that allocates wait for it, as measured on an H200.
 #[unsafe(no_mangle)]
 extern "C" fn cuMemHostUnregister(pointer: *mut c_void) -> c_int {
     answer("cuMemHostUnregister", Needs::Context, || {
         capture::check_unsafe_call()?;
+        let _turn = allocation();
+        stream::settle();
         with(|ranges| ranges.remove(&pointer.addr())).map(drop).ok_or(HOST_MEMORY_NOT_REGISTERED)
     })
 }

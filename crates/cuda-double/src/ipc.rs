@@ -14,7 +14,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::memory::USED;
 use crate::status::*;
-use crate::{capture, config, device};
+use crate::{capture, config, device, host};
 
 /// Addresses are multiples of this; what is asked for may be anything.
 const PAGE: usize = 4096;
@@ -150,6 +150,7 @@ fn free(address: u64) -> Outcome {
 unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> c_int {
     answer("cuMemAlloc_v2", Needs::Context, || {
         capture::check_unsafe_call()?;
+        let _turn = host::allocation();
         // SAFETY: the caller's out pointer.
         unsafe { give(address, allocate(Kind::Plain, bytes)?) }
     })

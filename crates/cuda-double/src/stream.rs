@@ -37,6 +37,8 @@ struct Queue {
     work: VecDeque<Work>,
     /// Enqueued and not yet done, the piece being worked on included.
     unfinished: usize,
+    /// Enqueued so far.
+    given: u64,
     closed: bool,
 }
 
@@ -89,6 +91,7 @@ impl Stream {
         let mut queue = self.shrunk.wait_while(queue, is_full).unwrap_or_else(PoisonError::into_inner);
         queue.work.push_back(work);
         queue.unfinished += 1;
+        queue.given += 1;
         self.grown.notify_one();
         Ok(())
     }
@@ -118,6 +121,12 @@ impl Stream {
 
     fn is_idle(&self) -> bool {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner).unfinished == 0
+    }
+
+    /// How many pieces of work it was given, and how many of them are done.
+    fn progress(&self) -> (u64, u64) {
+        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        (queue.given, queue.given - queue.unfinished as u64)
     }
 
     fn work(&self) {
@@ -165,6 +174,16 @@ pub fn end_all(device: usize) {
         drop(queue);
         stream.close();
         while !stream.is_idle() {
+            std::thread::sleep(std::time::Duration::from_micros(50));
+        }
+    }
+}
+
+/// Waits until every stream has done what it was given before this call.
+pub fn settle() {
+    let all: Vec<_> = with(|streams| streams.values().cloned().collect());
+    for (stream, given) in all.iter().map(|stream| (stream, stream.progress().0)) {
+        while stream.progress().1 < given {
             std::thread::sleep(std::time::Duration::from_micros(50));
         }
     }

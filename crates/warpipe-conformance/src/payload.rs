@@ -313,8 +313,9 @@ impl Drop for Tally {
         // SAFETY: registered in `new`, once; every user synchronises the streams of its checks before it ends, and
         // a case that failed ends its process instead of reusing the memory.
         unsafe {
-            let is_free = self.device.backend().unregister(self.page).is_ok();
-            if is_free {
+            // Beside a stream that stands still on purpose it stays, rather than wait for that stream.
+            let backend = self.device.backend();
+            if !backend.unregister_would_block(self.page) && backend.unregister(self.page).is_ok() {
                 std::alloc::dealloc(self.page, Tally::PAGE);
             }
         }

@@ -15,8 +15,8 @@ pub struct ProcessStats {
     /// How much of that has waited for a stream for more than 60 s. The stream waits for a process that lives and does
     /// not signal, or its device hangs. It is dropped once the stream is past it.
     pub overdue: usize,
-    /// Mappings and regions that a driver has not taken back: what it may still use is not unmapped. It is asked again
-    /// every 200 ms, but for memory of a device that was reset, which stays until the process ends.
+    /// Mappings and regions that a driver has not taken back: it refused to, or would have had this process's allocations
+    /// wait until a stream goes on. What it may still use is not unmapped. It is asked again every 200 ms, but for memory of a device that was reset, which stays until the process ends.
     pub kept: u64,
     /// Their bytes.
     pub kept_bytes: u64,

@@ -92,9 +92,9 @@ fn export(backend: &Arc<dyn Backend>, region: &RawRegion) -> OwnedFd {
     unsafe { backend.export(region) }.unwrap()
 }
 
-pub fn release(backend: &Arc<dyn Backend>, region: RawRegion) {
+pub fn release(backend: &Arc<dyn Backend>, mut region: RawRegion) {
     // SAFETY: every region here is released once, with its streams idle.
-    unsafe { backend.release(region) }.unwrap();
+    unsafe { backend.release(&mut region) }.unwrap();
 }
 
 fn import(backend: &Arc<dyn Backend>, fd: BorrowedFd<'_>, bytes: u64) -> Result<RawRegion, Error> {

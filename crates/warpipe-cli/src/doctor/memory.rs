@@ -38,7 +38,7 @@ pub fn given_back() -> Check {
         }
         if start.elapsed() > PATIENCE {
             let detail = format!(
-                "{} dropped and kept, {} for more than 60 s; {} with {} bytes that the driver does not take back",
+                "{} dropped and kept, {} for more than 60 s; {} with {} bytes that the driver has not taken back",
                 stats.dropping, stats.overdue, stats.kept, stats.kept_bytes
             );
             return Check::failed("given back", detail, "a device does not do its work: see dmesg for its driver");

@@ -90,7 +90,6 @@ const FUNCTIONS: &[(&str, &[&str])] = &[
     ("cuMemGetAddressRange_v2", COME),
     ("cuMemHostGetDevicePointer_v2", WAIT),
     ("cuMemHostRegister_v2", WAIT),
-    ("cuMemHostUnregister", COME),
     ("cuMemImportFromShareableHandle", WAIT),
     ("cuMemMap", WAIT),
     ("cuMemRelease", COME),
@@ -109,6 +108,9 @@ const FUNCTIONS: &[(&str, &[&str])] = &[
     ("cuThreadExchangeStreamCaptureMode", WAIT),
 ];
 
+/// Called only while no stream waits, and here some do: see [`standing`](super::standing).
+const POSTPONED: &str = "cuMemHostUnregister";
+
 /// Cells that are tried at the same time: they wait most of the time.
 const AT_ONCE: usize = 5;
 
@@ -120,8 +122,10 @@ fn all_functions(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     let foreign = Plain::new(&context.device, FOREIGN_WORDS, FOREIGN_SEED)?;
     let called = peer.text(&Order::Hung(HungOrder::Calls { foreign: foreign.export()? }))?;
-    let missing: Vec<&str> =
-        called.split(' ').filter(|name| !FUNCTIONS.iter().any(|(function, _)| function == name)).collect();
+    let missing: Vec<&str> = called
+        .split(' ')
+        .filter(|name| *name != POSTPONED && !FUNCTIONS.iter().any(|(function, _)| function == name))
+        .collect();
     ensure!(missing.is_empty(), "these are not let hang: {missing:?}");
     let unused: Vec<&str> =
         FUNCTIONS.iter().map(|(name, _)| *name).filter(|name| !called.split(' ').any(|other| other == *name)).collect();

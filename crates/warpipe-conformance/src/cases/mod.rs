@@ -33,6 +33,7 @@ mod reuse;
 mod semaphore;
 mod service;
 mod stall;
+mod standing;
 mod storm;
 mod streams;
 mod timeline;
@@ -122,6 +123,7 @@ pub fn all() -> Vec<Case> {
         members::CASES,
         death::CASES,
         stall::CASES,
+        standing::CASES,
         fork::CASES,
         goodbye::CASES,
         orphan::CASES,

@@ -1,7 +1,8 @@
 //! Memory that a device has not taken back. **This module is marked for unsafe**: it unregisters and unmaps memory.
 //!
 //! What a driver refuses to unregister or to unmap it may still use, so it stays as it is, and is counted
-//! ([`process_stats`](crate::process_stats)). The reaper asks for it again with each tick. What a device had before it was
+//! ([`process_stats`](crate::process_stats)). So does memory whose unregistration [would
+//! block](Backend::unregister_would_block). The reaper asks for it again with each tick. What a device had before it was
 //! reset is asked for no more: its addresses and handles may be another's by now.
 
 use std::sync::atomic::AtomicU64;
@@ -69,7 +70,7 @@ fn is_given_back(bytes: u64) {
 #[must_use]
 pub(crate) unsafe fn unregister(backend: &Arc<dyn Backend>, base: *mut u8, bytes: usize) -> bool {
     // SAFETY: the caller's promise.
-    let is_free = unsafe { backend.unregister(base) }.is_ok();
+    let is_free = !backend.unregister_would_block(base) && unsafe { backend.unregister(base) }.is_ok();
     if !is_free {
         owe(Remnant::Mapping(backend.clone(), Mapping { base, bytes }));
     }
@@ -142,7 +143,7 @@ impl Remnant {
             }
             Remnant::Mapping(backend, Mapping { base, bytes }) => {
                 // SAFETY: as above; it is registered still.
-                if unsafe { backend.unregister(*base) }.is_err() {
+                if backend.unregister_would_block(*base) || unsafe { backend.unregister(*base) }.is_err() {
                     return false;
                 }
                 // SAFETY: a mapping of this length, which was left to this.

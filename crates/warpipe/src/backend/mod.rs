@@ -216,8 +216,14 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
         false
     }
 
-    /// `cuMemHostUnregister`. After an error the driver may still use the memory: it must stay mapped, and this may be
-    /// called again.
+    /// Whether [`unregister`](Backend::unregister) would stand still behind a stream that waits for a peer, and with it
+    /// every allocation of this process: then it is called later. No enqueued work uses the memory.
+    fn unregister_would_block(&self, _ptr: *mut u8) -> bool {
+        false
+    }
+
+    /// `cuMemHostUnregister`, which waits for all streams of the context. After an error the driver may still use the
+    /// memory: it must stay mapped, and this may be called again.
     ///
     /// # Safety
     /// `ptr` was passed to `register` of this backend, and no enqueued work uses the memory.

@@ -18,6 +18,7 @@ use super::legacy::{EVENTS, Ledger};
 use super::memory::allocation;
 use super::staging::Staging;
 use super::sys::{self, CUcontext, CUdevice, CUresult, Driver};
+use super::waits;
 use crate::backend::{
     Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
     RawStream, Rows, StreamOp, TimelineWord,
@@ -405,6 +406,10 @@ impl Backend for CudaBackend {
 
     fn is_registered(&self, ptr: *mut u8) -> bool {
         self.stuck().contains(&ptr.addr())
+    }
+
+    fn unregister_would_block(&self, ptr: *mut u8) -> bool {
+        waits::postpone(ptr)
     }
 
     unsafe fn unregister(&self, ptr: *mut u8) -> Result<()> {

@@ -12,6 +12,7 @@ use rustix::io::FdFlags;
 use super::backend::CudaBackend;
 use super::fault::Fault;
 use super::sys::*;
+use super::waits;
 use crate::backend::{Access, DeviceId, DeviceKind, RawRegion, Stage, kept};
 use crate::error::{Error, Result};
 use crate::os;
@@ -243,13 +244,14 @@ impl CudaBackend {
         let _current = self.enter()?;
         // SAFETY: the caller's promise.
         unsafe { self.driver.host_register(ptr.cast(), bytes) }?;
-        self.driver.host_device_pointer(ptr.cast()).map_err(|fault| {
+        let device_ptr = self.driver.host_device_pointer(ptr.cast()).inspect_err(|_| {
             // SAFETY: registered above, and nothing was enqueued.
             if unsafe { self.driver.host_unregister(ptr.cast()) }.is_err() {
                 self.stuck().insert(ptr.addr());
             }
-            fault.into()
-        })
+        })?;
+        waits::registered(ptr, bytes, device_ptr);
+        Ok(device_ptr)
     }
 
     /// # Safety

@@ -25,6 +25,7 @@ mod stream;
 mod sys;
 #[cfg(test)]
 mod tests;
+mod waits;
 
 pub use backend::{CudaBackend, device_count, device_uuid};
 pub use stream::{SignalBy, signal_by};

@@ -7,6 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use super::backend::CudaBackend;
 use super::broadcast::WORDS_MAX;
 use super::sys::*;
+use super::waits;
 use crate::backend::{RawStream, StreamOp};
 use crate::error::{Error, Result};
 
@@ -79,6 +80,7 @@ impl CudaBackend {
                 let count = before_long_run(rest);
                 // SAFETY: the caller's promise; at most BATCH_MAX.
                 unsafe { self.enqueue_batch(stream, &rest[..count]) }?;
+                waits::enqueued(&rest[..count]);
                 count
             };
             rest = &rest[done..];

@@ -1,0 +1,203 @@
+//! The waits that streams of this process were given, as far as the CPU can see that they are not over. **This module is
+//! marked for unsafe**: it reads words by their device addresses.
+//!
+//! `cuMemHostUnregister` waits until all streams of the context have done their work. If one of them waits for a word that
+//! another process stores, that takes as long as the other process likes, and meanwhile every `cuMemAlloc` and every
+//! `cuMemHostRegister` of this process waits as well (measured on an H200, driver 580.159.04: results/h200-recovery). So the
+//! library does not call it while a wait that it enqueued itself is open. Kernels and the user's own waits are not seen: for
+//! those it waits as `cuMemFree` does.
+//!
+//! A wait that is enqueued between the look and the call is not seen either.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Mutex;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Acquire;
+
+use crate::backend::{DevicePtr, StreamOp};
+use crate::fork::own::Own;
+
+/// So many mappings stay registered at most until no wait is open. The next one is unregistered at once, whatever waits.
+const POSTPONED_MAX: usize = 1024;
+
+/// How many of the waits noted earlier are looked at again for each new one: with two, the list cannot outgrow the open
+/// waits by more than those noted since its last pass.
+const LOOKS: usize = 2;
+
+static WAITS: Own<Mutex<Waits>> = Own::new();
+
+/// Host memory that a device sees.
+#[derive(Debug)]
+struct Registered {
+    host: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: an address; it is read through under the lock alone, while the memory is mapped.
+unsafe impl Send for Registered {}
+
+#[derive(Debug, Default)]
+struct Waits {
+    /// By device address.
+    registered: BTreeMap<DevicePtr, Registered>,
+    /// Word and value of waits that may be open.
+    noted: VecDeque<(DevicePtr, u64)>,
+    /// Host addresses of mappings that are to be unregistered and are not yet.
+    postponed: BTreeSet<usize>,
+}
+
+/// Notes memory that has been registered. It stays mapped until it is [given up](postpone).
+pub(super) fn registered(host: *mut u8, bytes: usize, device: DevicePtr) {
+    WAITS.lock().registered.insert(device, Registered { host, bytes });
+}
+
+/// Notes the waits among operations that a stream has taken.
+#[inline]
+pub(super) fn enqueued(ops: &[StreamOp]) {
+    if ops.iter().any(|op| matches!(op, StreamOp::Wait { .. })) {
+        WAITS.lock().note(ops);
+    }
+}
+
+/// Whether memory must stay registered for now because a wait is open. No stream uses the memory, so no wait on its own
+/// words is.
+pub(super) fn postpone(host: *mut u8) -> bool {
+    let mut waits = WAITS.lock();
+    waits.forget(host);
+    let is_postponed = waits.postponed.contains(&host.addr());
+    let has_room = is_postponed || waits.postponed.len() < POSTPONED_MAX;
+    if has_room && waits.is_any_open() {
+        waits.postponed.insert(host.addr());
+        return true;
+    }
+    waits.postponed.remove(&host.addr());
+    false
+}
+
+impl Waits {
+    fn note(&mut self, ops: &[StreamOp]) {
+        for op in ops {
+            let StreamOp::Wait { word, value } = *op else { continue };
+            for _ in 0..LOOKS {
+                let Some(earlier) = self.noted.pop_front() else { break };
+                if self.is_open(earlier) {
+                    self.noted.push_back(earlier);
+                }
+            }
+            self.noted.push_back((word, value));
+        }
+    }
+
+    /// The memory is about to be unmapped: nothing of it is read any more.
+    fn forget(&mut self, host: *mut u8) {
+        let Some(start) = self.registered.iter().find_map(|(&start, memory)| (memory.host == host).then_some(start))
+        else {
+            return;
+        };
+        if let Some(memory) = self.registered.remove(&start) {
+            let range = start..start + memory.bytes as u64;
+            self.noted.retain(|(word, _)| !range.contains(word));
+        }
+    }
+
+    fn is_any_open(&mut self) -> bool {
+        while let Some(&first) = self.noted.front() {
+            if self.is_open(first) {
+                return true;
+            }
+            self.noted.pop_front();
+        }
+        false
+    }
+
+    /// Whether a word is below a value, as `CU_STREAM_WAIT_VALUE_GEQ` compares. Words elsewhere count as there.
+    fn is_open(&self, (word, value): (DevicePtr, u64)) -> bool {
+        let Some((start, memory)) = self.registered.range(..=word).next_back() else { return false };
+        let offset = (word - start) as usize;
+        if offset + size_of::<u64>() > memory.bytes || !offset.is_multiple_of(align_of::<u64>()) {
+            return false;
+        }
+        // SAFETY: inside of memory that is mapped as long as it is listed, and aligned, since mappings begin on a page; words
+        // are only used atomically.
+        let now = unsafe { AtomicU64::from_ptr(memory.host.add(offset).cast()) }.load(Acquire);
+        (now.wrapping_sub(value) as i64) < 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering::Release;
+
+    use super::*;
+
+    /// A page of words, seen by a device elsewhere.
+    struct Page {
+        words: Box<[AtomicU64; 512]>,
+        device: DevicePtr,
+    }
+
+    impl Page {
+        fn new(waits: &mut Waits, device: DevicePtr) -> Page {
+            let words = Box::new([const { AtomicU64::new(0) }; 512]);
+            let host = words.as_ptr().cast_mut().cast();
+            waits.registered.insert(device, Registered { host, bytes: 4096 });
+            Page { words, device }
+        }
+
+        fn wait(&self, index: usize, value: u64) -> StreamOp {
+            StreamOp::Wait { word: self.device + 8 * index as u64, value }
+        }
+    }
+
+    #[test]
+    fn a_wait_is_open_until_its_word_has_reached_the_value() {
+        let mut waits = Waits::default();
+        let page = Page::new(&mut waits, 1 << 40);
+        waits.note(&[page.wait(511, 2), StreamOp::Signal { word: page.device, value: 9 }]);
+        assert!(waits.is_any_open());
+        page.words[511].store(1, Release);
+        assert!(waits.is_any_open());
+        page.words[511].store(3, Release);
+        assert!(!waits.is_any_open());
+        assert!(waits.noted.is_empty());
+    }
+
+    #[test]
+    fn a_wait_that_is_open_is_found_behind_those_that_are_over() {
+        let mut waits = Waits::default();
+        let page = Page::new(&mut waits, 1 << 40);
+        for value in 0..1_000 {
+            waits.note(&[page.wait(1, value), page.wait(2, 1)]);
+            page.words[1].store(value, Release);
+        }
+        assert!(waits.is_any_open());
+        page.words[2].store(1, Release);
+        assert!(!waits.is_any_open());
+    }
+
+    #[test]
+    fn waits_that_are_over_are_forgotten_while_one_stays_open() {
+        let mut waits = Waits::default();
+        let page = Page::new(&mut waits, 1 << 40);
+        waits.note(&[page.wait(2, 1)]);
+        for _ in 0..10_000 {
+            waits.note(&[page.wait(1, 0)]);
+        }
+        assert!(waits.noted.len() < 8, "{} are kept", waits.noted.len());
+        assert!(waits.is_any_open());
+    }
+
+    #[test]
+    fn memory_that_is_given_up_is_not_read_any_more() {
+        let mut waits = Waits::default();
+        let page = Page::new(&mut waits, 1 << 40);
+        let other = Page::new(&mut waits, 2 << 40);
+        waits.note(&[page.wait(0, 1), other.wait(0, 1)]);
+        waits.forget(page.words.as_ptr().cast_mut().cast());
+        drop(page);
+        assert!(waits.is_any_open(), "the other one's");
+        other.words[0].store(1, Release);
+        assert!(!waits.is_any_open());
+        assert_eq!(waits.registered.len(), 1);
+    }
+}
