@@ -7,6 +7,9 @@ pub enum Error {
     Argument(String),
     Layout(String),
     DeviceMemory {},
+    PublisherGone { graceful: bool },
+    QueueFull { name: String, limit: usize, waited: std::time::Duration },
+    Timeout { what: String, waited: std::time::Duration },
 }
 
 impl Error {

@@ -31,6 +31,7 @@ mod error;
 mod tensor;
 
 mod pool;
+mod queue;
 mod semaphore;
 
 pub mod histories;

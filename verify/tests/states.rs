@@ -3,6 +3,7 @@
 use warpipe_verify::plant::Effect::{Omitted, Says, Split};
 use warpipe_verify::plant::{Effect, Op, Plant};
 use warpipe_verify::states::pool::{self, Fault};
+use warpipe_verify::states::queue;
 use warpipe_verify::states::semaphore::Patience::{GivesUp, Waits};
 use warpipe_verify::states::semaphore::{Semaphore, Sweeps};
 use warpipe_verify::steps::{self, Found, Model};
@@ -107,6 +108,32 @@ fn every_fault_of_a_pool_is_found() {
     use Fault::{ClearsNothing, ForgetsBorrowers, FreesAtDeath, FreesAtGoodbye, GivesUncleared, NotesOneUser};
     for fault in [FreesAtDeath, FreesAtGoodbye, ForgetsBorrowers, ClearsNothing, GivesUncleared, NotesOneUser] {
         match pool::search(2, 6, fault) {
+            Ok(states) => panic!("{fault:?}: {states} states, and nothing was noticed"),
+            Err(error) => println!("{fault:?} noticed: {error}"),
+        }
+    }
+}
+
+/// The longest rows of steps of a queue that are tried.
+fn queue_steps() -> usize {
+    if std::env::var_os("VERIFY_DEEPER").is_some() { 8 } else { 6 }
+}
+
+#[test]
+fn every_row_of_steps_of_a_queue_keeps_each_job_one_outcome() {
+    for is_in_order in [true, false] {
+        let start = std::time::Instant::now();
+        let states = queue::search(queue_steps(), is_in_order, queue::Fault::None);
+        let states = states.unwrap_or_else(|wrong| panic!("{wrong}"));
+        println!("a queue, in order: {is_in_order}: {states} states in {:.1} s", start.elapsed().as_secs_f64());
+    }
+}
+
+#[test]
+fn every_fault_of_a_queue_is_found() {
+    use queue::Fault::{ForgetsLeases, ForgetsUntaken, NotesNoEnd, NotesNoUntaken, PartsEarly};
+    for fault in [ForgetsUntaken, NotesNoUntaken, NotesNoEnd, ForgetsLeases, PartsEarly] {
+        match queue::search(7, false, fault) {
             Ok(states) => panic!("{fault:?}: {states} states, and nothing was noticed"),
             Err(error) => println!("{fault:?} noticed: {error}"),
         }

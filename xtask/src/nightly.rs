@@ -6,8 +6,8 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::Outcome;
-use crate::counts::Counts;
-use crate::process::Task;
+use crate::counts::{Counts, Dialect};
+use crate::process::{Finished, Task};
 use crate::workspace::{Workspace, cargo};
 
 const BUILD_LIMIT: Duration = Duration::from_secs(1800);
@@ -15,6 +15,9 @@ const BUILD_LIMIT: Duration = Duration::from_secs(1800);
 const FUZZ_TIME: Duration = Duration::from_secs(20);
 /// What a fuzzer takes beside its time: reading what it found before.
 const FUZZ_SPARE: Duration = Duration::from_secs(300);
+
+/// Each of Miri's two runs, a few minutes on an idle machine.
+const MIRI_LIMIT: Duration = Duration::from_secs(3600);
 
 const INSTALL: &str = "rustup toolchain install nightly --profile minimal -c miri,rust-src";
 
@@ -72,6 +75,33 @@ pub fn fuzz(workspace: &Workspace, time: Option<Duration>) -> Outcome<Counts> {
         counts += if passed { Counts::ONE_PASSED } else { Counts::ONE_FAILED };
     }
     Ok(counts)
+}
+
+/// Units of the library that need no system call but a few, by the beginnings of their names.
+const UNITS: &[&str] = &[
+    "tensor::tests",
+    "pool::marks",
+    "queue::wire",
+    "rows::",
+    "backend::pointer::tests::a_line",
+];
+
+/// Runs under Miri: histories of arena, pool and entries, the Python package's DLPack structures, and [`UNITS`].
+pub fn miri(workspace: &Workspace) -> Outcome<Counts> {
+    if !has(&["cargo", "miri", "--version"]) {
+        return skipped(&format!("no nightly toolchain with Miri; {INSTALL}"));
+    }
+    let built = workspace.target.join("verify/miri");
+    let miri = || nightly("cargo").args(["miri", "test", "--locked", "--target-dir"]).args([&built]);
+    let models = miri().args(["--test", "histories", "--test", "dlpack"]);
+    let mut counts = counted(&models.run(&workspace.root.join("verify"), MIRI_LIMIT)?);
+    let units = miri().args(["-p", "warpipe", "--lib", "--"]).args(UNITS);
+    counts += counted(&units.env("MIRIFLAGS", "-Zmiri-disable-isolation").run(&workspace.root, MIRI_LIMIT)?);
+    Ok(counts)
+}
+
+fn counted(finished: &Finished) -> Counts {
+    Counts::of(Dialect::CargoTest, &finished.lines, finished.success)
 }
 
 /// The targets by name, in order.

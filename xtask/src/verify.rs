@@ -26,6 +26,7 @@ pub enum Method {
     History,
     Corpus,
     Fuzz,
+    Miri,
 }
 
 impl Method {
@@ -35,6 +36,7 @@ impl Method {
         ("history", Method::History),
         ("corpus", Method::Corpus),
         ("fuzz", Method::Fuzz),
+        ("miri", Method::Miri),
     ];
 
     /// Those that `cargo xtask test` runs.
@@ -104,10 +106,11 @@ pub fn run(workspace: &Workspace, options: &Options) -> bool {
 pub fn apply(workspace: &Workspace, method: Method, time: Option<Duration>) -> Outcome<Counts> {
     match method {
         Method::Style => style::report(workspace).map(|()| Counts::ONE_PASSED),
-        Method::Model => tests(workspace, "verify", &["loom", "states"], time),
+        Method::Model => tests(workspace, "verify", &["loom", "states", "dlpack"], time),
         Method::History => tests(workspace, "verify", &["histories"], time),
         Method::Corpus => tests(workspace, "fuzz", &["corpus"], time),
         Method::Fuzz => nightly::fuzz(workspace, time),
+        Method::Miri => nightly::miri(workspace),
     }
 }
 

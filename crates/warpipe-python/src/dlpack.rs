@@ -131,17 +131,20 @@ pub fn export(
     exported.strides[..layout.strides().len()].copy_from_slice(layout.strides());
     let (device_type, device_id) = device_of(&memory.device);
     let dtype = layout.dtype();
-    let (shape, strides) = (exported.shape.as_mut_ptr(), exported.strides.as_mut_ptr());
+    // From here on by its address alone: a `Box` that is moved ends what points into it.
+    let exported = Box::into_raw(exported);
+    // SAFETY: just made, and live until the deleter is called.
+    let (shape, strides) = unsafe { (&raw mut (*exported).shape, &raw mut (*exported).strides) };
     let dl_tensor = DLTensor {
         data: if layout.elements() == 0 { std::ptr::null_mut() } else { memory.address as *mut c_void },
         device: DLDevice { device_type, device_id },
         ndim: layout.shape().len() as i32,
         dtype: DLDataType { code: dtype.code(), bits: dtype.bits(), lanes: 1 },
-        shape,
-        strides,
+        shape: shape.cast(),
+        strides: strides.cast(),
         byte_offset: 0,
     };
-    let manager_ctx = Box::into_raw(exported).cast::<c_void>();
+    let manager_ctx = exported.cast::<c_void>();
     if versioned {
         let flags = if memory.read_only { READ_ONLY } else { 0 } | if copied { IS_COPIED } else { 0 };
         let version = DLPackVersion { major: VERSION.0, minor: VERSION.1 };

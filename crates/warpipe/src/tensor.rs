@@ -336,8 +336,8 @@ mod tests {
 
     #[test]
     fn serde_makes_types_that_are_listed_and_no_others() {
-        for code in 0..=255 {
-            for bits in 0..=255 {
+        for code in (0..=20).chain([127, 128, 255]) {
+            for bits in [0, 1, 4, 7, 8, 9, 16, 32, 64, 128, 255] {
                 let read = postcard::from_bytes::<DType>(&[code, bits]).ok();
                 assert_eq!(read, DType::from_dlpack(code, bits), "code {code}, {bits} bits");
                 assert!(read.is_none_or(|dtype| postcard::to_stdvec(&dtype) == Ok(vec![code, bits])));

@@ -2,6 +2,7 @@
 //! looked whether a block was lent again before its last writer was past it. Found ones are made short by proptest.
 
 pub mod arena;
+pub mod entry;
 pub mod memory;
 
 pub use crate::pool::histories as pool;

@@ -27,7 +27,29 @@ pub(crate) mod wake {
     }
 }
 
+pub(crate) mod message {
+    pub(crate) fn text(message: impl ToString) -> String {
+        message.to_string()
+    }
+}
+
+pub(crate) mod pulse {
+    use std::time::Duration;
+
+    /// The clock of a queue's leases is the model's.
+    #[derive(Debug, Default)]
+    pub(crate) struct Uptime;
+
+    impl Uptime {
+        pub(crate) fn ran(&self) -> Duration {
+            crate::queue::states::now()
+        }
+    }
+}
+
 pub(crate) mod watcher {
+    pub(crate) const TICK: std::time::Duration = std::time::Duration::from_millis(100);
+
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub(crate) enum Next {
         Stop,

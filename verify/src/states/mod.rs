@@ -2,4 +2,5 @@
 
 // Where they see what they check.
 pub use crate::pool::states as pool;
+pub use crate::queue::states as queue;
 pub use crate::semaphore::states as semaphore;

@@ -240,6 +240,8 @@ extern "C" fn on_load() {
     let _ = super::excluded(reserve);
 }
 
+// Miri knows some of its calls not, and would stop there whatever it is to run.
+#[cfg(not(miri))]
 #[used]
 #[unsafe(link_section = ".init_array")]
 static ON_LOAD: extern "C" fn() = on_load;

@@ -1,0 +1,457 @@
+//! A queue's table: jobs are given out, taken, answered, failed, called off and left undone by workers that leave, or are
+//! killed at any step, also while a job is on its way to them. The books, the seats and the giving are the library's.
+//!
+//! What is shown: each job has one outcome; a job that is open waits or is leased, once; what a worker had not taken
+//! costs no attempt; and when all that lived are gone, one worker can do everything that is left.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::desk::Desk;
+use super::ledger::{Outcome, Rules};
+use super::loan::Loan;
+use super::owner::Order;
+use super::wire::{Answer, Ticket, Verdict};
+use crate::channel::{Data, Line};
+use crate::stream::Stream;
+
+/// Workers at a time.
+const WORKERS: usize = 2;
+const JOBS_MAX: u64 = 2;
+/// Workers that ever come.
+const MEMBERS_MAX: u64 = 3;
+/// Entries of a worker's ring.
+const DEPTH: usize = 2;
+const TIMEOUT: Duration = Duration::from_secs(1);
+
+/// What happens next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Act {
+    /// A worker comes.
+    Join(u8),
+    /// It takes the next job out of its ring.
+    Take(u8),
+    /// It answers that its oldest job is done; the data comes later.
+    Done(u8),
+    /// ... that it failed.
+    Fail(u8),
+    /// ... that it has not begun it.
+    Return(u8),
+    /// Its device has completed the oldest data.
+    Complete(u8),
+    /// It says goodbye.
+    Leave(u8),
+    /// It is killed.
+    Die(u8),
+    /// It is proven dead: what was under way is lost.
+    Prove(u8),
+    Submit,
+    /// The first job that is there is called off.
+    CallOff,
+    /// Some thread does the queue's work.
+    Work,
+    /// The next outcome is taken.
+    TakeNext,
+    /// The time of all leases is over.
+    Expire,
+}
+
+/// An act, and whether it happens while the job of the act before is on its way.
+pub type Step = (bool, Act);
+
+/// What the owner does wrongly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    None,
+    /// It charges for what a worker had not taken.
+    ForgetsUntaken,
+    /// ... if that was on its way.
+    NotesNoUntaken,
+    /// It forgets a worker's end while a job is on its way to it.
+    NotesNoEnd,
+    /// It forgets what a worker leaves undone.
+    ForgetsLeases,
+    /// It does not wait for data that is under way.
+    PartsEarly,
+}
+
+thread_local! {
+    static NOW: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+}
+
+/// The clock of leases.
+pub(crate) fn now() -> Duration {
+    NOW.get()
+}
+
+/// A worker as it is.
+#[derive(Debug, Clone, Default)]
+struct Worker {
+    id: u64,
+    /// Put there, and not taken.
+    ring: VecDeque<(u64, Ticket)>,
+    positions: u64,
+    taken: VecDeque<Ticket>,
+    line: Rc<RefCell<Line>>,
+    under_way: VecDeque<Rc<RefCell<Data>>>,
+    is_dead: bool,
+    has_left: bool,
+    is_proven: bool,
+    /// Its queue knows it no more.
+    is_expelled: bool,
+}
+
+impl Worker {
+    fn is_able(&self) -> bool {
+        !self.is_dead && !self.has_left && !self.is_expelled
+    }
+}
+
+/// What is true of a job.
+#[derive(Debug, Clone, Default)]
+struct Truth {
+    /// Times that a worker had it in its hands.
+    taken: u32,
+    /// Times that its lease may have expired.
+    expired: u32,
+    outcomes: u32,
+    is_called_off: bool,
+}
+
+/// Everything but the books.
+#[derive(Debug, Default)]
+pub struct World {
+    workers: [Option<Worker>; WORKERS],
+    members: u64,
+    departed: Vec<(u64, u64)>,
+    jobs: BTreeMap<u64, Truth>,
+    meanwhile: VecDeque<Act>,
+    wrong: Option<String>,
+    /// The last act gave a job out.
+    gave: bool,
+}
+
+impl World {
+    fn worker(&mut self, id: u64) -> Option<&mut Worker> {
+        self.workers.iter_mut().flatten().find(|worker| worker.id == id)
+    }
+
+    pub(crate) fn members(&self) -> Vec<(u64, Rc<RefCell<Line>>)> {
+        let members = self.workers.iter().flatten();
+        let members = members.filter(|worker| !worker.has_left && !worker.is_proven && !worker.is_expelled);
+        members.map(|worker| (worker.id, worker.line.clone())).collect()
+    }
+
+    pub(crate) fn put(&mut self, id: u64, told: &[u8]) -> Option<u64> {
+        self.gave = true;
+        let ticket = Ticket::decode(told).expect("what was encoded");
+        let truth = self.jobs.entry(ticket.job).or_default();
+        if ticket.attempt - 1 > truth.taken + truth.expired {
+            self.wrong = Some(format!("{ticket:?} counts attempts that nobody made: {truth:?}"));
+        }
+        if truth.outcomes > 0 || truth.is_called_off {
+            self.wrong = Some(format!("{ticket:?} is given out, and is over: {truth:?}"));
+        }
+        let worker = self.worker(id).filter(|worker| !worker.has_left && !worker.is_proven && !worker.is_expelled)?;
+        if worker.ring.len() >= DEPTH {
+            return None;
+        }
+        worker.positions += 1;
+        worker.ring.push_back((worker.positions, ticket));
+        Some(worker.positions)
+    }
+
+    pub(crate) fn next_meanwhile(&mut self) -> Option<Act> {
+        self.meanwhile.pop_front()
+    }
+
+    /// As `Publisher::expel`: what was not taken is taken back.
+    pub(crate) fn expel(&mut self, id: u64) {
+        if let Some(worker) = self.worker(id).filter(|worker| !worker.is_expelled) {
+            worker.is_expelled = true;
+            let untaken: Vec<_> = worker.ring.drain(..).map(|(position, _)| (id, position)).collect();
+            self.departed.extend(untaken);
+        }
+    }
+
+    /// As `Publisher::take_departures`.
+    pub(crate) fn take_departures(&mut self) -> Vec<(u64, u64)> {
+        let gone = self.workers.iter().flatten().filter(|worker| worker.has_left || worker.is_proven);
+        let gone: Vec<u64> = gone.map(|worker| worker.id).collect();
+        gone.into_iter().for_each(|id| self.expel(id));
+        std::mem::take(&mut self.departed)
+    }
+
+    /// A worker acts.
+    fn act(&mut self, act: Act) {
+        let (Act::Join(index)
+        | Act::Take(index)
+        | Act::Done(index)
+        | Act::Fail(index)
+        | Act::Return(index)
+        | Act::Complete(index)
+        | Act::Leave(index)
+        | Act::Die(index)
+        | Act::Prove(index)) = act
+        else {
+            return;
+        };
+        let index = usize::from(index);
+        if act == Act::Join(index as u8) {
+            let is_over = |worker: &Worker| worker.is_proven || worker.has_left && worker.under_way.is_empty();
+            let is_free = self.workers[index].as_ref().is_none_or(is_over);
+            if is_free && self.members < MEMBERS_MAX {
+                self.take_departures_of(index);
+                self.members += 1;
+                self.workers[index] = Some(Worker { id: self.members, ..Worker::default() });
+            }
+            return;
+        }
+        let World { workers, jobs, .. } = self;
+        let Some(worker) = &mut workers[index] else { return };
+        match act {
+            Act::Take(_) if worker.is_able() => {
+                if let Some((_, ticket)) = worker.ring.pop_front() {
+                    jobs.entry(ticket.job).or_default().taken += 1;
+                    worker.taken.push_back(ticket);
+                }
+            }
+            Act::Done(_) => worker.answer(Verdict::Completed),
+            Act::Fail(_) => worker.answer(Verdict::Failed("by itself".into())),
+            Act::Return(_) => worker.answer(Verdict::Returned),
+            Act::Complete(_) if !worker.is_proven => {
+                if let Some(data) = worker.under_way.pop_front() {
+                    *data.borrow_mut() = Data::Complete;
+                }
+            }
+            Act::Leave(_) if worker.is_able() => {
+                worker.has_left = true;
+                worker.line.borrow_mut().end = Some(true);
+            }
+            Act::Die(_) => {
+                worker.is_dead = true;
+                worker.line.borrow_mut().end.get_or_insert(false);
+            }
+            Act::Prove(_) if worker.is_dead => {
+                worker.is_proven = true;
+                worker.line.borrow_mut().is_proven_dead = true;
+                worker.under_way.drain(..).for_each(|data| *data.borrow_mut() = Data::Lost);
+            }
+            _ => {}
+        }
+    }
+
+    /// What a worker leaves in its ring stays known when another comes to its place.
+    fn take_departures_of(&mut self, index: usize) {
+        if let Some(id) = self.workers[index].as_ref().map(|worker| worker.id) {
+            self.expel(id);
+        }
+    }
+}
+
+impl Worker {
+    fn answer(&mut self, verdict: Verdict) {
+        if self.is_dead || self.has_left {
+            return;
+        }
+        let Some(Ticket { job, number, .. }) = self.taken.pop_front() else { return };
+        let data = Rc::new(RefCell::new(Data::UnderWay));
+        if verdict == Verdict::Completed {
+            self.under_way.push_back(data.clone());
+        }
+        let answer = Answer { job, number, verdict }.encode(&[]).expect("a short answer");
+        self.line.borrow_mut().answers.push_back((answer.as_bytes().to_vec(), data));
+    }
+}
+
+impl Desk {
+    /// Makes one act happen.
+    pub(crate) fn act(&self, act: Act) {
+        match act {
+            Act::Submit => self.submit(),
+            Act::CallOff => {
+                let open = |world: &World| world.jobs.iter().find(|(_, job)| !job.is_over()).map(|(&id, _)| id);
+                let Some(id) = open(&self.world()) else { return };
+                if self.lock().call_off(id).is_some() {
+                    self.world().jobs.entry(id).or_default().is_called_off = true;
+                }
+            }
+            Act::Work => self.work(&mut self.lock()),
+            Act::TakeNext => {
+                let next = self.lock().take_next();
+                next.into_iter().for_each(|(id, outcome)| self.took(id, outcome));
+            }
+            Act::Expire => {
+                NOW.set(now() + TIMEOUT);
+                for (_, job) in self.world().jobs.iter_mut() {
+                    job.expired += 1;
+                }
+            }
+            of_worker => self.world().act(of_worker),
+        }
+    }
+
+    fn submit(&self) {
+        let mut books = self.lock();
+        if books.giving.is_some() || self.world().jobs.len() as u64 >= JOBS_MAX {
+            return;
+        }
+        self.world().jobs.insert(books.next_job().0, Truth::default());
+        let loan = Loan::new(self.sample());
+        let _ = self.enter(&mut books, loan, &Stream, 0);
+    }
+
+    fn took(&self, id: u64, outcome: Outcome) {
+        let mut world = self.world();
+        let truth = world.jobs.entry(id).or_default();
+        truth.outcomes += 1;
+        let attempts = match &outcome {
+            Outcome::Buried { reasons } => reasons.len() as u32,
+            Outcome::Done { attempt, .. } => *attempt,
+            _ => 0,
+        };
+        let is_wrong = truth.outcomes > 1 || truth.is_called_off || attempts > truth.taken + truth.expired;
+        if is_wrong {
+            world.wrong = Some(format!("job {id} ends with {outcome:?}: {truth:?}", truth = world.jobs[&id]));
+        }
+    }
+
+    /// What holds at every time.
+    fn check(&self) -> Result<(), String> {
+        let (ledger, world) = (self.lock_ledger(), self.world());
+        if let Some(wrong) = &world.wrong {
+            return Err(wrong.clone());
+        }
+        for (&id, truth) in world.jobs.iter().filter(|(_, truth)| !truth.is_over()) {
+            let waiting = ledger.waiting.iter().filter(|&&other| other == id).count();
+            let leases = ledger.seats.iter().flat_map(|seat| &seat.leases);
+            let leased = leases.filter(|lease| lease.ticket.job == id && !lease.is_late).count();
+            let wanted = usize::from(!ledger.is_settled(id));
+            if waiting + leased != wanted {
+                return Err(format!("job {id} waits {waiting} times and is leased {leased} times: {truth:?}"));
+            }
+        }
+        let open = world.jobs.iter().filter(|(_, truth)| !truth.is_over()).count();
+        if ledger.len() != open || ledger.giving.is_some() {
+            return Err(format!("{} jobs are in the books, of {open}", ledger.len()));
+        }
+        Ok(())
+    }
+
+    /// All workers go, and one comes that does everything.
+    fn finish(&self) -> Result<(), String> {
+        for index in 0..WORKERS as u8 {
+            self.act(Act::Die(index));
+            self.act(Act::Prove(index));
+        }
+        self.act(Act::Work);
+        self.world().members = 0;
+        self.act(Act::Work);
+        let id = MEMBERS_MAX + 1;
+        self.world().workers[0] = Some(Worker { id, ..Worker::default() });
+        for _ in 0..4 * JOBS_MAX {
+            for act in [Act::Work, Act::Take(0), Act::Done(0), Act::Complete(0), Act::Work, Act::TakeNext] {
+                self.act(act);
+                self.check()?;
+            }
+        }
+        match self.lock_ledger().len() {
+            0 => Ok(()),
+            left => Err(format!("{left} jobs have no outcome in the end")),
+        }
+    }
+
+    /// All that tells one state from another.
+    fn print(&self) -> String {
+        let (ledger, world) = (self.lock_ledger(), self.world());
+        let seats: Vec<_> = ledger
+            .seats
+            .iter()
+            .map(|seat| {
+                let unready: Vec<_> = seat.unready.iter().map(|it| it.ticket).collect();
+                let leases: Vec<_> = seat.leases.iter().map(|it| format!("{it:?}")).collect();
+                let end = seat.end.as_ref().map(|(why, is_settled, _)| (why, *is_settled));
+                format!("{} {leases:?} {unready:?} {end:?} {}", seat.id, seat.is_leaving)
+            })
+            .collect();
+        let jobs: Vec<_> = (1..=JOBS_MAX)
+            .map(|id| (ledger.next_ticket(id).map(|(ticket, _)| ticket), ledger.is_settled(id)))
+            .collect();
+        format!("{seats:?} {jobs:?} {:?} {:?} {world:?} {:?}", ledger.waiting, ledger.finished, now())
+    }
+}
+
+impl Truth {
+    fn is_over(&self) -> bool {
+        self.outcomes > 0 || self.is_called_off
+    }
+}
+
+/// Everything that may happen.
+pub fn steps() -> Vec<Step> {
+    let of_worker = |worker: u8| {
+        use Act::{Complete, Die, Done, Fail, Join, Leave, Prove, Return, Take};
+        [Join, Take, Done, Fail, Return, Complete, Leave, Die, Prove].map(|act: fn(u8) -> Act| act(worker))
+    };
+    let acts = (0..WORKERS as u8).flat_map(of_worker);
+    let acts = acts.chain([Act::Submit, Act::CallOff, Act::Work, Act::TakeNext, Act::Expire]);
+    acts.flat_map(|act| [(false, act), (true, act)]).filter(|step| *step != (true, Act::Submit)).collect()
+}
+
+/// Plays a row of steps.
+///
+/// # Errors
+/// What is wrong then.
+fn play(row: &[Step], order: Order, fault: Fault) -> Result<Arc<Desk>, String> {
+    NOW.set(Duration::ZERO);
+    let rules = Rules { credits: 2, max_attempts: 2, lease_timeout: Some(TIMEOUT), order };
+    let desk = Desk::new(rules, fault, World::default());
+    let mut rest = row;
+    while let Some((&(_, act), behind)) = rest.split_first() {
+        let during = behind.iter().take_while(|(is_during, _)| *is_during).count();
+        desk.world().gave = false;
+        desk.world().meanwhile = behind[..during].iter().map(|&(_, act)| act).collect();
+        desk.act(act);
+        desk.world().meanwhile.clear();
+        desk.check()?;
+        rest = &behind[during..];
+    }
+    Ok(desk)
+}
+
+/// A panic is a finding, too.
+fn sound<T>(play: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(play)).unwrap_or_else(|panic| {
+        let said = panic.downcast_ref::<String>().cloned();
+        Err(said.or_else(|| panic.downcast_ref::<&str>().map(|said| said.to_string())).unwrap_or_default())
+    })
+}
+
+/// Plays every row of steps up to a length, each state once. How many states there were.
+///
+/// # Errors
+/// What goes wrong, and the steps before it.
+pub fn search(length: usize, is_in_order: bool, fault: Fault) -> Result<usize, String> {
+    let order = if is_in_order { Order::Submission } else { Order::Completion };
+    let (steps, mut seen, mut open) = (steps(), HashSet::new(), VecDeque::from([(Vec::new(), false)]));
+    while let Some((row, gave)) = open.pop_front() {
+        for &step in steps.iter().filter(|(is_during, _)| gave || !is_during) {
+            let mut row: Vec<Step> = row.clone();
+            row.push(step);
+            let wrong = |wrong| format!("{wrong}\nafter {row:?}");
+            let desk = sound(|| play(&row, order, fault)).map_err(wrong)?;
+            if seen.insert(desk.print()) {
+                let gave = desk.world().gave;
+                sound(|| desk.finish()).map_err(wrong)?;
+                if row.len() < length {
+                    open.push_back((row, gave));
+                }
+            }
+        }
+    }
+    Ok(seen.len())
+}
