@@ -159,17 +159,14 @@ impl Desk {
             self.world().expel(seat.id);
         }
         self.bid_farewell(ledger, findings);
-        let is_over = |seat: &mut Seat| match self.fault {
-            Fault::PartsEarly => seat.end.is_some(),
-            _ => seat.is_over(),
-        };
-        for mut seat in ledger.seats.extract_if(.., is_over).collect::<Vec<_>>() {
+        for mut seat in ledger.seats.extract_if(.., |seat| seat.is_over()).collect::<Vec<_>>() {
             let mut left = Vec::new();
             let reason = seat.leave(&mut left);
             if self.fault != Fault::ForgetsLeases {
                 findings.append(&mut left);
             }
-            if self.fault != Fault::NotesNoEnd {
+            let reason = if self.fault == Fault::NotesEveryEnd { reason.or(Some(String::new())) } else { reason };
+            if let Some(reason) = reason.filter(|_| self.fault != Fault::NotesNoEnd) {
                 ledger.note_end(seat.id, reason);
             }
         }

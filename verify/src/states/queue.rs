@@ -75,8 +75,8 @@ pub enum Fault {
     NotesNoEnd,
     /// It forgets what a worker leaves undone.
     ForgetsLeases,
-    /// It does not wait for data that is under way.
-    PartsEarly,
+    /// It notes a worker's end for a job on its way also where the worker has answered that.
+    NotesEveryEnd,
 }
 
 thread_local! {
