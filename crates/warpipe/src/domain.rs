@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::{AtFlags, Mode, OFlags, Stat};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -311,9 +311,10 @@ impl Domain {
     /// Takes `name` for this process: its lock, and a listening socket under it.
     pub(crate) fn claim(&self, name: &EndpointName, open_to_others: bool) -> Result<Claim> {
         let lock = self.lock(name)?;
-        let listener = self.listen(name, if open_to_others { 0o666 } else { 0o600 })?;
+        let (listener, socket) = self.listen(name, if open_to_others { 0o666 } else { 0o600 })?;
         Ok(Claim {
             listener,
+            socket,
             lock: lock.disarm(),
             domain: self.clone(),
             name: name.clone(),
@@ -322,8 +323,8 @@ impl Domain {
         })
     }
 
-    /// A listening socket under `name`, which appears there ready to be connected to.
-    fn listen(&self, name: &EndpointName, mode: u32) -> Result<Listener> {
+    /// A listening socket under `name`, which appears there ready to be connected to, and its file.
+    fn listen(&self, name: &EndpointName, mode: u32) -> Result<(Listener, Stat)> {
         let (new, file) = (name.file(".", ".new"), name.file("", ".sock"));
         let failed = |call| move |e: Errno| Error::os(call, format!("endpoint {name}"), e);
         let socket = Listener::new(seqpacket().map_err(failed("socket"))?);
@@ -333,10 +334,12 @@ impl Domain {
             .and_then(|()| rustix::net::listen(&socket, BACKLOG).map_err(failed("listen")))
             .and_then(|()| {
                 let directory = &self.inner.directory;
-                rustix::fs::renameat(directory, &new, directory, &file).map_err(failed("renameat"))
+                let stat = rustix::fs::statat(directory, &new, AtFlags::SYMLINK_NOFOLLOW).map_err(failed("statat"))?;
+                rustix::fs::renameat(directory, &new, directory, &file).map_err(failed("renameat"))?;
+                Ok(stat)
             });
-        ready.inspect_err(|_| self.unlink(&new))?;
-        Ok(socket)
+        let stat = ready.inspect_err(|_| self.unlink(&new))?;
+        Ok((socket, stat))
     }
 
     /// Connects to the endpoint `name`; tries again while its backlog is full.
@@ -412,7 +415,8 @@ impl Domain {
 #[derive(Debug)]
 pub(crate) struct Claim {
     pub(crate) listener: Listener,
-    #[expect(dead_code, reason = "held, not used: the lock lives as long as its descriptor")]
+    /// The file of the listener.
+    socket: Stat,
     lock: PrivateFd,
     domain: Domain,
     name: EndpointName,
@@ -423,12 +427,15 @@ pub(crate) struct Claim {
 impl Claim {
     /// Removes the endpoint's files, once: nobody new can connect, and the name is free.
     pub(crate) fn withdraw(&self) {
-        // By now the files may be another publisher's, or (in a forked child) are still the parent's.
+        // In a forked child they are still the parent's.
         if self.is_withdrawn.swap(true, Ordering::Relaxed) || !self.home.is_here() {
             return;
         }
-        self.domain.unlink(&self.name.file("", ".sock"));
-        self.domain.unlink(&self.name.file("", ".lock"));
+        let socket = self.name.file("", ".sock");
+        if self.domain.leads_to(&socket, &self.socket) {
+            self.domain.unlink(&socket);
+        }
+        self.domain.unlink_lock(&self.lock, &self.name);
     }
 }
 

@@ -55,7 +55,7 @@ pub(super) enum Cleared {
 pub(super) struct Locked {
     fd: Option<PrivateFd>,
     domain: Domain,
-    file: String,
+    name: EndpointName,
 }
 
 impl Locked {
@@ -66,9 +66,8 @@ impl Locked {
 
 impl Drop for Locked {
     fn drop(&mut self) {
-        // The file goes while the lock is held: who opened it meanwhile sees that it is another file by now.
-        if self.fd.is_some() {
-            self.domain.unlink(&self.file);
+        if let Some(lock) = &self.fd {
+            self.domain.unlink_lock(lock, &self.name);
         }
     }
 }
@@ -79,8 +78,10 @@ impl Domain {
         let file = name.file("", ".lock");
         for _ in 0..CLAIM_TRIES {
             if let Some(lock) = self.try_lock(name, &file)? {
-                let locked = Locked { fd: Some(lock), domain: self.clone(), file };
-                self.clear(name)?;
+                let written = write_author(&lock).map_err(|e| Error::os("pwrite", self.shown(&file), e));
+                let locked = Locked { fd: Some(lock), domain: self.clone(), name: name.clone() };
+                // Also when it is not ours after all: without its lock nobody would remove what a dead owner left.
+                self.clear(name).and(written)?;
                 return Ok(locked);
             }
         }
@@ -123,7 +124,6 @@ impl Domain {
         if !is_our_lock(&lock, &stat) {
             return Err(self.foreign(file, "a file with somebody else's contents"));
         }
-        write_author(&lock).map_err(|e| Error::os("pwrite", self.shown(file), e))?;
         Ok(Some(lock))
     }
 
@@ -159,8 +159,18 @@ impl Domain {
         }
     }
 
+    /// Removes a lock file whose two locks are held: nobody else can have the name while that leads to it. A process that
+    /// has opened it meanwhile sees that it is another file by now.
+    pub(super) fn unlink_lock(&self, lock: &PrivateFd, name: &EndpointName) {
+        let file = name.file("", ".lock");
+        // It was removed, by hand or by a cleaner of old files, and the name may be another process's.
+        if rustix::fs::fstat(lock).is_ok_and(|stat| self.leads_to(&file, &stat)) {
+            self.unlink(&file);
+        }
+    }
+
     /// Whether this file is still the one behind its name.
-    fn leads_to(&self, file: &str, stat: &Stat) -> bool {
+    pub(super) fn leads_to(&self, file: &str, stat: &Stat) -> bool {
         rustix::fs::statat(&self.inner.directory, file, AtFlags::SYMLINK_NOFOLLOW)
             .is_ok_and(|now| (now.st_dev, now.st_ino) == (stat.st_dev, stat.st_ino))
     }
@@ -260,5 +270,62 @@ mod tests {
             assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
         }
         std::fs::remove_dir(folder).unwrap();
+    }
+
+    #[test]
+    fn a_close_removes_no_file_of_a_successor() {
+        let folder = std::env::temp_dir().join(format!("warpipe-successor-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+        let remove = |file: &str| std::fs::remove_file(folder.join(file)).unwrap();
+        let first = domain.claim(&name, false).unwrap();
+        ["a.sock", "a.lock"].into_iter().for_each(remove);
+        let second = domain.claim(&name, false).unwrap();
+        drop(first);
+        domain.connect(&name, Duration::ZERO).unwrap();
+        assert!(matches!(domain.claim(&name, false), Err(Error::NameTaken { .. })));
+        // Its socket alone is another one's.
+        remove("a.sock");
+        let socket = std::os::unix::net::UnixListener::bind(folder.join("a.sock")).unwrap();
+        drop(second);
+        assert!(folder.join("a.sock").exists() && !folder.join("a.lock").exists());
+        drop(socket);
+        remove("a.sock");
+        // Its lock alone has been removed.
+        let third = domain.claim(&name, false).unwrap();
+        remove("a.lock");
+        drop(third);
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+        std::fs::remove_dir(folder).unwrap();
+    }
+
+    #[test]
+    fn a_claim_that_fails_removes_no_lock_of_a_successor() {
+        let folder = std::env::temp_dir().join(format!("warpipe-failed-claim-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+        let failing = domain.lock(&name).unwrap();
+        std::fs::remove_file(folder.join("a.lock")).unwrap();
+        let second = domain.claim(&name, false).unwrap();
+        drop(failing);
+        assert!(folder.join("a.lock").exists());
+        drop(second);
+        std::fs::remove_dir(folder).unwrap();
+    }
+
+    #[test]
+    fn a_lock_file_that_cannot_be_written_does_not_stay() {
+        crate::hostile::alone(module_path!(), "a_lock_file_that_cannot_be_written_does_not_stay", || {
+            let folder = std::env::temp_dir().join(format!("warpipe-unwritten-{}", std::process::id()));
+            let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+            // SAFETY: no handler is installed; the limit is this process's, which ends with this test.
+            unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+            let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize);
+            let none = rustix::process::Rlimit { current: Some(0), ..limit };
+            rustix::process::setrlimit(rustix::process::Resource::Fsize, none).unwrap();
+            let claimed = domain.claim(&name, false).map(drop);
+            rustix::process::setrlimit(rustix::process::Resource::Fsize, limit).unwrap();
+            assert!(matches!(claimed, Err(Error::Os { call: "pwrite", .. })), "{claimed:?}");
+            assert!(domain.endpoints().unwrap().is_empty());
+            std::fs::remove_dir(folder).unwrap();
+        });
     }
 }
