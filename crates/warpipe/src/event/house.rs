@@ -39,6 +39,8 @@ pub(super) enum Ask {
     Close { index: u32, serial: u64, lane: Option<u8> },
     /// A recording that others are to know of; answered with nothing when they do.
     Recorded { index: u32, serial: u64, lane: u8, count: u64, now_ns: u64 },
+    /// A lane that was granted too late to be used; the opening stays.
+    Return { index: u32, serial: u64, lane: u8, grant: u64 },
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -46,8 +48,8 @@ pub(super) struct PageOf;
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum LaneOf {
-    /// This one, which stands at `from`.
-    Granted { lane: u8, from: u64 },
+    /// This one, which stands at `from`. No two grants of an event have the same number.
+    Granted { lane: u8, from: u64, grant: u64 },
     /// All are somebody's, or were somebody's who died.
     Full,
     /// The event is no more.
@@ -156,6 +158,9 @@ struct Slot {
     guests: HashMap<u64, u32>,
     /// Whose each lane is.
     lanes: [Option<u64>; LANES],
+    /// The numbers of the last grants of each lane, and of all.
+    grants: [u64; LANES],
+    granted: u64,
     /// Whether anybody has ever opened it.
     is_shared: bool,
     /// What guests record is being passed on.
@@ -257,6 +262,12 @@ impl House {
     /// Says what the maker has recorded.
     pub(super) fn recorded(&self, index: u32, recording: Recording, now_ns: u64) {
         self.rooms.lock().publish(index, recording, now_ns, None);
+    }
+
+    /// How often others have an event open.
+    #[cfg(test)]
+    pub(super) fn openings(&self, index: u32) -> u32 {
+        self.rooms.lock().slots[index as usize].guests.values().sum()
     }
 
     /// The last recording of an event by anybody.
@@ -363,6 +374,8 @@ impl State {
             raiser: Arc::new(words.raiser(index, 0, 0)),
             guests: HashMap::new(),
             lanes: [None; LANES],
+            grants: [0; LANES],
+            granted: 0,
             is_shared: false,
             is_forwarding: false,
         });
@@ -525,8 +538,19 @@ impl State {
         if let Entry::Vacant(place) = self.recorders.entry(caller) {
             place.insert(Recorder::of(desk, rooms, caller)?);
         }
-        self.slots[index as usize].lanes[number] = Some(caller);
-        Ok(LaneOf::Granted { lane: number as u8, from })
+        let slot = &mut self.slots[index as usize];
+        slot.granted += 1;
+        slot.lanes[number] = Some(caller);
+        slot.grants[number] = slot.granted;
+        Ok(LaneOf::Granted { lane: number as u8, from, grant: slot.granted })
+    }
+
+    /// A guest has not used a lane. One that has been granted anew since then stays.
+    fn take_back(&mut self, caller: u64, (index, serial): (u32, u64), lane: usize, grant: u64) {
+        let slot = self.slots.get(index as usize).filter(|slot| slot.serial == serial);
+        if slot.is_some_and(|slot| slot.lanes.get(lane) == Some(&Some(caller)) && slot.grants[lane] == grant) {
+            self.keep_lane(caller, index, lane);
+        }
     }
 
     /// What is left of a guest's lane is ours: all that it has reached, and its last recording.
@@ -687,6 +711,10 @@ impl Keep for Rooms {
             }
             Ask::Recorded { index, serial, lane, count, now_ns } => {
                 self.recorded(caller, (index, serial), Recording { lane: lane.into(), count }, now_ns);
+                Ok(Answer::default())
+            }
+            Ask::Return { index, serial, lane, grant } => {
+                self.lock().take_back(caller.id, (index, serial), lane.into(), grant);
                 Ok(Answer::default())
             }
         }

@@ -1,7 +1,7 @@
 //! The guest's side: the events of one other process that this one has opened.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
@@ -18,7 +18,7 @@ use crate::fork::own::Own;
 use crate::link::proof::Streams;
 use crate::link::watcher::{Next, Usage, Watched, Watcher};
 use crate::memory::raiser::Raiser;
-use crate::rendezvous::{ANSWER_TIMEOUT, Address, Kind, Visit, Visitor, encode};
+use crate::rendezvous::{ANSWER_TIMEOUT, Address, Gift, Kind, Visit, Visitor, decode, encode};
 
 /// A visit at another process's events, shared by all that this process has opened of them.
 pub(super) struct Lodging {
@@ -40,6 +40,7 @@ struct Guestbook {
     next: AtomicU64,
     is_over: AtomicBool,
     is_dead: AtomicBool,
+    lodging: OnceLock<Weak<Lodging>>,
 }
 
 /// An event that was opened.
@@ -73,7 +74,7 @@ impl Lodging {
         visitor.listen(guestbook.clone())?;
         let watcher = visitor.watcher().clone();
         watcher.tick(Arc::downgrade(&guestbook) as Weak<dyn Watched>);
-        Ok(Arc::new(Lodging {
+        let lodging = Arc::new(Lodging {
             home: Home::here(),
             visitor: Some(visitor),
             body: Body { ipc: None, domain: domain.path().to_path_buf(), ..body.clone() },
@@ -82,7 +83,9 @@ impl Lodging {
             streams: Arc::default(),
             device: device.clone(),
             watcher,
-        }))
+        });
+        let _ = lodging.guestbook.lodging.set(Arc::downgrade(&lodging));
+        Ok(lodging)
     }
 
     fn known(body: &Body, device: &Device) -> Option<Arc<Lodging>> {
@@ -133,12 +136,12 @@ impl Lodging {
     /// A lane to record on.
     pub(super) fn lane(&self, index: u32, serial: u64) -> Result<(usize, Arc<Raiser>)> {
         match self.ask::<LaneOf>(&Ask::Lane { index, serial })? {
-            LaneOf::Granted { lane, from } if (1..LANES).contains(&usize::from(lane)) && from <= FROM_MAX => {
+            LaneOf::Granted { lane, from, .. } if (1..LANES).contains(&usize::from(lane)) && from <= FROM_MAX => {
                 let lane = usize::from(lane);
                 let raiser = self.page(index as usize / EVENTS)?.raiser(index, lane, from);
                 Ok((lane, Arc::new(raiser)))
             }
-            LaneOf::Granted { lane, from } => Err(Error::Protocol {
+            LaneOf::Granted { lane, from, .. } => Err(Error::Protocol {
                 name: self.name().to_string(),
                 field: "lane",
                 found: format!("{lane} at {from}"),
@@ -199,6 +202,25 @@ impl Lodging {
         });
     }
 
+    /// Tells the maker something without waiting for it, as soon as it reads its socket.
+    fn post_soon(self: &Arc<Self>, ask: &Ask) {
+        let Ok(body) = encode(ask) else { return };
+        let lodging = self.clone();
+        self.watcher.retire(move || match lodging.visitor().post(&body) {
+            Err(Error::Timeout { .. }) => Usage::Held,
+            _ => Usage::Over,
+        });
+    }
+
+    /// Asks, and does not wait for the answer.
+    #[cfg(test)]
+    pub(super) fn ask_and_give_up(&self, ask: &Ask) {
+        let question = encode(ask).unwrap();
+        if let Ok(gift) = self.visitor().ask(&question, Duration::ZERO) {
+            self.guestbook.late(&question, gift);
+        }
+    }
+
     /// What names one of its events.
     pub(super) fn body(&self, index: u32, serial: u64) -> Body {
         Body { index, serial, ..self.body.clone() }
@@ -255,7 +277,30 @@ impl Guestbook {
     }
 }
 
+/// What gives back what a question has brought too late.
+fn give_back(question: &[u8], gift: &Gift) -> Option<Ask> {
+    let of = "events";
+    match decode(question, of).ok()? {
+        Ask::Open { index, serial } => {
+            decode(&gift.body, of).is_ok_and(|opened: bool| opened).then_some(Ask::Close { index, serial, lane: None })
+        }
+        Ask::Lane { index, serial } => match decode(&gift.body, of).ok()? {
+            LaneOf::Granted { lane, grant, .. } => Some(Ask::Return { index, serial, lane, grant }),
+            LaneOf::Full | LaneOf::Dropped => None,
+        },
+        _ => None,
+    }
+}
+
 impl Visit for Guestbook {
+    fn late(&self, question: &[u8], gift: Gift) {
+        // A visit that ends gives everything back.
+        let lodging = self.lodging.get().and_then(Weak::upgrade);
+        if let Some((lodging, back)) = lodging.zip(give_back(question, &gift)) {
+            lodging.post_soon(&back);
+        }
+    }
+
     fn ended(&self, _graceful: bool) {
         self.is_over.store(true, SeqCst);
     }

@@ -2,6 +2,8 @@
 
 use std::sync::mpsc::channel;
 
+use super::house::Ask;
+use super::layout::LANES;
 use super::*;
 use crate::backend::testing::{Holding, Wrapped};
 
@@ -306,4 +308,27 @@ fn while_the_driver_holds_up_a_recording_guests_come_and_go_and_another_thread_i
         reading.synchronize(WAIT).unwrap();
         assert!(guest.check(second).unwrap(), "a guest that came meanwhile gets it, too");
     });
+}
+
+#[test]
+fn lanes_and_openings_that_come_too_late_are_given_back() {
+    let stage = Stage::new("given-back");
+    let (event, stream) = (stage.create(), stage.stream());
+    let guest = stage.guest(&event);
+    let (Side::Guest(lodging, _), Side::Maker(house)) = (&guest.inner.side, &event.inner.side) else { unreachable!() };
+    let (index, serial) = (event.inner.index, event.inner.serial);
+    for _ in 1..LANES {
+        lodging.ask_and_give_up(&Ask::Open { index, serial });
+        lodging.ask_and_give_up(&Ask::Lane { index, serial });
+    }
+    let start = std::time::Instant::now();
+    while let Err(error) = guest.record(&stream) {
+        assert!(matches!(error, Error::Refused { .. }) && start.elapsed() < 3 * WAIT, "{error}");
+        std::thread::yield_now();
+    }
+    while house.openings(index) > 1 {
+        assert!(start.elapsed() < 3 * WAIT, "{} openings", house.openings(index));
+        std::thread::yield_now();
+    }
+    event.synchronize(WAIT).unwrap();
 }

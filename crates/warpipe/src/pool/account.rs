@@ -54,7 +54,7 @@ struct Porter(Arc<Page>);
 
 impl Visit for Porter {
     /// On the watcher's thread: a CPU store alone. Nothing has been enqueued on such a block.
-    fn late(&self, gift: Gift) {
+    fn late(&self, _: &[u8], gift: Gift) {
         if let Ok(Grant::Block(Lending { pair, value, .. })) = decode(&gift.body, "a pool")
             && pair < PAIRS_MAX
         {

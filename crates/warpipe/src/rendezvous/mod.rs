@@ -228,8 +228,8 @@ pub(crate) trait Visit: Send + Sync {
     /// to be let go, and nothing else. Also called when it is proven dead, before that is told.
     fn orphaned(&self) {}
 
-    /// An answer came for which nobody waits any more. What it gives is counted as ours all the same.
-    fn late(&self, _gift: Gift) {}
+    /// An answer came to a question that its caller has given up. What it gives is counted as ours all the same.
+    fn late(&self, _question: &[u8], _gift: Gift) {}
 
     /// The keeper says something that was not asked for.
     fn told(&self, _gift: Gift) {}

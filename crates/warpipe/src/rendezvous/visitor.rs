@@ -74,10 +74,18 @@ struct Inner {
 
 #[derive(Default)]
 struct Questions {
-    /// By serial number; `None` until the answer comes.
-    open: HashMap<u64, Option<Result<Gift>>>,
+    /// By serial number.
+    open: HashMap<u64, Place>,
     /// No more answers will come.
     is_over: bool,
+}
+
+/// One question.
+enum Place {
+    Waiting,
+    Answered(Result<Gift>),
+    /// The caller has given up. It counts until the answer comes, which is for the visit.
+    Abandoned(Vec<u8>),
 }
 
 /// Who stands at a keeper's door, and has not been let in yet.
@@ -252,15 +260,8 @@ impl Visitor {
             return Err(Error::argument("message", format!("{} bytes", body.len()), format!("up to {BODY_BYTES_MAX}")));
         }
         let serial = inner.next_serial.fetch_add(1, SeqCst);
-        let mut desk = inner.lock();
-        if desk.is_over {
-            return Err(inner.owner_gone());
-        }
-        if desk.open.len() >= ASKED_MAX {
-            return Err(Error::Timeout { what: format!("an answer of {:?}", inner.name), waited: Duration::ZERO });
-        }
-        desk.open.insert(serial, None);
-        drop(desk);
+        let start = Instant::now();
+        inner.take_place(serial, start, timeout)?;
         match inner.send(&Message::Ask { serial, body: body.to_vec() }) {
             // It has closed: what it said before, its goodbye for one, is the watcher's to read, who then ends our wait.
             Err(error) if has_closed(error) => {
@@ -268,11 +269,12 @@ impl Visitor {
             }
             Err(error) => {
                 inner.lock().open.remove(&serial);
+                inner.answered.notify_all();
                 return Err(inner.unsent(error));
             }
             Ok(()) => {}
         }
-        inner.wait_for(serial, timeout)
+        inner.wait_for((serial, body), start, timeout)
     }
 
     /// Tells the keeper something, as a question whose answer nobody waits for: for threads that must not wait.
@@ -377,24 +379,44 @@ impl Inner {
         }
     }
 
-    fn wait_for(&self, serial: u64, timeout: Duration) -> Result<Gift> {
-        let start = Instant::now();
+    /// A place for a question: waits for one while there are as many as there may be.
+    fn take_place(&self, serial: u64, start: Instant, timeout: Duration) -> Result<()> {
         let mut desk = self.lock();
         loop {
-            if let Some(Some(_)) = desk.open.get(&serial)
-                && let Some(Some(answer)) = desk.open.remove(&serial)
-            {
-                return answer;
+            if desk.is_over {
+                return Err(self.owner_gone());
+            }
+            if desk.open.len() < ASKED_MAX {
+                desk.open.insert(serial, Place::Waiting);
+                return Ok(());
             }
             let left = timeout.saturating_sub(start.elapsed());
-            if desk.is_over || left.is_zero() {
+            if left.is_zero() {
+                let what = format!("an answer of {:?} to one of {ASKED_MAX} earlier questions", self.name);
+                return Err(Error::Timeout { what, waited: timeout });
+            }
+            desk = self.answered.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn wait_for(&self, (serial, body): (u64, &[u8]), start: Instant, timeout: Duration) -> Result<Gift> {
+        let mut desk = self.lock();
+        loop {
+            if let Some(Place::Answered(_)) = desk.open.get(&serial)
+                && let Some(Place::Answered(answer)) = desk.open.remove(&serial)
+            {
+                self.answered.notify_all();
+                return answer;
+            }
+            if desk.is_over {
                 desk.open.remove(&serial);
-                let what = || format!("an answer of {:?} (process {})", self.name, self.peer.pid);
-                return Err(if desk.is_over {
-                    self.owner_gone()
-                } else {
-                    Error::Timeout { what: what(), waited: timeout }
-                });
+                return Err(self.owner_gone());
+            }
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                desk.open.insert(serial, Place::Abandoned(body.to_vec()));
+                let what = format!("an answer of {:?} (process {})", self.name, self.peer.pid);
+                return Err(Error::Timeout { what, waited: timeout });
             }
             desk = self.answered.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -405,13 +427,21 @@ impl Inner {
         if serial == UNASKED {
             return answer.into_iter().zip(self.visit()).for_each(|(gift, visit)| visit.told(gift));
         }
-        if let Some(place) = self.lock().open.get_mut(&serial) {
-            *place = Some(answer);
-            self.answered.notify_all();
-            return;
-        }
+        let mut desk = self.lock();
+        let question = match desk.open.get_mut(&serial) {
+            Some(place @ Place::Waiting) => {
+                *place = Place::Answered(answer);
+                return self.answered.notify_all();
+            }
+            Some(Place::Abandoned(question)) => std::mem::take(question),
+            // It was told, not asked, or has been answered before.
+            Some(Place::Answered(_)) | None => return,
+        };
+        desk.open.remove(&serial);
+        drop(desk);
+        self.answered.notify_all();
         if let (Ok(gift), Some(visit)) = (answer, self.visit()) {
-            visit.late(gift);
+            visit.late(&question, gift);
         }
     }
 
@@ -575,6 +605,68 @@ mod tests {
         std::thread::spawn(move || told.send(inner.on_ready(PROVEN)));
         assert_eq!(hears.recv_timeout(Duration::from_secs(10)), Ok(Next::Stop));
         assert!(visitor.is_dead() && visitor.is_over());
+        drop((visitor, keeper));
+        let _ = std::fs::remove_dir_all(folder);
+    }
+
+    struct Deaf;
+
+    impl Visit for Deaf {}
+
+    #[test]
+    fn a_question_beyond_the_limit_waits_for_another_one_to_be_answered() {
+        let folder = std::env::temp_dir().join(format!("warpipe-visitor-many-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("asked").unwrap());
+        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
+        let keeper = Keeper::open(&at, Admission::default(), Arc::new(Mute)).unwrap();
+        let (visitor, _) = Visitor::attach(&at, None, &[], Duration::ZERO).unwrap();
+        visitor.listen(Arc::new(Deaf)).unwrap();
+        let others = (0..ASKED_MAX as u64).map(|other| u64::MAX - other);
+        visitor.inner.lock().open.extend(others.map(|other| (other, Place::Waiting)));
+        let (short, start) = (Duration::from_millis(100), Instant::now());
+        let told = visitor.ask(b"a place?", short).map(drop);
+        assert!(matches!(told, Err(Error::Timeout { waited, .. }) if waited == short), "{told:?}");
+        assert!(start.elapsed() >= short, "it waits for a place");
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(|| visitor.ask(b"a place?", Duration::from_secs(60)).map(drop));
+            visitor.inner.on_answer(u64::MAX, Ok(Gift { body: Vec::new(), fds: Vec::new() }));
+            visitor.inner.wait_for((u64::MAX, &[]), Instant::now(), Duration::ZERO).unwrap();
+            asking.join().unwrap().unwrap();
+        });
+        drop((visitor, keeper));
+        let _ = std::fs::remove_dir_all(folder);
+    }
+
+    /// Hears of late answers.
+    struct Late(Mutex<std::sync::mpsc::Sender<Vec<u8>>>);
+
+    impl Visit for Late {
+        fn late(&self, question: &[u8], _: Gift) {
+            self.0.lock().unwrap().send(question.to_vec()).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_late_answer_comes_with_its_question_and_counts_until_then() {
+        let folder = std::env::temp_dir().join(format!("warpipe-visitor-late-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("late").unwrap());
+        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
+        let keeper = Keeper::open(&at, Admission::default(), Arc::new(Mute)).unwrap();
+        // The watcher's part is played here, after the timeout.
+        let (visitor, _) = Visitor::attach(&at, None, &[], Duration::ZERO).unwrap();
+        let (tells, told) = channel();
+        *visitor.inner.visit.lock().unwrap() = Some(Arc::new(Late(Mutex::new(tells))));
+        let asked = visitor.ask(b"in time?", Duration::ZERO).map(drop);
+        assert!(matches!(asked, Err(Error::Timeout { .. })), "{asked:?}");
+        assert_eq!(visitor.inner.lock().open.len(), 1);
+        let answer = loop {
+            assert_eq!(visitor.inner.on_socket(), Next::Keep);
+            match told.try_recv() {
+                Ok(answer) => break answer,
+                Err(_) => std::thread::yield_now(),
+            }
+        };
+        assert_eq!((answer, visitor.inner.lock().open.len()), (b"in time?".to_vec(), 0));
         drop((visitor, keeper));
         let _ = std::fs::remove_dir_all(folder);
     }
