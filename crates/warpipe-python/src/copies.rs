@@ -143,10 +143,11 @@ impl Copies {
         };
         let target = reader.follow(py)?.clone();
         if bytes > 0 {
+            // Before the copy: a wait that is interrupted leaves nothing behind that writes the target.
+            self.wait_for_room(py, &target, patience)?;
             // Dropped with the interpreter, whatever happens without it.
             let mut keep = Some(keep);
             py.detach(|| copy(&target, to, bytes, &from, meets).and_then(|()| self.keep(&target, &mut keep)))?;
-            self.wait_for_room(py, &target, patience)?;
         }
         // The tensor's owner may write it again behind its own stream.
         reader.lead(py)?;
@@ -163,7 +164,7 @@ impl Copies {
     /// Waits, at most `patience`, if too many copies are on their way.
     fn wait_for_room(&self, py: Python<'_>, stream: &warpipe::Stream, patience: Option<Duration>) -> PyResult<()> {
         sweep(py);
-        if self.open.load(Ordering::Acquire) > COPIES_MAX {
+        if self.open.load(Ordering::Acquire) >= COPIES_MAX {
             let done = in_slices(py, patience, |slice| none_if_late(stream.synchronize(slice)))?;
             done.ok_or_else(|| late("the end of a copy".into(), patience))?;
         }

@@ -63,14 +63,15 @@ def sleeps(thread):
         return next(int(line.split()[1]) for line in status if line.startswith("voluntary"))
 
 
-def interrupted_by(wait, arrival, handler=lambda: None, by=signal.SIGUSR1, slices=0):
-    """Runs ``wait`` on this thread; once it sleeps, and has done so ``slices`` times, a signal comes, whose ``handler`` runs
-    and raises, and right behind it what it waits for."""
+def interrupted_by(wait, arrival, handler=lambda: None, by=signal.SIGUSR1, slices=0, ahead=lambda: None):
+    """Runs ``wait`` on this thread; once ``ahead`` has returned and it sleeps, and has done so ``slices`` times, a signal
+    comes, whose ``handler`` runs and raises, and right behind it what it waits for."""
     begun, main, faults = threading.Event(), threading.get_native_id(), []
 
     def come():
         try:
             begun.wait(LIMIT_SECONDS)
+            ahead()
             before = sleeps(main)
             until(lambda: is_asleep(main) and sleeps(main) >= before + slices, "the wait")
             os.kill(os.getpid(), by)
@@ -309,6 +310,53 @@ def test_an_interrupted_request_has_asked_nobody(open_client, domain, device, by
                 assert request.tobytes() == b"next"
                 request.reply()
             pending.result().release()
+
+
+@by_any_handler
+def test_an_interrupted_call_calls_its_request_off(open_client, domain, device, by):
+    client = open_client()
+    with warpipe.Server("embed", domain=domain, device=device) as server:
+        accepted = []
+
+        def asked():
+            accepted.append(server.accept(LIMIT_SECONDS))
+
+        late = lambda: accepted[-1].reply(b"too late")  # noqa: E731
+        interrupted_by(lambda: client.call(b"interrupted"), late, by=by, ahead=asked)
+        state = client.state
+        assert state.waiting + state.finished == 0
+        pending = client.request(b"next")
+        with server.accept(LIMIT_SECONDS) as request:
+            assert request.tobytes() == b"next"
+            request.reply(b"reply")
+        assert pending.result().tobytes() == b"reply"
+
+
+@by_any_handler
+@long_or_not
+def test_an_interrupted_wait_for_a_permit_has_taken_none(domain, device, by, slices):
+    both = {"domain": domain, "device": device}
+    with warpipe.Semaphore.create("turns", **both) as semaphore:
+        for stream in (None, warpipe.Stream(device)):
+            permit = semaphore.acquire()
+            interrupted_by(lambda s=stream: semaphore.acquire(s, LIMIT_SECONDS), permit.release, by=by, slices=slices)
+            semaphore.acquire(stream, LIMIT_SECONDS).release()
+        with semaphore.acquire(None, LIMIT_SECONDS):
+            pass
+
+
+@by_any_handler
+@long_or_not
+def test_an_interrupted_wait_for_memory_has_taken_none(open_publisher, domain, device, by, slices):
+    publisher = open_publisher(memory_limit=2 << 20, loan_timeout=LIMIT_SECONDS)
+    with warpipe.Pool.create("scratch", memory_limit=2 << 20, domain=domain, device=device) as pool:
+        for take in (lambda: publisher.loan(3 << 19, "uint8"), lambda: pool.allocate(3 << 19, timeout=LIMIT_SECONDS)):
+            for _ in range(2):
+                held = take()
+                let_go = getattr(held, "discard", None) or held.release
+                interrupted_by(take, let_go, by=by, slices=slices)
+            last = take()
+            (getattr(last, "discard", None) or last.release)()
 
 
 @by_any_handler
