@@ -1,9 +1,9 @@
 //! What one process's handles and permits of a semaphore share. **This module is marked for unsafe**: it hands the words
 //! that streams wait for to the device.
 
-use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::SPINS;
@@ -50,6 +50,9 @@ pub(super) struct Core {
     signals: Arc<Signals>,
     survivor: Arc<Survivor>,
     watcher: Arc<Watcher>,
+    /// A thread gets to know members for those that only try; why the last one failed.
+    is_meeting: AtomicBool,
+    meeting: Mutex<Option<Error>>,
     /// `None` only while dropping.
     pub(super) side: Option<Side>,
 }
@@ -73,6 +76,8 @@ impl Core {
             watcher: signals.watcher().clone(),
             signals,
             survivor,
+            is_meeting: AtomicBool::new(false),
+            meeting: Mutex::new(None),
             side: Some(side),
         }
     }
@@ -180,6 +185,43 @@ impl Core {
             }
         }
         Ok(())
+    }
+
+    /// Keeps this process from getting to know anybody.
+    #[cfg(test)]
+    pub(super) fn hold_meetings(&self) -> impl Drop {
+        self.signals.meeting.lock(ANSWER_TIMEOUT, String::new).unwrap()
+    }
+
+    /// Whether streams of this process can wait for all that are to signal this permit.
+    pub(super) fn knows_signallers(&self, permit: u32) -> bool {
+        self.room.word(permit).reached(self.room.due(permit))
+            || self.room.under_way(permit).all(|(_, member)| self.knows(member))
+    }
+
+    /// Begins to get to know them on a thread of its own, one at a time: they may stand still.
+    ///
+    /// # Errors
+    /// Why the last one could not: told once.
+    pub(super) fn meet_elsewhere(self: &Arc<Self>, permit: u32) -> Result<()> {
+        if let Some(error) = self.meeting.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Err(error);
+        }
+        if self.is_meeting.swap(true, SeqCst) {
+            return Ok(());
+        }
+        let me = self.clone();
+        let meet = move || {
+            match me.meet_signallers(permit, ANSWER_TIMEOUT) {
+                Ok(()) | Err(Error::Timeout { .. }) => {}
+                Err(error) => *me.meeting.lock().unwrap_or_else(PoisonError::into_inner) = Some(error),
+            }
+            me.is_meeting.store(false, SeqCst);
+        };
+        std::thread::Builder::new().name("warpipe-meet".into()).spawn(meet).map(drop).map_err(|error| {
+            self.is_meeting.store(false, SeqCst);
+            Error::Os { call: "clone", context: "a thread that gets to know members".into(), source: error }
+        })
     }
 
     fn no_answer(&self, waited: Duration) -> Error {

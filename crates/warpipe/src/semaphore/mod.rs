@@ -216,7 +216,8 @@ impl Semaphore {
         }
     }
 
-    /// Takes a permit if one is free and nobody waits for it.
+    /// Takes a permit if one is free and nobody waits for it. Waits for no other process: until this one knows all whose
+    /// work on the permit is under way, which takes a few messages the first time, the permit counts as taken.
     ///
     /// # Errors
     /// As for [`acquire`](Self::acquire), without the timeout: a permit that has too much work under way is none.
@@ -225,6 +226,12 @@ impl Semaphore {
         let Some(permit) = self.try_take()? else { return Ok(None) };
         if !self.core.has_room_for_work(permit.index) {
             return Ok(None);
+        }
+        if !self.core.knows_signallers(permit.index) {
+            let index = permit.index;
+            // Handed on first: others may know them.
+            drop(permit);
+            return self.core.meet_elsewhere(index).map(|()| None);
         }
         self.join(permit, stream, ANSWER_TIMEOUT, &mut Stopwatch::default()).map(Some)
     }

@@ -271,6 +271,34 @@ fn a_permit_that_is_held_makes_others_time_out_until_it_is_released() {
 }
 
 #[test]
+fn a_try_does_not_wait_to_get_to_know_the_last_holder_and_holds_no_permit_meanwhile() {
+    let (stage, device) = (Stage::new("strangers"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let ((go, held), (busy, stream)) = (mpsc::channel::<()>(), (device.stream().unwrap(), device.stream().unwrap()));
+    busy.call(move || assert!(held.recv().is_err())).unwrap();
+    member.acquire(&busy, WAIT).unwrap().release(&busy).unwrap();
+    // As while the last holder stands still.
+    let meeting = creator.core.hold_meetings();
+    for _ in 0..3 {
+        assert!(creator.try_acquire(&stream).unwrap().is_none());
+        assert_eq!(creator.available(), 1);
+    }
+    drop(meeting);
+    let start = Instant::now();
+    let permit = loop {
+        assert!(start.elapsed() < 3 * WAIT, "known by now");
+        match creator.try_acquire(&stream).unwrap() {
+            Some(permit) => break permit,
+            None => std::thread::yield_now(),
+        }
+    };
+    assert!(!stream.is_idle().unwrap(), "behind the last holder's work");
+    drop(go);
+    stream.synchronize(WAIT).unwrap();
+    permit.release(&stream).unwrap();
+}
+
+#[test]
 fn who_is_called_off_leaves_the_line_and_the_next_is_served() {
     let (stage, device) = (Stage::new("called-off"), Device::host());
     let (creator, member) = stage.both(&device, 1);
