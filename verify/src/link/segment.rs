@@ -30,7 +30,8 @@ pub(crate) struct Entry {
     pub(crate) turn: AtomicU64,
     pub(crate) sequence: AtomicU64,
     pub(crate) ready: TimelineWord,
-    pub(crate) words: [AtomicU64; 59],
+    pub(crate) words: [AtomicU64; 58],
+    pub(crate) given_up: AtomicU64,
     pub(crate) aborted: AtomicU64,
     pub(crate) released: TimelineWord,
 }
@@ -53,6 +54,7 @@ impl Segment {
             sequence: AtomicU64::default(),
             ready: TimelineWord::default(),
             words: std::array::from_fn(|_| AtomicU64::default()),
+            given_up: AtomicU64::default(),
             aborted: AtomicU64::default(),
             released: TimelineWord::default(),
         };
@@ -67,6 +69,7 @@ impl Segment {
         for entry in &self.entries {
             entry.turn.touch();
             entry.sequence.touch();
+            entry.given_up.touch();
             entry.aborted.touch();
             touch(&entry.ready);
             touch(&entry.released);

@@ -68,7 +68,7 @@ const STRIDES: usize = SHAPE + RANK_MAX;
 const META: usize = STRIDES + RANK_MAX;
 const META_WORDS: usize = META_BYTES_MAX / 8;
 const COMPLETION: usize = META + META_WORDS;
-const _: () = assert!(COMPLETION == 53 && COMPLETION + 2 <= 59);
+const _: () = assert!(COMPLETION == 53 && COMPLETION + 2 <= 58);
 
 /// The strides follow from the shape and are not written.
 const CONTIGUOUS: u64 = 1;

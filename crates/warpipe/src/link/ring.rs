@@ -179,7 +179,53 @@ impl SenderRing {
 /// its sequence number is spent, and a reader that may miss none would see a gap. Its stream is let go by `ready`, which
 /// is to be stored when nothing writes the slot any more.
 pub(crate) fn give_up(segment: &Segment, position: u64) {
-    segment.entry(position).aborted.store(position, Release);
+    let (entry, lap) = (segment.entry(position), lap_of(segment, position));
+    // Whoever sees `aborted` sees at least this history.
+    let history = History(entry.given_up.load(Acquire)).with(lap);
+    entry.given_up.store(history.0, Release);
+    entry.aborted.store(position, Release);
+}
+
+/// Whether the sender has given up the sample at `position`, whose `ready` was found reached before: also when its entry has
+/// been used again since then. So long after it that nobody knows any more, and its entry has seen a sample given up since,
+/// it counts as given up.
+#[inline]
+pub(crate) fn was_given_up(segment: &Segment, position: u64) -> bool {
+    let last = segment.entry(position).aborted.load(Acquire);
+    last >= position && (last == position || was_given_up_before(segment, position, last))
+}
+
+#[cold]
+fn was_given_up_before(segment: &Segment, position: u64, last: u64) -> bool {
+    let (lap, last) = (lap_of(segment, position), lap_of(segment, last));
+    last - lap >= LAPS_KNOWN || History(segment.entry(position).given_up.load(Acquire)).has(lap)
+}
+
+/// How often an entry was used before `position` fell on it.
+fn lap_of(segment: &Segment, position: u64) -> u64 {
+    position / u64::from(segment.depth())
+}
+
+/// How many laps a [`History`] reaches back.
+const LAPS_KNOWN: u64 = 32;
+
+/// Which laps of an entry were given up: the low half of the last such lap's number, and a bit for each of the laps that end
+/// with it, that one's lowest. In one word, so that a reader finds both of one time.
+#[derive(Debug, Clone, Copy)]
+struct History(u64);
+
+impl History {
+    fn with(self, lap: u64) -> History {
+        let (lap, passed) = (lap as u32, (lap as u32).wrapping_sub((self.0 >> 32) as u32));
+        let before = (self.0 as u32).checked_shl(passed).unwrap_or(0);
+        History(u64::from(lap) << 32 | u64::from(before | 1))
+    }
+
+    /// Of a lap that is too far back nothing is known, and it counts as given up.
+    fn has(self, lap: u64) -> bool {
+        let back = ((self.0 >> 32) as u32).wrapping_sub(lap as u32);
+        (self.0 as u32).checked_shr(back).is_none_or(|laps| laps & 1 == 1)
+    }
 }
 
 /// Counts a release of the receiver's. Returns whether the sender sleeps.

@@ -87,8 +87,11 @@ pub(crate) struct Entry {
     /// proven death, by the receiver's watcher).
     pub(crate) ready: TimelineWord,
     /// The rest of the description, as [`entry`](super::entry) packs it.
-    pub(crate) words: [AtomicU64; 59],
-    /// The position whose data the sender will never complete, though it lives. Written before `ready`.
+    pub(crate) words: [AtomicU64; 58],
+    /// Which positions of this entry the sender gave up, as far back as the word reaches: see
+    /// [`was_given_up`](super::ring::was_given_up). Written before `aborted`.
+    pub(crate) given_up: AtomicU64,
+    /// The last position whose data the sender will never complete, though it lives. Written before `ready`.
     pub(crate) aborted: AtomicU64,
     /// Reaches the position when the receiver's work on the sample is done. Written by the receiver's stream.
     pub(crate) released: TimelineWord,
@@ -106,7 +109,7 @@ const _: () = {
     assert!(offset_of!(ReceiverWords, asleep) == 128 && offset_of!(ReceiverWords, released) == 256);
     assert!(size_of::<Entry>() == 640);
     assert!(offset_of!(Entry, sequence) == 8 && offset_of!(Entry, ready) == 16);
-    assert!(offset_of!(Entry, words) == 32 && offset_of!(Entry, aborted) == 504);
+    assert!(offset_of!(Entry, words) == 32 && offset_of!(Entry, given_up) == 496 && offset_of!(Entry, aborted) == 504);
     assert!(offset_of!(Entry, released) == 512);
 };
 
