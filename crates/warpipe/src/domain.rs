@@ -27,7 +27,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 pub(crate) use self::author::Author;
 use self::lock::{Cleared, is_owned, read_author};
 pub(crate) use self::watch::Arrivals;
-use crate::error::{Error, Holder, Result};
+use crate::error::{Error, HandshakeFault, Holder, Result};
 use crate::fork::{Home, PrivateFd};
 use crate::link::closer::{Listener, PeerSocket};
 use crate::os;
@@ -361,15 +361,43 @@ impl Domain {
         loop {
             match self.dial(&file) {
                 Ok(socket) => return Ok(socket),
-                Err(error @ (Errno::NOENT | Errno::CONNREFUSED)) => return Err(absent(error == Errno::CONNREFUSED)),
-                Err(Errno::ACCESS | Errno::PERM) => {
-                    let detail = "the socket's permissions".to_string();
-                    return Err(Error::AccessDenied { name: name.to_string(), detail });
-                }
                 Err(Errno::AGAIN) if start.elapsed() < timeout => backoff.pause(),
-                Err(Errno::PROTOTYPE | Errno::NOTSOCK) => return Err(self.foreign(&file, "no endpoint's socket")),
-                Err(error) => return Err(Error::os("connect", format!("endpoint {name}"), error)),
+                Err(Errno::AGAIN) => {
+                    // Who listens takes nobody in: it is stopped, or hung.
+                    let fault = HandshakeFault::Silent(timeout);
+                    return Err(Error::Handshake { name: name.to_string(), fault });
+                }
+                Err(error) => return Err(self.not_connected(name, &file, error, absent)),
             }
+        }
+    }
+
+    /// Connects to the endpoint `name` at once; `None` while its backlog is full.
+    pub(crate) fn connect_now(&self, name: &EndpointName) -> Result<Option<PeerSocket>> {
+        let file = name.file("", ".sock");
+        let absent = |_| Error::NoPublisher { name: name.to_string() };
+        match self.dial(&file) {
+            Ok(socket) => Ok(Some(socket)),
+            Err(Errno::AGAIN) => Ok(None),
+            Err(error) => Err(self.not_connected(name, &file, error, absent)),
+        }
+    }
+
+    fn not_connected(
+        &self,
+        name: &EndpointName,
+        file: &str,
+        error: Errno,
+        absent: impl FnOnce(bool) -> Error,
+    ) -> Error {
+        match error {
+            Errno::NOENT | Errno::CONNREFUSED => absent(error == Errno::CONNREFUSED),
+            Errno::ACCESS | Errno::PERM => {
+                let detail = "the socket's permissions".to_string();
+                Error::AccessDenied { name: name.to_string(), detail }
+            }
+            Errno::PROTOTYPE | Errno::NOTSOCK => self.foreign(file, "no endpoint's socket"),
+            error => Error::os("connect", format!("endpoint {name}"), error),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::link::watcher::{Next, Watcher};
+use crate::link::watcher::Watcher;
 
 #[path = "../../../crates/warpipe/src/channel/inlet/vigil.rs"]
 pub(crate) mod vigil;
@@ -13,8 +13,8 @@ pub(crate) struct Inlet {
 }
 
 impl Inlet {
-    fn on_message(&self) -> Next {
-        Next::Stop
+    fn hear_last_words(&self) -> bool {
+        true
     }
 }
 

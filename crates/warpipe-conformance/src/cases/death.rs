@@ -3,14 +3,14 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Layout, Sample, Subscriber};
+use warpipe::{Error, Layout, PeerState, Sample, Subscriber};
 
 use super::{Case, all_whole};
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::guard::PublisherGuard;
 use crate::payload::Payload;
-use crate::peer::{Batch, Order, PublisherPlan, SubscriberPlan};
+use crate::peer::{Batch, Order, PolicyPlan, PublisherPlan, SubscriberPlan};
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
@@ -19,6 +19,11 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a killed publisher's samples stay readable while they are held", held_samples_survive).ends_clients(),
     Case::new("a sample whose writer is killed is lost, and the reader's stream goes on", unfinished_samples_are_lost)
         .ends_clients(),
+    Case::new(
+        "complete samples behind one that a killed publisher left incomplete are received, whatever the policy",
+        behind_a_lost_one,
+    )
+    .ends_clients(),
     Case::new(
         "a complete sample of the history counts for a late joiner that its publisher could not tell so any more",
         history_survives,
@@ -119,6 +124,40 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
         }
     }
     stream.synchronize(PATIENCE).context("the reader's stream goes on")
+}
+
+/// A publisher with two streams: one of them stands still when it is killed. Nobody has taken anything before its death
+/// is proven.
+fn behind_a_lost_one(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let mut tally = context.tally()?;
+    let policies = [PolicyPlan::Block(10_000), PolicyPlan::Fail, PolicyPlan::DropNewest, PolicyPlan::DropOldest];
+    for policy in policies {
+        let mut peer = context.peer()?;
+        peer.publish(PublisherPlan { policy: Some(policy), ..PublisherPlan::of("mortal") })?;
+        let mut subscriber = context.subscriber("mortal").build()?;
+        peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
+        peer.ask(&Order::SendBehindGate(Batch::of(2, WORDS, 2)))?;
+        peer.ask(&Order::SendAside(Batch::of(2, WORDS, 4)))?;
+        peer.kill()?;
+        let is_proven = || subscriber.publisher_state() == Some(PeerState::Dead);
+        ensure!(eventually(PATIENCE, is_proven), "its death is proven");
+        for due in [1, 4, 5] {
+            let sample = loop {
+                let sample = subscriber.receive(&stream).with_context(|| format!("sample {due} with {policy:?}"))?;
+                if ![2, 3].contains(&sample.sequence()) {
+                    break sample;
+                }
+                // Proven a moment ago: the rescue comes by after this one was taken.
+                let lost = sample.finish(PATIENCE);
+                ensure!(matches!(lost, Err(Error::SampleLost { .. })), "an unfinished sample gave {lost:?}");
+            };
+            ensure!(sample.sequence() == due, "sample {} where {due} is due with {policy:?}", sample.sequence());
+            ensure!(tally.finish(sample)? == 0, "sample {due} is whole");
+        }
+        expect_death(subscriber.receive(&stream), peer.id())?;
+    }
+    Ok(())
 }
 
 fn history_survives(context: &Context) -> Result<()> {

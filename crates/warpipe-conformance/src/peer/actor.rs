@@ -117,6 +117,12 @@ impl Actor {
                 self.streams()?.sending.synchronize(PATIENCE)?;
                 return Ok(Answer::Number(sequence));
             }
+            Order::SendAside(batch) => {
+                let aside = self.context.stream()?;
+                let sequence = self.send_on(&aside, batch)?;
+                aside.synchronize(PATIENCE)?;
+                return Ok(Answer::Number(sequence));
+            }
             Order::Stream(batch) => self.stream(batch)?,
             Order::Receive { subscriber, count, hold } => {
                 return (0..count).map(|_| self.receive(subscriber, hold)).collect::<Result<_>>().map(Answer::Items);
@@ -204,9 +210,13 @@ impl Actor {
 
     fn send(&mut self, batch: Batch) -> Result<u64> {
         let stream = self.streams()?.sending.clone();
+        self.send_on(&stream, batch)
+    }
+
+    fn send_on(&mut self, stream: &Stream, batch: Batch) -> Result<u64> {
         let mut sequence = 0;
         for payload in Self::payloads(batch) {
-            sequence = payload.send(self.publisher()?, &stream)?;
+            sequence = payload.send(self.publisher()?, stream)?;
         }
         Ok(sequence)
     }

@@ -203,6 +203,8 @@ pub enum Order {
     OpenGate,
     /// Loan, fill, send, and wait until all data is complete.
     SendAndWait(Batch),
+    /// The same on a stream of its own, whatever the sending stream waits for.
+    SendAside(Batch),
     /// Send until killed, or until the orders end. Writes a line `ready N` whenever the data of sample N is complete.
     Stream(Batch),
     /// Receive and check so many samples. Answers with the items; held ones are checked when they are released.

@@ -1,32 +1,33 @@
 //! The subscriber's end of one link: the handshake, the regions, and what its publisher's death means here.
 
 mod handshake;
+mod regions;
 mod vigil;
 
 use std::os::fd::AsFd;
-use std::sync::atomic::AtomicU32;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
-pub(super) use self::handshake::SubscriberIdentity;
-use self::handshake::{Greeter, Welcome, import};
+use self::handshake::Welcome;
+pub(super) use self::handshake::{Approach, SubscriberIdentity};
+use self::regions::Announced;
 pub(super) use self::vigil::Standing;
-use self::vigil::{LAST_WORDS, Vigil};
+use self::vigil::Vigil;
 use crate::backend::{Access, DeviceId, StreamOp};
 use crate::clock::now_ns;
 use crate::device::Device;
-use crate::domain::{Domain, EndpointName};
+use crate::domain::EndpointName;
 use crate::error::{Error, Result};
 use crate::fork::Home;
 use crate::link::PeerState;
-use crate::link::closer::{PeerFd, PeerSocket};
+use crate::link::closer::PeerSocket;
 use crate::link::entry::{Completion, Violation};
 use crate::link::message::{self, Farewell, Message, Received};
 use crate::link::peer::{Peer, Sign};
 use crate::link::proof::{Proof, Streams};
-use crate::link::pulse::{Pulse, Uptime};
-use crate::link::ring::count_release;
+use crate::link::pulse::Pulse;
+use crate::link::ring::{self, count_release};
 use crate::link::segment::Segment;
 use crate::link::wake::{Bell, Wake};
 use crate::link::watcher::{Next, Usage, Watch, Watched, Watcher};
@@ -37,8 +38,8 @@ use crate::stream::Stream;
 const SOCKET: u64 = 0;
 const SUSPECT: u64 = 1;
 
-/// Regions announced and not mapped yet; memory doubles with each, so nobody honest comes near.
-const MAPPING_MAX: u32 = 128;
+/// How often a dead publisher's socket is read once more.
+const LAST_WORDS: usize = 64;
 
 /// Messages taken from the socket before other links have their turn.
 const MESSAGES_AT_ONCE: usize = 16;
@@ -86,8 +87,7 @@ pub(crate) struct Inlet {
     /// Declared first: they end before their descriptors are closed.
     words: OnceLock<[Watch; 2]>,
     me: Weak<Inlet>,
-    /// Announcements of regions that the attendant has not dealt with.
-    mapping: AtomicU32,
+    announced: Announced,
     pub(super) home: Home,
     pub(super) name: String,
     pub(super) peer: Arc<Peer>,
@@ -109,36 +109,6 @@ pub(crate) struct Inlet {
 }
 
 impl Inlet {
-    /// Connects, shakes hands and maps everything. On an error nothing is left, on either side.
-    pub(super) fn connect(
-        domain: &Domain,
-        name: &EndpointName,
-        device: &Device,
-        bell: &Arc<Bell>,
-        timeout: Duration,
-        orphan_timeout: Duration,
-        SubscriberIdentity { kind, generation }: SubscriberIdentity,
-    ) -> Result<Arc<Inlet>> {
-        let watcher = Watcher::of_process()?;
-        let socket = domain.connect(name, timeout)?;
-        let peer = Peer::of(socket.as_fd(), name.as_str())?;
-        if peer.uid != domain.owner() {
-            let detail = format!("uid {} listens in a domain of uid {}", peer.uid, domain.owner());
-            return Err(Error::AccessDenied { name: name.to_string(), detail });
-        }
-        let greeter = Greeter { socket: &socket, name: name.as_str(), kind, clock: Uptime::default(), timeout };
-        greeter.hello(&Message::Hello { generation, device: device.info().id, kind })?;
-        let mut welcome = greeter.welcome(device, &peer)?;
-        match greeter.settle(device, &mut welcome) {
-            Ok(regions) => Inlet::assemble(welcome, regions, name, device, bell, socket, peer, watcher, orphan_timeout),
-            Err(error) => {
-                // Not here: to unregister memory, a driver may wait for a stream that waits for a peer.
-                watcher.bury(Box::new(welcome));
-                Err(error)
-            }
-        }
-    }
-
     #[expect(clippy::too_many_arguments, reason = "the parts of one link, each made by another step of `connect`")]
     fn assemble(
         welcome: Welcome,
@@ -165,7 +135,7 @@ impl Inlet {
         let inlet = Arc::new_cyclic(|me: &Weak<Inlet>| Inlet {
             words: OnceLock::new(),
             me: me.clone(),
-            mapping: AtomicU32::new(0),
+            announced: Announced::default(),
             home: Home::here(),
             name: name.to_string(),
             peer,
@@ -358,7 +328,7 @@ impl Inlet {
         let entry = self.segment().entry(position);
         // `ready` first: a rescue, and a sender that gives up, mark the loss before the word is stored.
         let reached = entry.ready.reached(position);
-        if self.vigil().has_lost(index, position) || entry.aborted.load(Acquire) == position {
+        if self.vigil().has_lost(index, position) || ring::was_given_up(self.segment(), position) {
             return Err(Error::SampleLost { name: self.name.clone(), sequence, pid: self.peer.pid });
         }
         Ok(reached)
@@ -437,46 +407,24 @@ impl Inlet {
                     self.vigil().stand(Standing::Suspect);
                     return Next::Stop;
                 }
+                Err(error) if message::is_short(&error) => {
+                    self.announced.leave_unread(error);
+                    return Next::Later;
+                }
                 Err(error) => {
                     self.fail(error);
                     return Next::Stop;
                 }
             }
+            self.announced.has_been_read();
         }
         Next::Keep
     }
 
-    /// Leaves the mapping of a region to the attendant, who takes them in order.
-    fn map_soon(&self, id: u32, bytes: u64, fds: Vec<PeerFd>) {
-        // Each one waiting holds a descriptor of ours: a publisher that announces without end must not take them all.
-        let is_flood = self.mapping.fetch_add(1, SeqCst) >= MAPPING_MAX;
-        let inlet = self.me.clone();
-        let map = move || {
-            let Some(inlet) = inlet.upgrade() else { return };
-            if let Err(error) = inlet.map_region(id, bytes, fds) {
-                inlet.fail(error);
-            }
-            inlet.mapping.fetch_sub(1, SeqCst);
-            inlet.bell.ring();
-        };
-        if is_flood {
-            let found = "more announcements than can be queued".to_string();
-            let violation = Violation { field: "regions", found, allowed: format!("at most {MAPPING_MAX}") };
-            return self.fail(self.violation(violation));
-        }
-        self.watcher.attend(Box::new(map));
-    }
-
-    /// Whether regions have been announced that are not mapped yet.
-    pub(super) fn is_mapping(&self) -> bool {
-        self.mapping.load(SeqCst) > 0
-    }
-
-    fn map_region(&self, id: u32, bytes: u64, fds: Vec<PeerFd>) -> Result<()> {
-        let mut regions = self.regions();
-        let region = import(&self.device, (id, bytes), regions.len(), &fds, self.access, self.owner, &self.name)?;
-        regions.push(region);
-        Ok(())
+    /// Reads what a publisher that does no more said before, which is in its socket whenever that comes to its end. False if
+    /// some of it is left for want of room.
+    fn hear_last_words(&self) -> bool {
+        (0..LAST_WORDS).map(|_| self.on_message()).find(|&next| next != Next::Keep) != Some(Next::Later)
     }
 
     fn on_farewell(&self, farewell: Farewell) {
@@ -496,8 +444,10 @@ impl Watched for Inlet {
         match tag {
             _ if !self.home.is_here() => Next::Stop,
             SUSPECT => {
-                // What it said before is in its socket, whenever that comes to its end.
-                let _ = (0..LAST_WORDS).all(|_| self.on_message() == Next::Keep);
+                // Its end is told behind what it said, its goodbye for one.
+                if !self.hear_last_words() {
+                    return Next::Later;
+                }
                 self.vigil().stand(Standing::Suspect);
                 Next::Stop
             }
@@ -509,6 +459,7 @@ impl Watched for Inlet {
         let header = self.segment().header();
         header.receiver.heartbeat_ns.store(now_ns, Relaxed);
         self.pulse.tick(header.sender.heartbeat_ns.load(Relaxed));
+        self.map_again();
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::mem::MaybeUninit;
 mod arrival;
+mod attempt;
 mod builder;
 #[cfg(test)]
 mod tests;
@@ -16,7 +17,8 @@ use rustix::event::epoll;
 pub(crate) use arrival::{Arrival, Awaited};
 pub use builder::SubscriberBuilder;
 
-use super::inlet::{Inlet, Standing, SubscriberIdentity};
+use self::attempt::Attempt;
+use super::inlet::{Approach, Inlet, Standing, SubscriberIdentity};
 use super::sample::{Discontinuity, Sample};
 use crate::backend::DevicePtr;
 use crate::device::Device;
@@ -100,6 +102,8 @@ pub struct Subscriber {
     /// Ends the sleep of an event loop when only another look can help. Made when it is first needed.
     timer: Option<PrivateFd>,
     attached: Option<Attached>,
+    /// The next publisher, which has not answered yet.
+    attempt: Option<Attempt>,
     discontinuity: Option<Discontinuity>,
     dropped_before: u64,
     spin: Spin,
@@ -162,6 +166,7 @@ impl Subscriber {
             is_asleep: AtomicBool::new(false),
             timer: None,
             attached: None,
+            attempt: None,
             discontinuity: None,
             dropped_before: 0,
             spin,
@@ -191,13 +196,25 @@ impl Subscriber {
     }
 
     fn attach(&mut self) -> Result<()> {
+        let inlet = self.approach().attach()?;
+        self.attached_by(inlet)
+    }
+
+    fn approach(&self) -> Approach {
         let generation = self.options.generation.unwrap_or_else(crate::link::watcher::new_generation);
-        let timeout = self.options.handshake_timeout;
-        let orphan_timeout = self.options.orphan_timeout;
-        let identity = SubscriberIdentity { kind: self.options.kind, generation };
-        let inlet =
-            Inlet::connect(&self.domain, &self.name, &self.device, &self.bell, timeout, orphan_timeout, identity)?;
-        listen_to(&self.readable, inlet.wake.as_fd(), WAKE)?;
+        Approach {
+            domain: self.domain.clone(),
+            name: self.name.clone(),
+            device: self.device.clone(),
+            bell: self.bell.clone(),
+            timeout: self.options.handshake_timeout,
+            orphan_timeout: self.options.orphan_timeout,
+            identity: SubscriberIdentity { kind: self.options.kind, generation },
+        }
+    }
+
+    fn attached_by(&mut self, inlet: Arc<Inlet>) -> Result<()> {
+        listen_to(&self.readable, inlet.wake.as_fd(), WAKE).inspect_err(|_| inlet.leave())?;
         let ring = ReceiverRing::new(inlet.segment().clone());
         // Before the first look at this ring: an end that is about to sleep looks once more behind this.
         if self.is_asleep.load(Ordering::Relaxed) {
@@ -239,7 +256,8 @@ impl Subscriber {
     /// the sample's data is complete.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::PublisherGone`] once everything that it completed has been received (not with
+    /// [`Error::Timeout`]; [`Error::DescriptorLimit`] or [`Error::DeviceMemory`] instead when there is a sample, and this
+    /// process lacks what it needs for its memory: it comes once there is room; [`Error::PublisherGone`] once everything that it completed has been received (not with
     /// `reconnect`); [`Error::Evicted`]; [`Error::Protocol`]; [`Error::Capturing`] for a stream that is being captured, and
     /// nothing is taken; [`Error::Forked`]; what the device says.
     pub fn receive(&mut self, stream: &Stream) -> Result<Sample> {
@@ -273,7 +291,7 @@ impl Subscriber {
             let left = timeout.saturating_sub(start.elapsed());
             if left.is_zero() {
                 self.wake_up();
-                return Err(Error::Timeout { what: format!("a sample of {:?}", self.name), waited: timeout });
+                return Err(self.nothing_within(timeout));
             }
             let asleep = Instant::now();
             self.sleep(left.min(self.patience()));
@@ -311,6 +329,14 @@ impl Subscriber {
     /// once for any other end.
     pub fn samples<'a>(&'a mut self, stream: &'a Stream) -> Samples<'a> {
         Samples { subscriber: self, stream, is_over: false }
+    }
+
+    /// Why a wait has ended without a sample.
+    fn nothing_within(&self, waited: Duration) -> Error {
+        let held_up = self.attached.as_ref().filter(|attached| attached.region_missing_since.is_some());
+        // There is one: this process has no room for its memory.
+        let want = held_up.and_then(|attached| attached.inlet.want());
+        want.unwrap_or_else(|| Error::Timeout { what: format!("a sample of {:?}", self.name), waited })
     }
 
     /// How long a sleep may last before the next look without having been woken.
@@ -427,11 +453,25 @@ impl Subscriber {
         {
             return Ok(found);
         }
-        match self.attach() {
-            Ok(()) => Ok(self.look(stream)?.flatten()),
+        match self.follow() {
+            Ok(true) => Ok(self.look(stream)?.flatten()),
+            Ok(false) => Ok(None),
             Err(error) if is_passing(&error) => Ok(None),
             Err(error) => Err(error),
         }
+    }
+
+    /// Goes on attaching to the next publisher, without waiting for it. Whether it is attached.
+    fn follow(&mut self) -> Result<bool> {
+        let Some(attempt) = &self.attempt else {
+            if let Some(socket) = self.domain.connect_now(&self.name)? {
+                self.attempt = Some(Attempt::start(self.approach(), socket)?);
+            }
+            return Ok(false);
+        };
+        let Some(result) = attempt.result() else { return Ok(false) };
+        self.attempt = None;
+        self.attached_by(result?).map(|()| true)
     }
 
     /// One look at the publisher that is attached; `None` when that one is at its end and another is to be followed.
@@ -474,7 +514,6 @@ impl Attached {
                 };
             match self.inlet.admit(position, stream) {
                 Ok(true) => {
-                    self.last_sequence = description.sequence;
                     let (inlet, gap) = (self.inlet.clone(), discontinuity.take());
                     return Ok(Some(Sample::new(inlet, address, position, description, stream, gap)));
                 }
@@ -491,6 +530,8 @@ impl Attached {
     fn next(&mut self) -> Result<Option<Taken>, Violation> {
         let Some(position) = self.take()? else { return Ok(None) };
         let (address, description) = self.check()?;
+        // Whatever becomes of it: one that its publisher left incomplete is lost, and the next one follows it.
+        self.last_sequence = description.sequence;
         if let Some(completion) = description.completion {
             self.inlet.note_completion(position, completion)?;
         }
@@ -520,7 +561,7 @@ impl Attached {
     /// Nothing to take: either nothing was sent, or its region is still on its way, for a while.
     fn wait_for_region(&mut self) -> Result<Option<Sample>> {
         match self.region_missing_since {
-            Some(since) if since.elapsed() > REGION_TIMEOUT && !self.inlet.is_mapping() => {
+            Some(since) if since.elapsed() > REGION_TIMEOUT && !self.is_region_due() => {
                 let allowed = format!("one of the {} announced", self.regions.len());
                 Err(self.fail(Violation { field: "region", found: "one never announced".into(), allowed }))
             }
@@ -636,9 +677,9 @@ fn is_passing(error: &Error) -> bool {
     matches!(error, Error::NoPublisher { .. } | Error::Handshake { fault: Closed | Silent(_), .. })
 }
 
-/// Whether the error is the end of one incarnation.
+/// Whether the error is the end of one link: its publisher's, or one that this end closed and has told why.
 fn is_an_end(error: &Error) -> bool {
-    matches!(error, Error::PublisherGone { .. } | Error::Evicted { .. })
+    matches!(error, Error::PublisherGone { .. } | Error::Evicted { .. } | Error::LinkClosed { .. })
 }
 
 fn listen_to(readable: &PrivateFd, fd: BorrowedFd<'_>, what: u64) -> Result<()> {

@@ -11,7 +11,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use super::stage::{
     Guarded, LONG, Scratch, alone, assert_delivers, command, descriptors, role, settled_descriptors, stream,
 };
-use crate::{Device, Domain, Error, HandshakeFault, Layout, Publisher, Subscriber};
+use crate::{Device, Domain, Error, HandshakeFault, Layout, PeerState, Publisher, Subscriber};
 
 fn set_soft(resource: Resource, soft: Option<u64>) {
     let maximum = getrlimit(resource).maximum;
@@ -72,7 +72,7 @@ fn a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later() 
 struct Host {
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
-    _process: Guarded,
+    process: Guarded,
 }
 
 impl Host {
@@ -82,7 +82,7 @@ impl Host {
         let mut process = Guarded(command.spawn().unwrap());
         let stdin = process.0.stdin.take().unwrap();
         let stdout = BufReader::new(process.0.stdout.take().unwrap());
-        let mut host = Host { stdin, stdout, _process: process };
+        let mut host = Host { stdin, stdout, process };
         host.await_word("ready");
         host
     }
@@ -90,6 +90,11 @@ impl Host {
     fn say(&mut self, order: &str) {
         writeln!(self.stdin, "{order}").unwrap();
         self.await_word("done");
+    }
+
+    fn kill(&mut self) {
+        self.process.0.kill().unwrap();
+        self.process.0.wait().unwrap();
     }
 
     fn await_word(&mut self, word: &str) {
@@ -104,7 +109,7 @@ impl Host {
 /// The other side of [`Host`].
 fn serve() {
     let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
-    let publisher = Publisher::builder("a").domain(&domain).device(&Device::host()).build().unwrap();
+    let mut publisher = Some(Publisher::builder("a").domain(&domain).device(&Device::host()).build().unwrap());
     let stream = stream();
     println!("ready");
     for line in std::io::stdin().lines() {
@@ -114,7 +119,8 @@ fn serve() {
         match order {
             "leave" => assert!(leave_descriptors(number) > 0),
             "raise" => set_soft(Resource::Nofile, None),
-            "send" => assert!(publisher.send_bytes(&stream, &vec![number as u8; number]).is_ok()),
+            "leave_all" => drop(publisher.take()),
+            "send" => assert!(publisher.as_ref().unwrap().send_bytes(&stream, &vec![number as u8; number]).is_ok()),
             other => panic!("{other}"),
         }
         println!("done");
@@ -189,8 +195,8 @@ fn a_subscriber_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later()
 }
 
 #[test]
-fn a_subscriber_that_cannot_take_a_new_region_loses_its_link_with_the_reason() {
-    let test = "a_subscriber_that_cannot_take_a_new_region_loses_its_link_with_the_reason";
+fn a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_some() {
+    let test = "a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_some";
     if role().as_deref() == Some("host") {
         return serve();
     }
@@ -201,14 +207,132 @@ fn a_subscriber_that_cannot_take_a_new_region_loses_its_link_with_the_reason() {
         host.say("send 1");
         drop(subscriber.receive(&stream).unwrap());
         leave_descriptors(0);
+        // Each in memory of its own, announced behind the one before.
         host.say("send 4000000");
-        let error = subscriber.receive(&stream).unwrap_err();
+        host.say("send 40000000");
+        let mut errors = Vec::new();
+        super::stage::eventually("it is told of what it lacks, more than once", || {
+            let error = subscriber.receive_timeout(&stream, Duration::from_millis(20)).unwrap_err();
+            let is_told = is_descriptor_limit(&error);
+            assert!(is_told || matches!(error, Error::Timeout { .. }), "{error}");
+            errors.extend(is_told.then_some(error));
+            errors.len() == 3
+        });
+        // An event loop is not told, and waits.
+        assert!(subscriber.try_receive(&stream).unwrap().is_none());
         set_soft(Resource::Nofile, None);
-        assert!(is_descriptor_limit(&error), "{error}");
-        drop(subscriber);
-        let mut subscriber = subscribe(&scratch).unwrap();
-        host.say("send 4000000");
-        assert_eq!(subscriber.receive(&stream).unwrap().to_vec(LONG).unwrap().len(), 4_000_000);
+        for bytes in [4_000_000, 40_000_000] {
+            assert_eq!(subscriber.receive(&stream).unwrap().to_vec(LONG).unwrap().len(), bytes);
+        }
+    });
+}
+
+#[test]
+fn what_a_publisher_sent_before_its_end_is_received_once_there_are_descriptors() {
+    let test = "what_a_publisher_sent_before_its_end_is_received_once_there_are_descriptors";
+    if role().as_deref() == Some("host") {
+        return serve();
+    }
+    alone(module_path!(), test, || {
+        for is_graceful in [true, false] {
+            let scratch = Scratch::new();
+            let mut host = Host::start(test, &scratch);
+            let (mut subscriber, stream) = (subscribe(&scratch).unwrap(), stream());
+            host.say("send 1");
+            drop(subscriber.receive(&stream).unwrap());
+            leave_descriptors(0);
+            host.say("send 4000000");
+            if is_graceful {
+                host.say("leave_all 0");
+            }
+            // By now it is proven dead, whatever could be read.
+            host.kill();
+            super::stage::eventually("it is dead", || subscriber.publisher_state() == Some(PeerState::Dead));
+            for _ in 0..10 {
+                let error = subscriber.receive_timeout(&stream, Duration::from_millis(20)).unwrap_err();
+                assert!(is_descriptor_limit(&error) || matches!(error, Error::Timeout { .. }), "{error}");
+            }
+            set_soft(Resource::Nofile, None);
+            assert_eq!(subscriber.receive(&stream).unwrap().to_vec(LONG).unwrap().len(), 4_000_000);
+            let end = subscriber.receive(&stream).unwrap_err();
+            assert!(matches!(end, Error::PublisherGone { graceful, .. } if graceful == is_graceful), "{end}");
+        }
+    });
+}
+
+#[test]
+fn a_region_that_finds_no_room_in_the_subscriber_is_mapped_when_there_is_some() {
+    let test = "a_region_that_finds_no_room_in_the_subscriber_is_mapped_when_there_is_some";
+    if role().as_deref() == Some("host") {
+        return serve();
+    }
+    alone(module_path!(), test, || {
+        let scratch = Scratch::new();
+        let mut host = Host::start(test, &scratch);
+        let (mut subscriber, stream) = (subscribe(&scratch).unwrap(), stream());
+        host.say("send 1");
+        drop(subscriber.receive(&stream).unwrap());
+        let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+        let used = pages.split(' ').next().unwrap().parse::<u64>().unwrap() * 4096;
+        set_soft(Resource::As, Some(used + (48 << 20)));
+        host.say("send 100000000");
+        super::stage::eventually("it is told of what it lacks", || {
+            let error = subscriber.receive_timeout(&stream, Duration::from_millis(20)).unwrap_err();
+            let is_told = matches!(error, Error::Os { call: "mmap", .. });
+            assert!(is_told || matches!(error, Error::Timeout { .. }), "{error}");
+            is_told
+        });
+        set_soft(Resource::As, None);
+        assert_eq!(subscriber.receive(&stream).unwrap().layout().bytes(), 100_000_000);
+    });
+}
+
+#[test]
+fn an_owner_without_descriptors_buries_no_job_that_was_done() {
+    let test = "an_owner_without_descriptors_buries_no_job_that_was_done";
+    let device = Device::host();
+    if role().as_deref() == Some("worker") {
+        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let mut worker = crate::Worker::builder("jobs").domain(&domain).device(&device).build().unwrap();
+        let stream = stream();
+        let complete = |worker: &mut crate::Worker, bytes| {
+            let lease = worker.lease(&stream).unwrap();
+            println!("leased");
+            std::io::stdin().read_line(&mut String::new()).unwrap();
+            let output = lease.output(&Layout::bytes_only(bytes).unwrap()).unwrap();
+            lease.complete_with(output, &stream).unwrap();
+            println!("answered");
+        };
+        [10, 4_000_000, 10].into_iter().for_each(|bytes| complete(&mut worker, bytes));
+        let _ = std::io::stdin().read_line(&mut String::new());
+        return;
+    }
+    alone(module_path!(), test, || {
+        let (scratch, stream) = (Scratch::new(), stream());
+        let builder = crate::Queue::builder("jobs").domain(&scratch.domain).device(&device);
+        let queue = builder.max_attempts(1).build().unwrap();
+        let mut command = command(module_path!(), test, "worker");
+        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut worker = Guarded(command.spawn().unwrap());
+        let mut orders = worker.0.stdin.take().unwrap();
+        let mut lines = BufReader::new(worker.0.stdout.take().unwrap()).lines().map_while(std::result::Result::ok);
+        let mut hear = |word: &str| assert!(lines.any(|line| line.contains(word)), "the worker has not {word}");
+        for (bytes, is_short) in [(10, false), (4_000_000, true), (10, false)] {
+            let job = queue.submit_bytes(b"job", &stream).unwrap();
+            hear("leased");
+            if is_short {
+                leave_descriptors(0);
+            }
+            writeln!(orders).unwrap();
+            hear("answered");
+            // For some ticks of its watcher.
+            for _ in 0..if is_short { 30 } else { 0 } {
+                let waited = job.wait(&stream, Duration::from_millis(20)).map(drop);
+                assert!(matches!(waited, Err(Error::Timeout { .. })), "{waited:?}");
+            }
+            set_soft(Resource::Nofile, None);
+            assert_eq!(job.wait(&stream, LONG).unwrap().layout().bytes(), bytes);
+        }
     });
 }
 

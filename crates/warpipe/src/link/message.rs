@@ -217,7 +217,8 @@ pub(crate) enum Received {
 ///
 /// # Errors
 /// [`Error::Handshake`] for anything that is not a whole message of this version with its exact descriptors;
-/// [`Error::DescriptorLimit`] when they came and this process had no room for them.
+/// [`Error::DescriptorLimit`] when they came and this process had no room for them. That is not the peer's fault
+/// ([`is_short`]), and the packet lies there still: it can be read later.
 pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     let mut packet = [0u8; PACKET_BYTES_MAX];
     let looked = past_reset(|| peek(socket, &mut packet));
@@ -250,6 +251,19 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     Ok(Received::Message(message, fds))
 }
 
+/// Whether an error of [`receive`] is this process's own: it has no descriptor or no memory for what came. What came is
+/// left unread then. Who watches the socket answers [`Next::Later`](super::watcher::Next::Later), and reads it when there
+/// is room.
+pub(crate) fn is_short(error: &Error) -> bool {
+    match error {
+        Error::DescriptorLimit { .. } => true,
+        Error::Os { source, .. } => {
+            source.raw_os_error().is_some_and(|code| matches!(code, libc::ENOMEM | libc::ENOBUFS))
+        }
+        _ => false,
+    }
+}
+
 /// Reads again if the peer has closed without having read everything of ours. The kernel tells that once, before whichever
 /// read comes next. What the peer said before (why it refuses, for example) is still there to be read.
 fn past_reset<T>(mut read: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
@@ -261,6 +275,11 @@ fn past_reset<T>(mut read: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno>
 
 /// Copies of the descriptors that come with the next packet.
 fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<PeerFd>> {
+    if wanted > DESCRIPTORS_MAX {
+        // It is not this process that lacks room for so many.
+        let fault = HandshakeFault::Descriptors { found: DESCRIPTORS_MAX, wanted };
+        return Err(Error::Handshake { name: name.to_string(), fault });
+    }
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;

@@ -13,6 +13,8 @@
 //! The watcher sleeps in `epoll_wait` until a descriptor speaks; while links exist it also ticks every [`TICK`],
 //! which is what a heartbeat costs. The others sleep until there is something to do.
 
+mod later;
+
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -49,6 +51,9 @@ pub(crate) const STALLED_AFTER: Duration = Duration::from_millis(900);
 pub(crate) enum Next {
     Keep,
     Stop,
+    /// Not now: this process has no room for what there is to be read, which stays where it is. `on_ready` is called again
+    /// after the next [`TICK`].
+    Later,
 }
 
 /// What the watcher watches. Called on its thread, and must not block there (see [`Watched::is_attended`]).
@@ -71,6 +76,7 @@ struct Entry {
     tag: u64,
     /// `None` for what [`Watcher::raise`] alone tells of.
     fd: Option<RawFd>,
+    events: epoll::EventFlags,
 }
 
 #[derive(Default)]
@@ -79,6 +85,8 @@ struct Tables {
     ticked: Vec<Weak<dyn Watched>>,
     /// Raised, and not told yet.
     raised: Vec<u64>,
+    /// Those that answered [`Next::Later`]: not listened to before the next tick.
+    later: Vec<u64>,
     retired: Vec<Retired>,
     /// Those that have waited for long: looked at with every tick.
     slow: Vec<Retired>,
@@ -308,7 +316,7 @@ impl Watcher {
         tag: u64,
     ) -> Result<Watch> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let entry = Entry { target: target.clone(), tag, fd: Some(fd.as_raw_fd()) };
+        let entry = Entry { target: target.clone(), tag, fd: Some(fd.as_raw_fd()), events };
         let mut tables = self.lock();
         tables.watches.insert(id, entry);
         if let Err(error) = self.add(fd, id, events) {
@@ -321,7 +329,8 @@ impl Watcher {
     /// A watch without a descriptor: `target` is called with `tag` when somebody [raises](Self::raise) it.
     pub(crate) fn signal(self: &Arc<Self>, target: &Weak<dyn Watched>, tag: u64) -> Watch {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        self.lock().watches.insert(id, Entry { target: target.clone(), tag, fd: None });
+        let entry = Entry { target: target.clone(), tag, fd: None, events: epoll::EventFlags::empty() };
+        self.lock().watches.insert(id, entry);
         Watch { watcher: self.clone(), id }
     }
 
@@ -394,7 +403,8 @@ impl Watcher {
         if !tables.retired.is_empty() && !self.is_reap_due.load(Ordering::Acquire) {
             return Some(RETIRE_TICK.saturating_sub(last_reap.elapsed()));
         }
-        let ticks = !(tables.ticked.is_empty() && tables.slow.is_empty()) || kept::is_owed();
+        let is_idle = tables.ticked.is_empty() && tables.slow.is_empty() && tables.later.is_empty();
+        let ticks = !is_idle || kept::is_owed();
         ticks.then(|| TICK.saturating_sub(last_tick.elapsed()))
     }
 
@@ -412,8 +422,10 @@ impl Watcher {
     }
 
     fn call(&self, id: u64, target: Arc<dyn Watched>, tag: u64) {
-        if survive(|| target.on_ready(tag)).unwrap_or(Next::Stop) == Next::Stop {
-            self.forget(id);
+        match survive(|| target.on_ready(tag)).unwrap_or(Next::Stop) {
+            Next::Keep => {}
+            Next::Stop => self.forget(id),
+            Next::Later => self.put_off(id),
         }
         self.give_away(target);
     }
@@ -432,17 +444,14 @@ impl Watcher {
     fn listen_again(&self, id: u64) {
         let tables = self.lock();
         if let Some(fd) = tables.watches.get(&id).and_then(|entry| entry.fd) {
-            // SAFETY: the descriptor is open: `Watch` is dropped before it, and the lock keeps that drop out.
-            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-            let _ = epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(id), ONCE);
+            let _ = epoll::modify(&self.epoll, watched(fd), epoll::EventData::new_u64(id), ONCE);
         }
     }
 
     fn forget(&self, id: u64) {
         let mut tables = self.lock();
         if let Some(fd) = tables.watches.remove(&id).and_then(|entry| entry.fd) {
-            // The descriptor is open: `Watch` is dropped before it, and the lock keeps that drop out.
-            remove_from(&self.epoll, fd);
+            let _ = epoll::delete(&self.epoll, watched(fd));
         }
     }
 
@@ -488,6 +497,7 @@ impl Watcher {
             tables.ticked.retain(|target| target.strong_count() > 0);
             tables.ticked.clone()
         };
+        self.resume();
         self.ask_again();
         let now = now_ns();
         for target in targets.iter().filter_map(Weak::upgrade) {
@@ -554,10 +564,10 @@ fn survive<T>(work: impl FnOnce() -> T) -> Option<T> {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).ok()
 }
 
-fn remove_from(epoll: &impl AsFd, fd: RawFd) {
-    // SAFETY: the descriptor is open (see the caller), and only borrowed for the call.
-    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-    let _ = epoll::delete(epoll, fd);
+/// The descriptor of an [`Entry`], for a caller that holds the lock of the [`Tables`] that it was found in.
+fn watched<'a>(fd: RawFd) -> BorrowedFd<'a> {
+    // SAFETY: the descriptor is open: `Watch` is dropped before it, and the lock keeps that drop out.
+    unsafe { BorrowedFd::borrow_raw(fd) }
 }
 
 fn start_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {

@@ -2,18 +2,22 @@
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
+use super::Inlet;
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
+use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, HandshakeFault, Result};
 use crate::link::closer::{PeerFd, PeerSocket};
 use crate::link::message::{self, Message, Received};
 use crate::link::peer::Peer;
 use crate::link::pulse::Uptime;
 use crate::link::segment::{OpenError, Segment};
-use crate::link::wake::Wake;
-use crate::link::watcher::TICK;
+use crate::link::wake::{Bell, Wake};
+use crate::link::watcher::{TICK, Watcher};
 use crate::memory::arena::REGIONS_MAX;
 use crate::memory::board::Board;
 use crate::memory::region::Region;
@@ -39,13 +43,61 @@ pub(in crate::channel) struct SubscriberIdentity {
     pub(in crate::channel) generation: [u8; 16],
 }
 
-/// The handshake, on the caller's thread, until a deadline.
-pub(super) struct Greeter<'a> {
-    pub(super) socket: &'a PeerSocket,
-    pub(super) name: &'a str,
-    pub(super) kind: Kind,
-    pub(super) clock: Uptime,
-    pub(super) timeout: Duration,
+/// All that it takes to attach to whoever publishes a name.
+#[derive(Debug, Clone)]
+pub(in crate::channel) struct Approach {
+    pub(in crate::channel) domain: Domain,
+    pub(in crate::channel) name: EndpointName,
+    pub(in crate::channel) device: Device,
+    pub(in crate::channel) bell: Arc<Bell>,
+    pub(in crate::channel) timeout: Duration,
+    pub(in crate::channel) orphan_timeout: Duration,
+    pub(in crate::channel) identity: SubscriberIdentity,
+}
+
+impl Approach {
+    /// Connects, shakes hands and maps everything. On an error nothing is left, on either side.
+    pub(in crate::channel) fn attach(&self) -> Result<Arc<Inlet>> {
+        let socket = self.domain.connect(&self.name, self.timeout)?;
+        self.shake_hands(socket, &AtomicBool::new(false))
+    }
+
+    /// [`attach`](Self::attach) by a socket that is connected, until that is called off.
+    pub(in crate::channel) fn shake_hands(&self, socket: PeerSocket, is_called_off: &AtomicBool) -> Result<Arc<Inlet>> {
+        let watcher = Watcher::of_process()?;
+        let peer = Peer::of(socket.as_fd(), self.name.as_str())?;
+        if peer.uid != self.domain.owner() {
+            let detail = format!("uid {} listens in a domain of uid {}", peer.uid, self.domain.owner());
+            return Err(Error::AccessDenied { name: self.name.to_string(), detail });
+        }
+        let SubscriberIdentity { kind, generation } = self.identity;
+        let (name, device, timeout) = (&self.name, &self.device, self.timeout);
+        let clock = Uptime::default();
+        let greeter = Greeter { socket: &socket, name: name.as_str(), kind, clock, timeout, is_called_off };
+        greeter.hello(&Message::Hello { generation, device: device.info().id, kind })?;
+        let mut welcome = greeter.welcome(device, &peer)?;
+        match greeter.settle(device, &mut welcome) {
+            Ok(regions) => {
+                let orphan_timeout = self.orphan_timeout;
+                Inlet::assemble(welcome, regions, name, device, &self.bell, socket, peer, watcher, orphan_timeout)
+            }
+            Err(error) => {
+                // Not here: to unregister memory, a driver may wait for a stream that waits for a peer.
+                watcher.bury(Box::new(welcome));
+                Err(error)
+            }
+        }
+    }
+}
+
+/// The handshake, until a deadline.
+struct Greeter<'a> {
+    socket: &'a PeerSocket,
+    name: &'a str,
+    kind: Kind,
+    clock: Uptime,
+    timeout: Duration,
+    is_called_off: &'a AtomicBool,
 }
 
 impl Greeter<'_> {
@@ -93,6 +145,9 @@ impl Greeter<'_> {
                     let left = self.left();
                     if left.is_zero() {
                         return Err(self.fault(HandshakeFault::Silent(self.timeout)));
+                    }
+                    if self.is_called_off.load(SeqCst) {
+                        return Err(self.fault(HandshakeFault::Closed));
                     }
                     message::wait_readable(self.socket.as_fd(), left.min(TICK));
                 }

@@ -15,9 +15,6 @@ use crate::link::wake::Bell;
 use crate::link::watcher::{Next, Watched};
 use crate::memory::board::Board;
 
-/// How often a dead publisher's socket is read once more.
-pub(super) const LAST_WORDS: usize = 64;
-
 /// How a link stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
@@ -168,7 +165,6 @@ impl Vigil {
                 self.let_go(index, position);
             }
         }
-        self.stand(Standing::Suspect);
     }
 }
 
@@ -178,13 +174,19 @@ impl Watched for Vigil {
         if self.home.is_here() {
             // What the publisher said is heard before its end, in whatever order the two are told of: its goodbye lies in
             // the socket, behind no more than a socket's buffer holds.
+            let mut has_heard = true;
             if let Some(inlet) = self.inlet.get().and_then(Weak::upgrade) {
-                let _ = (0..LAST_WORDS).any(|_| inlet.on_message() == Next::Stop);
+                has_heard = inlet.hear_last_words();
                 // Should it be the last holder by now: to drop it calls the driver.
                 let watcher = inlet.watcher.clone();
                 Arc::into_inner(inlet).into_iter().for_each(|last| watcher.bury(Box::new(last)));
             }
             self.rescue();
+            // What is left unread is heard with a later tick, and its end told then: see `Inlet`.
+            if has_heard {
+                self.stand(Standing::Suspect);
+            }
+            self.bell.ring();
         }
         Next::Stop
     }

@@ -80,7 +80,6 @@ impl Subscriber {
         }
         match attached.next() {
             Ok(Some(taken)) => {
-                attached.last_sequence = taken.2.sequence;
                 attached.inlet.keep(taken.0);
                 Ok(Some(Arrival { inlet: attached.inlet.clone(), taken: Some(taken) }))
             }
