@@ -36,6 +36,12 @@ fn leave_descriptors(spare: usize) -> usize {
     open
 }
 
+/// None at all, also when what is on its way out has gone.
+fn leave_no_descriptor() {
+    settled_descriptors();
+    leave_descriptors(0);
+}
+
 fn is_descriptor_limit(error: &Error) -> bool {
     matches!(error, Error::DescriptorLimit { .. })
 }
@@ -206,7 +212,7 @@ fn a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_som
         let (mut subscriber, stream) = (subscribe(&scratch).unwrap(), stream());
         host.say("send 1");
         drop(subscriber.receive(&stream).unwrap());
-        leave_descriptors(0);
+        leave_no_descriptor();
         // Each in memory of its own, announced behind the one before.
         host.say("send 4000000");
         host.say("send 40000000");
@@ -227,37 +233,45 @@ fn a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_som
     });
 }
 
-#[test]
-fn what_a_publisher_sent_before_its_end_is_received_once_there_are_descriptors() {
-    let test = "what_a_publisher_sent_before_its_end_is_received_once_there_are_descriptors";
+/// A publisher's last sample lies in memory that its subscriber has no descriptor for when it ends.
+fn ends_while_descriptors_lack(test: &str, is_graceful: bool) {
     if role().as_deref() == Some("host") {
         return serve();
     }
     alone(module_path!(), test, || {
-        for is_graceful in [true, false] {
-            let scratch = Scratch::new();
-            let mut host = Host::start(test, &scratch);
-            let (mut subscriber, stream) = (subscribe(&scratch).unwrap(), stream());
-            host.say("send 1");
-            drop(subscriber.receive(&stream).unwrap());
-            leave_descriptors(0);
-            host.say("send 4000000");
-            if is_graceful {
-                host.say("leave_all 0");
-            }
-            // By now it is proven dead, whatever could be read.
-            host.kill();
-            super::stage::eventually("it is dead", || subscriber.publisher_state() == Some(PeerState::Dead));
-            for _ in 0..10 {
-                let error = subscriber.receive_timeout(&stream, Duration::from_millis(20)).unwrap_err();
-                assert!(is_descriptor_limit(&error) || matches!(error, Error::Timeout { .. }), "{error}");
-            }
-            set_soft(Resource::Nofile, None);
-            assert_eq!(subscriber.receive(&stream).unwrap().to_vec(LONG).unwrap().len(), 4_000_000);
-            let end = subscriber.receive(&stream).unwrap_err();
-            assert!(matches!(end, Error::PublisherGone { graceful, .. } if graceful == is_graceful), "{end}");
+        let scratch = Scratch::new();
+        let mut host = Host::start(test, &scratch);
+        let (mut subscriber, stream) = (subscribe(&scratch).unwrap(), stream());
+        host.say("send 1");
+        drop(subscriber.receive(&stream).unwrap());
+        leave_no_descriptor();
+        host.say("send 4000000");
+        if is_graceful {
+            host.say("leave_all 0");
         }
+        // By now it is proven dead, whatever could be read.
+        host.kill();
+        super::stage::eventually("it is dead", || subscriber.publisher_state() == Some(PeerState::Dead));
+        for _ in 0..10 {
+            let error = subscriber.receive_timeout(&stream, Duration::from_millis(20)).unwrap_err();
+            assert!(is_descriptor_limit(&error) || matches!(error, Error::Timeout { .. }), "{error}");
+        }
+        set_soft(Resource::Nofile, None);
+        assert_eq!(subscriber.receive(&stream).unwrap().to_vec(LONG).unwrap().len(), 4_000_000);
+        let end = subscriber.receive(&stream).unwrap_err();
+        assert!(matches!(end, Error::PublisherGone { graceful, .. } if graceful == is_graceful), "{end}");
     });
+}
+
+#[test]
+fn what_a_publisher_sent_before_its_death_is_received_once_there_are_descriptors() {
+    let test = "what_a_publisher_sent_before_its_death_is_received_once_there_are_descriptors";
+    ends_while_descriptors_lack(test, false);
+}
+
+#[test]
+fn a_goodbye_behind_a_region_is_heard_once_there_are_descriptors() {
+    ends_while_descriptors_lack("a_goodbye_behind_a_region_is_heard_once_there_are_descriptors", true);
 }
 
 #[test]
@@ -321,7 +335,7 @@ fn an_owner_without_descriptors_buries_no_job_that_was_done() {
             let job = queue.submit_bytes(b"job", &stream).unwrap();
             hear("leased");
             if is_short {
-                leave_descriptors(0);
+                leave_no_descriptor();
             }
             writeln!(orders).unwrap();
             hear("answered");

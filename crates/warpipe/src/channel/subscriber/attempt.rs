@@ -3,9 +3,11 @@
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 
 use super::super::inlet::{Approach, Inlet};
-use crate::error::{Error, Result};
+use crate::domain::EndpointName;
+use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::Home;
 use crate::link::closer::PeerSocket;
 
@@ -13,7 +15,9 @@ use crate::link::closer::PeerSocket;
 #[derive(Debug)]
 pub(super) struct Attempt {
     home: Home,
+    name: EndpointName,
     shared: Arc<Shared>,
+    thread: JoinHandle<()>,
 }
 
 #[derive(Debug, Default)]
@@ -26,20 +30,24 @@ impl Attempt {
     /// Rings the subscriber's bell when there is a result.
     pub(super) fn start(approach: Approach, socket: PeerSocket) -> Result<Attempt> {
         let shared = Arc::new(Shared::default());
-        let told = shared.clone();
+        let (told, name) = (shared.clone(), approach.name.clone());
         let run = move || {
             let result = approach.shake_hands(socket, &told.is_called_off);
             told.end(result);
             approach.bell.ring();
         };
         let spawned = std::thread::Builder::new().name("warpipe-attach".into()).spawn(run);
-        spawned.map_err(|e| Error::os("clone", "the thread warpipe-attach", e))?;
-        Ok(Attempt { home: Home::here(), shared })
+        let thread = spawned.map_err(|e| Error::os("clone", "the thread warpipe-attach", e))?;
+        Ok(Attempt { home: Home::here(), name, shared, thread })
     }
 
     /// How it ended; told once.
     pub(super) fn result(&self) -> Option<Result<Arc<Inlet>>> {
-        self.shared.result.lock().unwrap_or_else(PoisonError::into_inner).take()
+        let is_finished = self.thread.is_finished();
+        let result = self.shared.result.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // A panic has ended it: another attempt is due.
+        let none = || Error::Handshake { name: self.name.to_string(), fault: HandshakeFault::Closed };
+        result.or_else(|| is_finished.then(|| Err(none())))
     }
 }
 

@@ -44,8 +44,9 @@ impl SubscriberBuilder {
         self
     }
 
-    /// Follow the next incarnation when the publisher goes; off by default. Its first sample carries a
-    /// [`Discontinuity`](crate::Discontinuity).
+    /// Follow the next incarnation when the publisher goes, and attach again when this end has closed its link; off by
+    /// default. The first sample of the next link carries a [`Discontinuity`](crate::Discontinuity). The handshake runs on a
+    /// thread of its own: a publisher that stands still holds up no receive beyond its timeout.
     pub fn reconnect(mut self, reconnect: bool) -> Self {
         self.reconnect = reconnect;
         self

@@ -105,8 +105,7 @@ mod tests {
             }
         }
         drop(watch);
-        let calls = short.calls.lock().unwrap().clone();
-        calls
+        short.calls.lock().unwrap().clone()
     }
 
     #[test]
