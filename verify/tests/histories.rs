@@ -11,7 +11,7 @@ use warpipe_verify::plant::{Op, Plant};
 
 /// Histories that are tried of each kind; `VERIFY_HISTORIES` of the environment says another number, and then they are
 /// others each time.
-const HISTORIES: u32 = if cfg!(miri) { 30 } else { 10_000 };
+const HISTORIES: u32 = if cfg!(miri) { 4 } else { 10_000 };
 const LENGTH_MAX: usize = 120;
 
 fn runner() -> TestRunner {

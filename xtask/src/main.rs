@@ -17,7 +17,7 @@ use workspace::Workspace;
 
 const USAGE: &str = "usage: cargo xtask COMMAND
   test [--long]   every check there is without a GPU; the last line sums them up
-  verify [--for DURATION] [--only style|model|history|corpus|fuzz|miri]
+  verify [--for DURATION] [--only style|model|history|corpus|fuzz|miri|tsan]
                   the methods that find what tests cannot (docs/design/verification.md)
   ptx             compile every CUDA source under crates/ and rewrite the committed PTX
   python          build the Python package and run its tests on the host

@@ -19,6 +19,9 @@ const FUZZ_SPARE: Duration = Duration::from_secs(300);
 /// Each of Miri's two runs, a few minutes on an idle machine.
 const MIRI_LIMIT: Duration = Duration::from_secs(3600);
 
+/// The host's cases under ThreadSanitizer.
+const TSAN_LIMIT: Duration = Duration::from_secs(7200);
+
 const INSTALL: &str = "rustup toolchain install nightly --profile minimal -c miri,rust-src";
 
 /// A program of the nightly toolchain.
@@ -92,6 +95,54 @@ pub fn miri(workspace: &Workspace) -> Outcome<Counts> {
     let units = miri().args(["-p", "warpipe", "--lib", "--"]).args(UNITS);
     counts += counted(&units.env("MIRIFLAGS", "-Zmiri-disable-isolation").run(&workspace.root, MIRI_LIMIT)?);
     Ok(counts)
+}
+
+/// Runs the conformance cases on the host under ThreadSanitizer, with the standard library compiled for it, too.
+pub fn tsan(workspace: &Workspace) -> Outcome<Counts> {
+    if !has(&["cargo", "--version"]) || !has_library_source() {
+        return skipped(&format!("no nightly toolchain with the standard library's source; {INSTALL}"));
+    }
+    let (built, logs) = (workspace.target.join("verify/tsan"), workspace.target.join("verify/races"));
+    // What an earlier run told is not this one's.
+    let _ = fs::remove_dir_all(&logs);
+    fs::create_dir_all(&logs).map_err(|error| format!("{} not made: {error}", logs.display()))?;
+    let build = nightly("cargo").args(["build", "--locked", "-Zbuild-std", "--target"]).args([triple()]);
+    let build = build.args(["-p", "warpipe-conformance", "--target-dir"]).args([&built]);
+    let flags = "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer";
+    if !build.env("RUSTFLAGS", flags).run(&workspace.root, BUILD_LIMIT)?.success {
+        return Err("the conformance suite does not compile with ThreadSanitizer".into());
+    }
+    // Cases fork beside threads, and want processes that end by their faults.
+    let options = format!(
+        "die_after_fork=0 handle_segv=0 handle_sigbus=0 handle_abort=0 suppressions={} log_path={}",
+        workspace.root.join("verify/tsan.supp").display(),
+        logs.join("race").display()
+    );
+    let program = built.join(format!("{}/debug/conformance", triple()));
+    let task = Task::new(program).args(["--backend", "host"]).env("TSAN_OPTIONS", options);
+    let finished = task.run(&workspace.root, TSAN_LIMIT)?;
+    let mut counts = Counts::of(Dialect::LastLine, &finished.lines, finished.success);
+    let races = reports(&logs)?;
+    counts.failed += races;
+    Ok(counts)
+}
+
+/// How many files of reports there are: one for each process that told of something. Prints them.
+fn reports(logs: &Path) -> Outcome<u64> {
+    let mut count = 0;
+    let entries = fs::read_dir(logs).map_err(|error| format!("{} not read: {error}", logs.display()))?;
+    for entry in entries.flatten() {
+        println!("{}", String::from_utf8_lossy(&fs::read(entry.path()).unwrap_or_default()));
+        count += 1;
+    }
+    Ok(count)
+}
+
+fn has_library_source() -> bool {
+    let printed = Command::new("rustup").args(["run", "nightly", "rustc", "--print", "sysroot"]).output();
+    let Ok(printed) = printed else { return false };
+    let sysroot = String::from_utf8_lossy(&printed.stdout).trim().to_owned();
+    Path::new(&sysroot).join("lib/rustlib/src/rust/library/Cargo.toml").exists()
 }
 
 fn counted(finished: &Finished) -> Counts {

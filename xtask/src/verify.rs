@@ -27,6 +27,7 @@ pub enum Method {
     Corpus,
     Fuzz,
     Miri,
+    Tsan,
 }
 
 impl Method {
@@ -37,6 +38,7 @@ impl Method {
         ("corpus", Method::Corpus),
         ("fuzz", Method::Fuzz),
         ("miri", Method::Miri),
+        ("tsan", Method::Tsan),
     ];
 
     /// Those that `cargo xtask test` runs.
@@ -111,6 +113,7 @@ pub fn apply(workspace: &Workspace, method: Method, time: Option<Duration>) -> O
         Method::Corpus => tests(workspace, "fuzz", &["corpus"], time),
         Method::Fuzz => nightly::fuzz(workspace, time),
         Method::Miri => nightly::miri(workspace),
+        Method::Tsan => nightly::tsan(workspace),
     }
 }
 
