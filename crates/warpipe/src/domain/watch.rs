@@ -57,7 +57,23 @@ pub(crate) struct Inotify {
 }
 
 impl Inotify {
-    pub(crate) fn new(directory: &Path, wanted: WatchFlags) -> std::result::Result<Inotify, (&'static str, Errno)> {
+    /// None where this user has as many instances (`fs.inotify.max_user_instances`) or watches (`max_user_watches`) as it may,
+    /// in all its processes together: then the directory is to be looked at again and again.
+    pub(crate) fn new(
+        directory: &Path,
+        wanted: WatchFlags,
+    ) -> std::result::Result<Option<Inotify>, (&'static str, Errno)> {
+        match Inotify::make(directory, wanted) {
+            Err((_, Errno::MFILE | Errno::NFILE | Errno::NOSPC)) => Ok(None),
+            made => made.map(Some),
+        }
+    }
+
+    fn make(directory: &Path, wanted: WatchFlags) -> std::result::Result<Inotify, (&'static str, Errno)> {
+        #[cfg(test)]
+        if tests::IS_REFUSED.load(std::sync::atomic::Ordering::SeqCst) {
+            return Err(("inotify_init", Errno::MFILE));
+        }
         let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
         let instance = PrivateFd::open(|| inotify::init(flags)).map_err(|error| ("inotify_init", error))?;
         let copy = put_in_flight(&instance).ok();
@@ -108,8 +124,10 @@ fn put_in_flight(fd: &PrivateFd) -> std::result::Result<PrivateFd, Errno> {
 struct DirectoryWatch {
     /// Declared first: it ends before its descriptor is closed.
     watch: Mutex<Option<Watch>>,
-    inotify: Inotify,
+    /// Without one the listeners are told with every tick.
+    inotify: Option<Inotify>,
     listeners: Mutex<Vec<Weak<Bell>>>,
+    home: Home,
 }
 
 /// A directory, by its device and inode.
@@ -134,10 +152,16 @@ impl DirectoryWatch {
         }
         let inotify = Inotify::new(path, WatchFlags::MOVED_TO);
         let inotify = inotify.map_err(|(call, error)| Error::os(call, "watching the domain", error))?;
-        let made = Arc::new(DirectoryWatch { watch: Mutex::new(None), inotify, listeners: Mutex::default() });
-        let me: Weak<dyn Watched> = Arc::downgrade(&made) as Weak<dyn Watched>;
-        let watch = Watcher::of_process()?.watch(made.inotify.as_fd(), &me, 0)?;
-        *made.watch.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+        let (watch, listeners, home) = (Mutex::new(None), Mutex::default(), Home::here());
+        let made = Arc::new(DirectoryWatch { watch, inotify, listeners, home });
+        let (watcher, me) = (Watcher::of_process()?, Arc::downgrade(&made) as Weak<dyn Watched>);
+        match &made.inotify {
+            Some(inotify) => {
+                let watch = watcher.watch(inotify.as_fd(), &me, 0)?;
+                *made.watch.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+            }
+            None => watcher.tick(me),
+        }
         // Another thread's may have been first.
         Ok(with_watches(|watches| {
             let first = watches.get(&identity).and_then(Weak::upgrade);
@@ -151,7 +175,7 @@ impl DirectoryWatch {
 
 impl Drop for DirectoryWatch {
     fn drop(&mut self) {
-        if !self.inotify.home.is_here() {
+        if !self.home.is_here() {
             // The parent's watcher is not to be asked: a thread that is not here may have had its lock.
             let watch = self.watch.get_mut().unwrap_or_else(PoisonError::into_inner).take();
             std::mem::forget(watch);
@@ -161,13 +185,25 @@ impl Drop for DirectoryWatch {
 
 impl Watched for DirectoryWatch {
     fn on_ready(&self, _: u64) -> Next {
-        if !self.inotify.home.is_here() {
+        if !self.home.is_here() {
             return Next::Stop;
         }
-        self.inotify.drain();
+        self.inotify.iter().for_each(Inotify::drain);
+        self.ring();
+        Next::Keep
+    }
+
+    fn on_tick(&self, _: u64) {
+        if self.inotify.is_none() && self.home.is_here() {
+            self.ring();
+        }
+    }
+}
+
+impl DirectoryWatch {
+    fn ring(&self) {
         let mut listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
         listeners.retain(|bell| bell.upgrade().inspect(|bell| bell.ring()).is_some());
-        Next::Keep
     }
 }
 
@@ -187,16 +223,44 @@ mod tests {
     use std::os::fd::AsRawFd;
     use std::time::Duration;
 
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
     use crate::domain::Domain;
+    use crate::hostile::alone;
     use crate::link::message::wait_readable;
+
+    /// As if this user had as many instances as it may.
+    pub(super) static IS_REFUSED: AtomicBool = AtomicBool::new(false);
+
+    #[test]
+    fn without_an_instance_a_directory_is_looked_at_with_each_tick() {
+        alone(module_path!(), "without_an_instance_a_directory_is_looked_at_with_each_tick", || {
+            let folder = std::env::temp_dir().join(format!("warpipe-no-instance-{}", std::process::id()));
+            IS_REFUSED.store(true, Ordering::SeqCst);
+            let domain = Domain::at(&folder).unwrap();
+            let arrivals = domain.arrivals().unwrap();
+            for _ in 0..2 {
+                assert!(wait_readable(arrivals.as_fd(), Duration::from_secs(60)));
+                arrivals.drain();
+            }
+            let ticket = crate::Ticket::to(&domain, "memory").unwrap();
+            let path = folder.join("ticket");
+            std::thread::scope(|scope| {
+                let reading = scope.spawn(|| crate::Ticket::read_file_timeout(&path, Duration::from_secs(60)));
+                ticket.write_file(&path).unwrap();
+                assert_eq!(reading.join().unwrap().unwrap(), ticket);
+            });
+            std::fs::remove_dir_all(folder).unwrap();
+        });
+    }
 
     #[test]
     fn all_who_wait_for_a_directory_share_one_instance_which_lies_in_flight_and_each_is_told() {
         let folder = std::env::temp_dir().join(format!("warpipe-domain-watch-{}", std::process::id()));
         let all: Vec<Arrivals> = (0..3).map(|_| Domain::at(&folder).unwrap().arrivals().unwrap()).collect();
         assert!(all.iter().all(|arrivals| Arc::ptr_eq(&arrivals.watch, &all[0].watch)));
-        if let Some(copy) = &all[0].watch.inotify.copy {
+        if let Some(copy) = all[0].watch.inotify.as_ref().and_then(|inotify| inotify.copy.as_ref()) {
             let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", copy.as_fd().as_raw_fd())).unwrap();
             // Linux 5.9.
             assert!(info.contains("scm_fds:\t1") || info.contains("scm_fds: 1") || !info.contains("scm_fds"), "{info}");

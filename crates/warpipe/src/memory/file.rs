@@ -95,14 +95,19 @@ impl Ticket {
                 let what = format!("the ticket file {}", path.display());
                 return Err(Error::Timeout { what, waited: timeout });
             }
-            message::wait_readable(arrivals.as_fd(), left.min(LOOK));
-            arrivals.drain();
+            match &arrivals {
+                Some(arrivals) => {
+                    message::wait_readable(arrivals.as_fd(), left.min(LOOK));
+                    arrivals.drain();
+                }
+                None => std::thread::sleep(left.min(LOOK)),
+            }
         }
     }
 }
 
-/// A descriptor that becomes readable when something new appears in the file's directory.
-fn arrivals(path: &Path) -> Result<Inotify> {
+/// A descriptor that becomes readable when something new appears in the file's directory, if this user may have one more.
+fn arrivals(path: &Path) -> Result<Option<Inotify>> {
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
