@@ -563,3 +563,43 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
         drop(client);
     });
 }
+
+#[test]
+fn an_answer_that_finds_no_descriptor_is_no_death_and_what_it_gave_is_given_back() {
+    let test = "an_answer_that_finds_no_descriptor_is_no_death_and_what_it_gave_is_given_back";
+    let device = Device::host();
+    if role().as_deref() == Some("owner") {
+        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let pool = crate::Pool::builder("pool").domain(&domain).device(&device).build().unwrap();
+        println!("lent {}", pool.stats().lent_bytes);
+        while std::io::stdin().read_line(&mut String::new()).is_ok_and(|read| read > 0) {
+            println!("lent {}", pool.stats().lent_bytes);
+        }
+        return;
+    }
+    alone(module_path!(), test, || {
+        let scratch = Scratch::new();
+        let mut command = command(module_path!(), test, "owner");
+        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut owner = Guarded(command.spawn().unwrap());
+        let mut orders = owner.0.stdin.take().unwrap();
+        let mut lines = BufReader::new(owner.0.stdout.take().unwrap()).lines().map_while(std::result::Result::ok);
+        let mut lent = || lines.find_map(|line| Some(line.split_once("lent ")?.1.to_string())).unwrap();
+        assert_eq!(lent(), "0");
+        let client = crate::PoolClient::open(&scratch.domain, "pool", &device).unwrap();
+        let held = client.allocate(4096).unwrap();
+        for _ in 0..2 {
+            leave_no_descriptor();
+            let told = client.allocate(4096).map(drop).unwrap_err();
+            set_soft(Resource::Nofile, None);
+            assert!(is_descriptor_limit(&told), "{told}");
+            assert!(!client.is_owner_gone());
+            drop(client.allocate(4096).unwrap());
+        }
+        drop((held, client));
+        super::stage::eventually("everything is given back", || {
+            writeln!(orders).unwrap();
+            lent() == "0"
+        });
+    });
+}

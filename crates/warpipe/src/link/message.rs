@@ -264,6 +264,16 @@ pub(crate) fn is_short(error: &Error) -> bool {
     }
 }
 
+/// The question that the next packet answers, if it is an answer; it stays unread.
+pub(crate) fn next_answer(socket: BorrowedFd<'_>) -> Option<u64> {
+    let mut packet = [0u8; PACKET_BYTES_MAX];
+    let (bytes, _) = peek(socket, &mut packet).ok()?;
+    match decode(packet.get(..bytes)?).ok()? {
+        Message::Answer { serial, .. } => Some(serial),
+        _ => None,
+    }
+}
+
 /// Reads again if the peer has closed without having read everything of ours. The kernel tells that once, before whichever
 /// read comes next. What the peer said before (why it refuses, for example) is still there to be read.
 fn past_reset<T>(mut read: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {

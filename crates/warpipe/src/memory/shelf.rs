@@ -19,11 +19,16 @@ impl<K: Ord + Clone + Send, V: Send + Sync> Shelf<K, V> {
         Shelf { cells: Own::new() }
     }
 
-    /// The value of `key`, made if it is not open. Who asks for the same meanwhile waits for it; others do not.
-    pub(crate) fn get_or(&self, key: &K, make: impl FnOnce() -> Result<Arc<V>>) -> Result<Arc<V>> {
+    /// The value of `key`, made if it is not open, or is not good any more. Who asks for the same meanwhile waits for it; others do not.
+    pub(crate) fn get_or(
+        &self,
+        key: &K,
+        is_good: impl FnOnce(&V) -> bool,
+        make: impl FnOnce() -> Result<Arc<V>>,
+    ) -> Result<Arc<V>> {
         let cell = self.cell(key);
         let mut place = lock(&cell);
-        if let Some(value) = place.upgrade() {
+        if let Some(value) = place.upgrade().filter(|value| is_good(value)) {
             return Ok(value);
         }
         let value = make()?;
@@ -59,30 +64,42 @@ fn lock<V>(cell: &Mutex<Weak<V>>) -> MutexGuard<'_, Weak<V>> {
 mod tests {
     use super::*;
 
+    fn good<V>(_: &V) -> bool {
+        true
+    }
+
     #[test]
     fn what_is_open_is_found_and_made_once() {
         let shelf = Shelf::<u8, u64>::new();
-        let first = shelf.get_or(&1, || Ok(Arc::new(7))).unwrap();
-        let second = shelf.get_or(&1, || panic!("it is open")).unwrap();
+        let first = shelf.get_or(&1, good, || Ok(Arc::new(7))).unwrap();
+        let second = shelf.get_or(&1, good, || panic!("it is open")).unwrap();
         assert!(Arc::ptr_eq(&first, &second));
         drop((first, second));
         // The shelf holds nothing.
-        assert_eq!(*shelf.get_or(&1, || Ok(Arc::new(8))).unwrap(), 8);
+        assert_eq!(*shelf.get_or(&1, good, || Ok(Arc::new(8))).unwrap(), 8);
+    }
+
+    #[test]
+    fn what_is_not_good_any_more_is_made_anew() {
+        let shelf = Shelf::<u8, u64>::new();
+        let first = shelf.get_or(&1, good, || Ok(Arc::new(7))).unwrap();
+        let second = shelf.get_or(&1, |value| *value != 7, || Ok(Arc::new(8))).unwrap();
+        assert_eq!((*first, *second, *shelf.get_or(&1, good, || panic!("it is open")).unwrap()), (7, 8, 8));
     }
 
     #[test]
     fn the_table_forgets_what_nobody_holds() {
         let shelf = Shelf::<u32, u32>::new();
-        let kept = shelf.get_or(&0, || Ok(Arc::new(0))).unwrap();
-        (1..100).for_each(|key| drop(shelf.get_or(&key, || Ok(Arc::new(key)))));
+        let kept = shelf.get_or(&0, good, || Ok(Arc::new(0))).unwrap();
+        (1..100).for_each(|key| drop(shelf.get_or(&key, good, || Ok(Arc::new(key)))));
         assert!(shelf.lock().len() <= 2);
-        assert!(Arc::ptr_eq(&shelf.get_or(&0, || panic!("it is open")).unwrap(), &kept));
+        assert!(Arc::ptr_eq(&shelf.get_or(&0, good, || panic!("it is open")).unwrap(), &kept));
     }
 
     #[test]
     fn an_error_leaves_the_place_free() {
         let shelf = Shelf::<u8, u8>::new();
-        assert!(shelf.get_or(&1, || Err(crate::Error::Forked)).is_err());
-        assert!(shelf.get_or(&1, || Ok(Arc::new(1))).is_ok());
+        assert!(shelf.get_or(&1, good, || Err(crate::Error::Forked)).is_err());
+        assert!(shelf.get_or(&1, good, || Ok(Arc::new(1))).is_ok());
     }
 }

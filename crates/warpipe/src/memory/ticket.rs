@@ -154,10 +154,14 @@ impl Ticket {
         let body = encode(&Request { incarnation: self.fields.incarnation, id })?;
         let (visitor, gift) = self.attach(device, &body, timeout)?;
         let key = Key::new(visitor.uid(), visitor.generation(), id, device);
-        IMPORTS.get_or(&key, || match published::import(gift, device, self.name())? {
-            Some(mapping) => Ok(Arc::new(mapping)),
-            None => Err(self.expired(Expiry::Replaced)),
-        })
+        IMPORTS.get_or(
+            &key,
+            |_| true,
+            || match published::import(gift, device, self.name())? {
+                Some(mapping) => Ok(Arc::new(mapping)),
+                None => Err(self.expired(Expiry::Replaced)),
+            },
+        )
     }
 
     /// Whether it can be opened as `kind` on `device` at all.

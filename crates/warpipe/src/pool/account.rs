@@ -79,6 +79,11 @@ impl Account {
         Ok(Some(Account { device: device.clone(), owner, regions: Mutex::default(), visit }))
     }
 
+    /// Whether its owner can still be asked.
+    fn is_good(&self) -> bool {
+        !self.visit.visitor.is_over()
+    }
+
     fn name(&self) -> &str {
         self.visit.visitor.name()
     }
@@ -231,7 +236,7 @@ impl PoolClient {
         let (visitor, gift) = Visitor::attach(&at, Some(device.info().id), &hello, timeout)?;
         let key = Key::new(visitor.uid(), visitor.generation(), 0, device);
         // One visit for all: should there be one already, this one ends here.
-        let account = ACCOUNTS.get_or(&key, || match Account::of(visitor, gift, device)? {
+        let account = ACCOUNTS.get_or(&key, Account::is_good, || match Account::of(visitor, gift, device)? {
             Some(account) => Ok(Arc::new(account)),
             None => Err(wrong(name.as_str(), "reception", "expired".into(), "a welcome".into())),
         })?;
@@ -322,7 +327,7 @@ impl LentBuffer {
     pub fn open(ticket: &Ticket, device: &Device) -> Result<LentBuffer> {
         ticket.check(Kind::Pool, device)?;
         let Some(incarnation) = ticket.incarnation() else { return Err(ticket.expired(Expiry::Replaced)) };
-        let account = ACCOUNTS.get_or(&Key::new(ticket.owner(), incarnation, 0, device), || {
+        let account = ACCOUNTS.get_or(&Key::new(ticket.owner(), incarnation, 0, device), Account::is_good, || {
             let hello = encode(&Hello { incarnation: Some(incarnation) })?;
             let (visitor, gift) = ticket.attach(device, &hello, Duration::ZERO)?;
             let account = Account::of(visitor, gift, device)?;

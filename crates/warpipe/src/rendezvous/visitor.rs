@@ -84,6 +84,8 @@ struct Questions {
 enum Place {
     Waiting,
     Answered(Result<Gift>),
+    /// The answer lies in the socket, and brings what this process has no room for.
+    Unread(Error),
     /// The caller has given up. It counts until the answer comes, which is for the visit.
     Abandoned(Vec<u8>),
 }
@@ -408,6 +410,11 @@ impl Inner {
                 self.answered.notify_all();
                 return answer;
             }
+            if let Some(place @ Place::Unread(_)) = desk.open.get_mut(&serial)
+                && let Place::Unread(error) = std::mem::replace(place, Place::Abandoned(body.to_vec()))
+            {
+                return Err(error);
+            }
             if desk.is_over {
                 desk.open.remove(&serial);
                 return Err(self.owner_gone());
@@ -429,7 +436,7 @@ impl Inner {
         }
         let mut desk = self.lock();
         let question = match desk.open.get_mut(&serial) {
-            Some(place @ Place::Waiting) => {
+            Some(place @ (Place::Waiting | Place::Unread(_))) => {
                 *place = Place::Answered(answer);
                 return self.answered.notify_all();
             }
@@ -442,6 +449,15 @@ impl Inner {
         self.answered.notify_all();
         if let (Ok(gift), Some(visit)) = (answer, self.visit()) {
             visit.late(&question, gift);
+        }
+    }
+
+    /// The next answer stays in the socket until there is room for it. The caller that waits for it is told why.
+    fn leave_unread(&self, error: Error) {
+        let Some(serial) = message::next_answer(self.socket.as_fd()) else { return };
+        if let Some(place @ Place::Waiting) = self.lock().open.get_mut(&serial) {
+            *place = Place::Unread(error);
+            self.answered.notify_all();
         }
     }
 
@@ -460,6 +476,11 @@ impl Inner {
                     let _ = self.refusal.set(text);
                     self.over();
                     return Next::Stop;
+                }
+                // Our own want, which says nothing about the keeper.
+                Err(error) if message::is_short(&error) => {
+                    self.leave_unread(error);
+                    return Next::Later;
                 }
                 // Anything else is the end of what we have to say to each other.
                 Ok(Received::Message(..) | Received::End) | Err(_) => {
