@@ -38,6 +38,9 @@ struct Arguments {
     /// Only the cases whose names contain this.
     #[arg(long, value_name = "SUBSTRING")]
     only: Option<String>,
+    /// Of these, each N-th alone, from the K-th on: for several GPUs beside each other.
+    #[arg(long, value_name = "K/N", value_parser = shard)]
+    shard: Option<(usize, usize)>,
     /// Print the names of the cases and run none.
     #[arg(long)]
     list: bool,
@@ -73,8 +76,14 @@ impl Arguments {
     fn chosen(&self) -> Vec<Case> {
         let mut cases = cases::all();
         cases.retain(|case| self.only.as_ref().is_none_or(|only| case.name.contains(only.as_str())));
-        cases
+        let (first, step) = self.shard.unwrap_or((1, 1));
+        cases.into_iter().skip(first - 1).step_by(step).collect()
     }
+}
+
+fn shard(text: &str) -> Result<(usize, usize), String> {
+    let parts = text.split_once('/').and_then(|(first, step)| Some((first.parse().ok()?, step.parse().ok()?)));
+    parts.filter(|&(first, step)| 1 <= first && first <= step).ok_or_else(|| "expected K/N with 1 <= K <= N".into())
 }
 
 fn main() -> ExitCode {

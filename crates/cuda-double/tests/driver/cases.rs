@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use warpipe::backend::{Access, Backend, DeviceId, RawRegion, RawStream, StreamOp, TimelineWord};
 use warpipe::{Device, Error, Stream};
 
@@ -59,6 +59,7 @@ cases! {
     FAILED_ALLOCATION = failed_allocation;
     FAILED_IMPORT = failed_import;
     FAILED_REGISTER = failed_register;
+    UNMAPPED_WORDS = unmapped_words;
     FAILED_OPEN = failed_open;
     FOREIGN_DESCRIPTORS = foreign_descriptors;
     READ_ONLY = read_only;
@@ -512,6 +513,31 @@ fn failed_register() {
         device.backend().unregister(start).unwrap();
         device.backend().unregister(start).unwrap_err();
     }
+}
+
+fn unmapped_words() {
+    let device = gpu();
+    let (backend, stream) = (device.backend(), device.stream().unwrap());
+    let page = || {
+        let (bytes, access) = (4096, ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: a new mapping, placed by the kernel.
+        let page = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }.unwrap();
+        // SAFETY: mapped above, and unregistered before it is unmapped.
+        (page, unsafe { backend.register(page.cast(), bytes) }.unwrap())
+    };
+    let ((first, word), (_kept, other)) = (page(), page());
+    let wait = |word| {
+        // SAFETY: the stream is live; the word is registered, and at 0 already.
+        unsafe { backend.batch(stream.raw(), &[StreamOp::Wait { word, value: 0 }]) }.unwrap();
+    };
+    wait(word);
+    stream.synchronize(PATIENCE).unwrap();
+    // SAFETY: registered above, and its stream is idle.
+    unsafe { backend.unregister(first.cast()) }.unwrap();
+    // SAFETY: mapped above, and used by nobody any more.
+    unsafe { munmap(first, 4096) }.unwrap();
+    (0..8).for_each(|_| wait(other));
+    stream.synchronize(PATIENCE).unwrap();
 }
 
 fn failed_open() {

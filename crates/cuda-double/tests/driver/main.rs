@@ -150,6 +150,11 @@ fn a_failure_after_registering_is_undone() {
 }
 
 #[test]
+fn words_that_were_unregistered_and_unmapped_are_not_read_again() {
+    Double::new().run(cases::UNMAPPED_WORDS);
+}
+
+#[test]
 fn a_failure_while_a_device_is_opened_leaves_it_to_be_opened_again() {
     let retain = "cuDevicePrimaryCtxRetain:1:2";
     for step in [retain, "cuModuleLoadDataEx:1:218", "cuLaunchKernel:1:719", "cuLaunchKernel:2:719"] {

@@ -257,6 +257,7 @@ impl CudaBackend {
     /// # Safety
     /// As for [`crate::backend::Backend::unregister`].
     pub(super) unsafe fn unregister_host(&self, ptr: *mut u8) -> Result<()> {
+        waits::give_up(ptr);
         if let Some(_current) = self.enter_unless_gone()? {
             // SAFETY: the caller's promise.
             unsafe { self.driver.host_unregister(ptr.cast()) }?;

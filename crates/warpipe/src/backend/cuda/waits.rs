@@ -46,7 +46,7 @@ struct Waits {
     postponed: BTreeSet<usize>,
 }
 
-/// Notes memory that has been registered. It stays mapped until it is [given up](postpone).
+/// Notes memory that has been registered. It stays mapped until it is [given up](give_up).
 pub(super) fn registered(host: *mut u8, bytes: usize, device: DevicePtr) {
     WAITS.lock().registered.insert(device, Registered { host, bytes });
 }
@@ -70,8 +70,14 @@ pub(super) fn postpone(host: *mut u8) -> bool {
         waits.postponed.insert(host.addr());
         return true;
     }
-    waits.postponed.remove(&host.addr());
     false
+}
+
+/// Forgets memory that is about to be unregistered, and may be unmapped then.
+pub(super) fn give_up(host: *mut u8) {
+    let mut waits = WAITS.lock();
+    waits.forget(host);
+    waits.postponed.remove(&host.addr());
 }
 
 impl Waits {
