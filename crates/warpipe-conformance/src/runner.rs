@@ -88,9 +88,6 @@ fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<Finding> {
         }
     }
     command.args(["--devices", &settings.devices.to_string()]).args(settings.long.then_some("--long"));
-    // The fewer hardware queues a process has, the sooner two of its streams share one, and one that stands still on purpose
-    // holds the other up. Under MPS there are fewer by default.
-    command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
     command.stdin(Stdio::null()).stdout(words.try_clone()?).stderr(words).process_group(0);
     let mut child = command.spawn().context("starting a case")?;
     let limit = if settings.long { case.limit_long } else { case.limit };
