@@ -308,7 +308,9 @@ mod tests {
         drop(go);
         assert!(lane.wait_host(&device, 2, WAIT).unwrap());
         // Both: the raiser's own word, which comes last, is unmapped with this frame.
-        [&slow, &quick].map(|stream| stream.synchronize(WAIT).unwrap());
+        for stream in [&slow, &quick] {
+            stream.synchronize(WAIT).unwrap();
+        }
         assert_eq!(lane.value(), 2, "and is not set back by it");
     }
 
