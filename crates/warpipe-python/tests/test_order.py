@@ -11,7 +11,6 @@ from test_processes import kills, place  # noqa: F401
 from test_waits import Interrupted, a_signal_soon
 
 import warpipe
-from warpipe import _warpipe
 
 
 @pytest.fixture
@@ -61,9 +60,8 @@ def waiter(wait):
 
 def test_closing_ends_the_waits_of_other_threads_and_gives_the_name_up(where, device):
     stream = warpipe.Stream(device)
-    publisher = warpipe.Publisher("late", **where)
-    loan = publisher.loan((8,), "uint64")
-    _warpipe._slow_fill(loan, stream, 1, 2.0)
+    owner, gate = warpipe.Timeline.create("gate", **where), warpipe.Timeline.open("gate", **where)
+    gate.wait(1, stream)
     timeline, event = warpipe.Timeline.create("t", **where), warpipe.Event.create(**where)
     semaphore = warpipe.Semaphore.create("s", 1, **where)
     event.record(stream)
@@ -82,8 +80,10 @@ def test_closing_ends_the_waits_of_other_threads_and_gives_the_name_up(where, de
         thread.join(LIMIT_SECONDS)
         assert ended == [warpipe.ClosedError]
     permit.release()
-    loan.discard(stream)
-    publisher.close()
+    owner.signal(1)
+    stream.synchronize()
+    gate.close()
+    owner.close()
     warpipe.Timeline.create("t", **where).close()
 
     def is_free():
