@@ -88,6 +88,9 @@ fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<Finding> {
         }
     }
     command.args(["--devices", &settings.devices.to_string()]).args(settings.long.then_some("--long"));
+    if settings.mps && case.needs_queues {
+        command.env("CUDA_DEVICE_MAX_CONNECTIONS", "8");
+    }
     command.stdin(Stdio::null()).stdout(words.try_clone()?).stderr(words).process_group(0);
     let mut child = command.spawn().context("starting a case")?;
     let limit = if settings.long { case.limit_long } else { case.limit };

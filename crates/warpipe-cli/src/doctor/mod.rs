@@ -35,6 +35,7 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<Exit> {
         report.section("between GPUs")?;
         gpu::peers(&mut report, &gpus)?;
         report.add(system::mps())?;
+        report.add(system::queues())?;
     }
     report.section("this process")?;
     report.add(memory::given_back())?;

@@ -122,6 +122,31 @@ pub fn mps() -> Check {
     }
 }
 
+/// The hardware queues that the streams of one process share, by what the environment asks for.
+pub fn queues() -> Check {
+    queues_of(std::env::var_os("CUDA_DEVICE_MAX_CONNECTIONS"), mps_answers())
+}
+
+fn queues_of(asked: Option<std::ffi::OsString>, mps: bool) -> Check {
+    let name = "hardware queues";
+    let next = "set CUDA_DEVICE_MAX_CONNECTIONS=8 for processes with streams that wait for other processes, or call \
+                `sample.finish(timeout)` before such a stream gets more work";
+    let Some(asked) = asked else {
+        let few = "an MPS client has fewer than 8 by default: a stream that waits may hold up others of its process";
+        return if mps { Check::no(name, few, next) } else { Check::ok(name, "the driver's own number: 8") };
+    };
+    match asked.to_str().and_then(|asked| asked.parse::<u32>().ok()) {
+        Some(count) if count >= 8 => Check::ok(name, format!("{count}, by CUDA_DEVICE_MAX_CONNECTIONS")),
+        Some(count) => {
+            let detail = format!(
+                "CUDA_DEVICE_MAX_CONNECTIONS={count}: a stream that waits may hold up the other streams of its process"
+            );
+            Check::no(name, detail, next)
+        }
+        None => Check::no(name, format!("CUDA_DEVICE_MAX_CONNECTIONS is {asked:?}, which is no number"), next),
+    }
+}
+
 /// Whether a daemon is there, so that this process's GPU work goes through it.
 pub fn mps_answers() -> bool {
     knock(&mps_control()).is_ok()
@@ -161,6 +186,19 @@ fn knock_packets(control: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn few_hardware_queues_are_named_with_the_setting_that_gives_more() {
+        let few = |asked: Option<&str>, mps| {
+            let check = serde_json::to_value(queues_of(asked.map(Into::into), mps)).unwrap();
+            assert!(
+                check["next"].is_null() || check["next"].as_str().unwrap().contains("CUDA_DEVICE_MAX_CONNECTIONS=8")
+            );
+            check["verdict"] == "no"
+        };
+        assert!(!few(None, false) && !few(Some("8"), true) && !few(Some("32"), false));
+        assert!(few(None, true) && few(Some("1"), false) && few(Some("7"), true) && few(Some("many"), false));
+    }
 
     #[test]
     fn an_mps_pipe_answers_only_while_somebody_listens() {

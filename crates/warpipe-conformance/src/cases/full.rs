@@ -29,7 +29,8 @@ pub(super) const CASES: &[Case] = &[
     )
     .ends_clients(),
     Case::new("subscribers come, leave and die while a full launch queue holds up a send", visitors).ends_clients(),
-    Case::new("a late joiner gets a sample that is being sent, and the history waits for no signal to come", joiner),
+    Case::new("a late joiner gets a sample that is being sent, and the history waits for no signal to come", joiner)
+        .needs_queues(),
 ];
 
 const WORDS: u64 = 64;

@@ -58,17 +58,26 @@ pub struct Case {
     pub limit_long: Duration,
     /// It faults a GPU, or kills a process that uses it: under MPS that is the end of every other client.
     pub ends_clients: bool,
+    /// A stream of its own process stands still behind work that no other stream of that process may wait for, so they
+    /// must not share hardware queues.
+    pub needs_queues: bool,
 }
 
 impl Case {
     /// A case with a minute of time.
     pub const fn new(name: &'static str, run: fn(&Context) -> Result<()>) -> Case {
-        Case { name, run, limit: Duration::from_secs(60), limit_long: Duration::from_secs(60), ends_clients: false }
+        let limit = Duration::from_secs(60);
+        Case { name, run, limit, limit_long: limit, ends_clients: false, needs_queues: false }
     }
 
     /// Not to be tried under MPS.
     pub const fn ends_clients(self) -> Case {
         Case { ends_clients: true, ..self }
+    }
+
+    /// With 8 hardware queues, the driver's own number where no MPS daemon runs. An MPS client has fewer.
+    pub const fn needs_queues(self) -> Case {
+        Case { needs_queues: true, ..self }
     }
 
     /// With another limit.

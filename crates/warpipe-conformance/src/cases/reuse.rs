@@ -20,7 +20,8 @@ pub(super) const CASES: &[Case] = &[
     Case::new(
         "a sample whose signal is refused is lost at once, and its slot lent again behind its writer",
         refused_send,
-    ),
+    )
+    .needs_queues(),
     Case::new("a loan that was written on two streams is lent again behind both", two_writers),
     Case::new("a slot whose fence is refused is lent again behind the stream's work", refused_fence),
     Case::new(
