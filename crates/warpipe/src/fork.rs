@@ -141,6 +141,7 @@ fn install() {
         // fork. Those of the last to register come first: were that the allocator, `before_fork` would wait for sections
         // that wait for its locks. So it has allocated before we register.
         drop(std::hint::black_box(Box::new(GENERATION.load(Ordering::Relaxed))));
+        gate::begin_in_this_process();
         // SAFETY: the three handlers are async-signal-safe: atomics, sleeps, and system calls. They stay
         // valid because this library is never unloaded while its handles exist.
         let code = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_in_parent), Some(after_in_child)) };

@@ -8,8 +8,8 @@
 
 use std::cell::Cell;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use super::table::OPEN;
 use super::{Home, Made, PrivateFd, install};
@@ -33,6 +33,9 @@ thread_local! {
 /// Sections of threads that do not fork in the lower half, the number of the thread that forks in the upper one.
 static GATE: AtomicU64 = AtomicU64::new(0);
 
+/// The process that [`GATE`] counts for.
+static PROCESS: AtomicU32 = AtomicU32::new(0);
+
 const ONE_FORK: u64 = 1 << 32;
 const SECTIONS: u64 = ONE_FORK - 1;
 
@@ -42,18 +45,14 @@ impl Section {
         if FORKS.get() > 0 {
             return Section { is_counted: false };
         }
-        let depth = DEPTH.get();
         let mut pause = Pause::default();
-        loop {
-            let seen = GATE.load(Relaxed);
-            // A thread that is inside already is waited for by whoever forks: it goes on.
-            if seen >= ONE_FORK && depth == 0 {
-                pause.step();
-            } else if GATE.compare_exchange_weak(seen, seen + 1, Acquire, Relaxed).is_ok() {
-                DEPTH.set(depth + 1);
-                return Section { is_counted: true };
+        while !is_entered() {
+            if pause.is_long() {
+                forget_other_process();
             }
+            pause.step();
         }
+        Section { is_counted: true }
     }
 
     /// Registers a descriptor that was made in this section, under a number that no program takes for a standard one.
@@ -76,9 +75,35 @@ impl Section {
 impl Drop for Section {
     fn drop(&mut self) {
         if self.is_counted {
-            DEPTH.set(DEPTH.get() - 1);
-            GATE.fetch_sub(1, Release);
+            without_signals(|| {
+                DEPTH.set(DEPTH.get() - 1);
+                GATE.fetch_sub(1, Release);
+            });
         }
+    }
+}
+
+/// Counts one more section of this thread; false while another one forks. No signal's handler comes
+/// between the two counts: one that forks takes its thread's sections from the gate, and would miss
+/// one.
+fn is_entered() -> bool {
+    let mut is_entered = false;
+    without_signals(|| {
+        let depth = DEPTH.get();
+        // A thread that is inside already is waited for by whoever forks: it goes on.
+        let one_more = |seen| (seen < ONE_FORK || depth > 0).then_some(seen + 1);
+        is_entered = GATE.fetch_update(Acquire, Relaxed, one_more).is_ok();
+        DEPTH.set(depth + u64::from(is_entered));
+    });
+    is_entered
+}
+
+/// In a child of a bare system call, for which no handler ran: the sections and forks are those of
+/// its parent's threads, which are not there.
+fn forget_other_process() {
+    let here = std::process::id();
+    if PROCESS.swap(here, Relaxed) != here {
+        GATE.store(if FORKS.get() == 0 { DEPTH.get() } else { 0 }, Release);
     }
 }
 
@@ -90,7 +115,6 @@ pub(crate) fn excluded<R>(work: impl FnOnce() -> R) -> R {
 
 /// Before a fork: waits for the forks of other threads, and for their sections.
 pub(super) fn close() {
-    let me = this_thread();
     without_signals(|| {
         FORKS.set(FORKS.get() + 1);
         // A signal's handler that forks inside a section must wait neither for itself nor for another one that does the
@@ -101,12 +125,16 @@ pub(super) fn close() {
     });
     let mut pause = Pause::default();
     loop {
-        let seen = GATE.load(Acquire);
+        // Each time: a signal's handler that forks here goes on in its child as another thread.
+        let (me, seen) = (this_thread(), GATE.load(Acquire));
         let (forks, sections) = (seen / ONE_FORK, seen & SECTIONS);
         if forks == me && sections == 0 {
             return;
         }
-        // A thread that has ended without its handler, or is not of this process, which a child of a bare system call finds.
+        if pause.is_long() {
+            forget_other_process();
+        }
+        // A thread that has ended without its handler.
         let is_free = forks == 0 || forks != me && pause.is_long() && !is_of_process(forks);
         if is_free && GATE.compare_exchange(seen, sections + me * ONE_FORK, AcqRel, Relaxed).is_ok() {
             continue;
@@ -134,8 +162,14 @@ pub(super) fn open(last: impl FnOnce()) {
     });
 }
 
+/// When the handlers are registered.
+pub(super) fn begin_in_this_process() {
+    PROCESS.store(std::process::id(), Relaxed);
+}
+
 /// In a forked child, which has this thread alone.
 pub(super) fn begin_anew() {
+    begin_in_this_process();
     let left = FORKS.get().saturating_sub(1);
     FORKS.set(left);
     GATE.store(if left == 0 { DEPTH.get() } else { 0 }, Release);
@@ -174,10 +208,10 @@ fn without_signals(work: impl FnOnce()) {
 
 /// Waits for a few system calls of other threads, by async-signal-safe means.
 #[derive(Default)]
-struct Pause(u32);
+pub(super) struct Pause(u32);
 
 impl Pause {
-    fn step(&mut self) {
+    pub(super) fn step(&mut self) {
         self.0 = self.0.saturating_add(1);
         match self.0 {
             ..100 => std::hint::spin_loop(),
@@ -197,7 +231,10 @@ impl Pause {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicI32};
+
     use super::*;
+    use crate::fork::own::Common;
     use crate::hostile::{alone, in_a_forked_child};
 
     #[test]
@@ -251,6 +288,172 @@ mod tests {
             GATE.store(gone * ONE_FORK, Release);
             in_a_forked_child(|| GATE.load(Acquire) == 0);
             assert_eq!(GATE.load(Acquire), 0);
+        });
+    }
+
+    /// How often the handler has come to its end.
+    static HANDLED: AtomicU64 = AtomicU64::new(0);
+
+    extern "C" fn forks(_: libc::c_int) {
+        // SAFETY: the child ends at once; the errno of whoever was interrupted is put back.
+        unsafe {
+            let place = libc::__errno_location();
+            let code = *place;
+            let child = libc::fork();
+            if child == 0 {
+                libc::_exit(0);
+            }
+            libc::waitpid(child, std::ptr::null_mut(), 0);
+            *place = code;
+        }
+        HANDLED.fetch_add(1, Release);
+    }
+
+    fn on_signal(handler: extern "C" fn(libc::c_int)) {
+        // SAFETY: installs a handler that makes async-signal-safe calls only.
+        unsafe { libc::signal(libc::SIGUSR1, handler as libc::sighandler_t) };
+    }
+
+    fn until(holds: impl Fn() -> bool) {
+        let start = std::time::Instant::now();
+        while !holds() {
+            assert!(start.elapsed() < std::time::Duration::from_secs(20));
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_handler_forks_wherever_it_interrupts_its_thread() {
+        let test = "a_handler_forks_wherever_it_interrupts_its_thread";
+        alone(module_path!(), test, || {
+            install();
+            on_signal(forks);
+            // SAFETY: ends a process that hangs.
+            unsafe { libc::alarm(60) };
+            let is_over = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                let (tell, told) = std::sync::mpsc::channel();
+                let is_over = &is_over;
+                scope.spawn(move || {
+                    // SAFETY: this thread's own number.
+                    tell.send(unsafe { libc::pthread_self() }).unwrap();
+                    while !is_over.load(Relaxed) {
+                        drop(Section::enter());
+                    }
+                });
+                let thread = told.recv().unwrap();
+                for count in 0..2_000 {
+                    // SAFETY: the thread is joined at the end of the scope.
+                    unsafe { libc::pthread_kill(thread, libc::SIGUSR1) };
+                    while HANDLED.load(Acquire) <= count {
+                        std::hint::spin_loop();
+                    }
+                    (0..count % 1_000).for_each(|_| std::hint::spin_loop());
+                }
+                is_over.store(true, Relaxed);
+            });
+            assert_eq!(GATE.load(Acquire), 0);
+        });
+    }
+
+    #[test]
+    fn a_handler_forks_while_its_thread_has_what_another_ones_section_waits_for() {
+        static COMMON: Common<u32> = Common::new(0);
+        let test = "a_handler_forks_while_its_thread_has_what_another_ones_section_waits_for";
+        alone(module_path!(), test, || {
+            install();
+            on_signal(forks);
+            // SAFETY: ends a process that hangs.
+            unsafe { libc::alarm(20) };
+            std::thread::scope(|scope| {
+                let held = COMMON.lock();
+                let (tell, told) = std::sync::mpsc::channel();
+                scope.spawn(move || {
+                    tell.send(this_thread()).unwrap();
+                    *COMMON.lock() += 1;
+                });
+                let stat = format!("/proc/self/task/{}/stat", told.recv().unwrap());
+                until(|| std::fs::read_to_string(&stat).unwrap().contains(") S "));
+                // SAFETY: the handler is the one above.
+                unsafe { libc::raise(libc::SIGUSR1) };
+                drop(held);
+            });
+            assert_eq!(*COMMON.lock(), 1);
+        });
+    }
+
+    static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
+    static IS_HANDLERS_CHILD: AtomicBool = AtomicBool::new(false);
+    static HANDLERS_CHILD_ENDED: AtomicI32 = AtomicI32::new(-1);
+
+    extern "C" fn forks_and_goes_on(_: libc::c_int) {
+        IS_INTERRUPTED.store(true, Release);
+        // SAFETY: the child goes on where its parent was interrupted, or is ended by its alarm.
+        unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                libc::alarm(20);
+                return IS_HANDLERS_CHILD.store(true, Release);
+            }
+            let mut status = 0;
+            libc::waitpid(child, &mut status, 0);
+            HANDLERS_CHILD_ENDED.store(status, Release);
+        }
+    }
+
+    #[test]
+    fn a_handlers_child_goes_on_with_the_fork_that_the_handler_interrupted() {
+        let test = "a_handlers_child_goes_on_with_the_fork_that_the_handler_interrupted";
+        alone(module_path!(), test, || {
+            install();
+            on_signal(forks_and_goes_on);
+            let section = Section::enter();
+            let forking = std::thread::spawn(|| {
+                in_a_forked_child(|| true);
+                if IS_HANDLERS_CHILD.load(Acquire) {
+                    drop(Section::enter());
+                    // SAFETY: ends the process, whose other threads are not here.
+                    unsafe { libc::_exit(i32::from(GATE.load(Acquire) != 0)) };
+                }
+            });
+            until(|| GATE.load(Acquire) >= ONE_FORK);
+            let thread = std::os::unix::thread::JoinHandleExt::as_pthread_t(&forking);
+            // SAFETY: the thread is joined below.
+            unsafe { libc::pthread_kill(thread, libc::SIGUSR1) };
+            until(|| IS_INTERRUPTED.load(Acquire));
+            drop(section);
+            forking.join().unwrap();
+            assert_eq!(HANDLERS_CHILD_ENDED.load(Acquire), 0, "it hangs, or the gate stays closed");
+        });
+    }
+
+    #[test]
+    fn a_child_of_a_bare_system_call_waits_for_no_thread_of_its_parent() {
+        let test = "a_child_of_a_bare_system_call_waits_for_no_thread_of_its_parent";
+        alone(module_path!(), test, || {
+            install();
+            for left in [ONE_FORK * this_thread(), 1] {
+                // As if another thread were forking, or in a section.
+                GATE.store(left, Release);
+                let flags = libc::SIGCHLD;
+                // SAFETY: as `fork`, without its handlers; the child ends by itself, or by its alarm.
+                let child = unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
+                let child = child as libc::pid_t;
+                if child == 0 {
+                    // SAFETY: as above.
+                    unsafe { libc::alarm(20) };
+                    drop(Section::enter());
+                    close();
+                    open(|| {});
+                    // SAFETY: as above.
+                    unsafe { libc::_exit(i32::from(GATE.load(Acquire) != 0)) };
+                }
+                let mut status = 0;
+                // SAFETY: waits for our own child, and writes one `int`.
+                assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+                assert_eq!(status, 0, "the child hangs, or the gate stays closed");
+                GATE.store(0, Release);
+            }
         });
     }
 }

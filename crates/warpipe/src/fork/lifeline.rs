@@ -32,7 +32,7 @@ use rustix::net::{
 };
 use rustix::pipe::PipeFlags;
 
-use super::own::Own;
+use super::own::{Own, enter_with};
 use super::table::{File, identity};
 use super::{PrivateFd, Section};
 use crate::os::above_standard;
@@ -105,8 +105,7 @@ impl Lifeline {
     /// # Errors
     /// `ETOOMANYREFS` when this user has too many descriptors in flight.
     pub(crate) fn of_process() -> Result<Arc<Lifeline>, Errno> {
-        let section = Section::enter();
-        let mut current = CURRENT.lock();
+        let (section, mut current) = enter_with(|| CURRENT.get());
         let known = current.as_ref().filter(|_| SOCKET.number().is_some());
         let lifeline = match known {
             Some(lifeline) if ALARM.number().is_some() => return Ok(lifeline.clone()),

@@ -15,8 +15,9 @@ use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::atomic::AtomicPtr;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
+use super::gate::Pause;
 use super::{Home, Section};
 
 /// A value of each process. What is made for one is never freed.
@@ -86,8 +87,23 @@ impl<T> Common<T> {
     }
 
     pub(crate) fn lock(&self) -> CommonGuard<'_, T> {
+        let (_section, guard) = enter_with(|| &self.0);
+        CommonGuard { guard, _section }
+    }
+}
+
+/// Enters a section and takes a lock that is taken in sections alone. Who waits for it is in none: a
+/// signal's handler may interrupt who has it, and fork.
+pub(super) fn enter_with<'a, T>(lock: impl Fn() -> &'a Mutex<T>) -> (Section, MutexGuard<'a, T>) {
+    let mut pause = Pause::default();
+    loop {
         let section = Section::enter();
-        CommonGuard { guard: self.0.lock().unwrap_or_else(PoisonError::into_inner), _section: section }
+        match lock().try_lock() {
+            Ok(guard) => return (section, guard),
+            Err(TryLockError::Poisoned(poison)) => return (section, poison.into_inner()),
+            Err(TryLockError::WouldBlock) => drop(section),
+        }
+        pause.step();
     }
 }
 
