@@ -21,6 +21,7 @@ use super::author::{Author, LOCK_BYTES_MAX};
 use super::{Domain, EndpointName};
 use crate::error::{Error, Holder, Result};
 use crate::fork::PrivateFd;
+use crate::link::message::is_short;
 use crate::os::{ofd_is_locked, ofd_write_lock};
 use crate::stream::Backoff;
 
@@ -45,7 +46,8 @@ const LIVE_AFTER: Duration = Duration::from_millis(200);
 pub(super) enum Cleared {
     /// It is removed, by this call.
     Removed,
-    /// Somebody has the name, or is removing it: the living, or for a moment one who dies.
+    /// Somebody has the name, or is removing it: the living, or for a moment one who dies. Or this process lacks a
+    /// descriptor or memory to find that out.
     Held,
     /// There is nothing that is proven to be a dead owner's.
     Nothing,
@@ -78,10 +80,16 @@ impl Domain {
         let file = name.file("", ".lock");
         for _ in 0..CLAIM_TRIES {
             if let Some(lock) = self.try_lock(name, &file)? {
+                let had_author = read_author(&lock).is_some();
                 let written = write_author(&lock).map_err(|e| Error::os("pwrite", self.shown(&file), e));
-                let locked = Locked { fd: Some(lock), domain: self.clone(), name: name.clone() };
+                let mut locked = Locked { fd: Some(lock), domain: self.clone(), name: name.clone() };
                 // Also when it is not ours after all: without its lock nobody would remove what a dead owner left.
-                self.clear(name).and(written)?;
+                let cleared = self.clear(name);
+                if cleared.is_err() && had_author {
+                    // For the same reason it stays.
+                    locked.fd = None;
+                }
+                cleared.and(written)?;
                 return Ok(locked);
             }
         }
@@ -130,7 +138,11 @@ impl Domain {
     /// Removes what a dead owner of `name` left, if that is there and proven.
     pub(super) fn clear_up(&self, name: &EndpointName) -> Cleared {
         let file = name.file("", ".lock");
-        let Ok(lock) = self.open_lock(name, OFlags::RDWR) else { return Cleared::Nothing };
+        let lock = match self.open_lock(name, OFlags::RDWR) {
+            Ok(lock) => lock,
+            Err(error) if is_own_want(error) => return Cleared::Held,
+            Err(_) => return Cleared::Nothing,
+        };
         let Ok(stat) = rustix::fs::fstat(&lock) else { return Cleared::Nothing };
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Cleared::Nothing;
@@ -141,8 +153,13 @@ impl Domain {
             Err(_) => return Cleared::Nothing,
         }
         // From here on an owner that comes waits for this lock to be given up, and then looks whether its file is there.
-        if !self.leads_to(&file, &stat) || !is_our_lock(&lock, &stat) || self.clear(name).is_err() {
+        if !self.leads_to(&file, &stat) || !is_our_lock(&lock, &stat) {
             return Cleared::Nothing;
+        }
+        match self.clear(name) {
+            Ok(()) => {}
+            Err(error) if is_short(&error) => return Cleared::Held,
+            Err(_) => return Cleared::Nothing,
         }
         match rustix::fs::unlinkat(&self.inner.directory, &file, AtFlags::empty()) {
             Ok(()) => Cleared::Removed,
@@ -189,7 +206,7 @@ impl Domain {
                 Ok(stat) => FileType::from_raw_mode(stat.st_mode),
             };
             match kind {
-                FileType::Socket if self.is_dead(&file) => self.unlink(&file),
+                FileType::Socket if self.is_dead(&file)? => self.unlink(&file),
                 FileType::Socket => return Err(self.foreign(&file, "a live socket of another program")),
                 FileType::Fifo => return Err(self.foreign(&file, "a FIFO")),
                 FileType::Symlink => return Err(self.foreign(&file, "a symlink")),
@@ -202,18 +219,27 @@ impl Domain {
 
     /// Whether nobody listens on a socket. One that answers is asked again for a while: a child that its dead owner
     /// had just forked holds it open until it calls `exec`.
-    fn is_dead(&self, file: &str) -> bool {
+    ///
+    /// # Errors
+    /// What this process lacks to ask.
+    fn is_dead(&self, file: &str) -> Result<bool> {
         let start = Instant::now();
         let mut backoff = Backoff::default();
         loop {
             match self.dial(file) {
-                Err(Errno::CONNREFUSED) => return true,
+                Err(Errno::CONNREFUSED) => return Ok(true),
+                Err(error) if is_own_want(error) => return Err(Error::os("connect", self.shown(file), error)),
                 // It answers, or is of another type, or its backlog is full.
-                _ if start.elapsed() > LIVE_AFTER => return false,
+                _ if start.elapsed() > LIVE_AFTER => return Ok(false),
                 _ => backoff.pause(),
             }
         }
     }
+}
+
+/// Whether a call failed for want of something of this process.
+fn is_own_want(error: Errno) -> bool {
+    matches!(error, Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS)
 }
 
 /// Whether somebody has the name. Asked, not tried: a lock taken for a look could cost an owner that comes its name.
@@ -240,6 +266,8 @@ fn is_our_lock(fd: &PrivateFd, stat: &Stat) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
     use super::*;
 
     #[test]
@@ -325,6 +353,34 @@ mod tests {
             rustix::process::setrlimit(rustix::process::Resource::Fsize, limit).unwrap();
             assert!(matches!(claimed, Err(Error::Os { call: "pwrite", .. })), "{claimed:?}");
             assert!(domain.endpoints().unwrap().is_empty());
+            std::fs::remove_dir(folder).unwrap();
+        });
+    }
+
+    #[test]
+    fn a_claim_that_lacks_a_descriptor_says_so_and_what_a_dead_owner_left_can_still_be_removed() {
+        let test = "a_claim_that_lacks_a_descriptor_says_so_and_what_a_dead_owner_left_can_still_be_removed";
+        crate::hostile::alone(module_path!(), test, || {
+            let folder = std::env::temp_dir().join(format!("warpipe-lacking-{}", std::process::id()));
+            let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+            std::fs::write(folder.join("a.lock"), "warpipe 999999999 \n").unwrap();
+            drop(std::os::unix::net::UnixListener::bind(folder.join("a.sock")).unwrap());
+            let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+            // One more can be made: the lock's.
+            let free = rustix::io::fcntl_dupfd_cloexec(&domain.inner.directory, 3).unwrap();
+            let last = rustix::process::Rlimit { current: Some(free.as_raw_fd() as u64 + 1), ..limit };
+            drop(free);
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, last).unwrap();
+            let claimed = domain.claim(&name, false).map(drop);
+            let is_over = domain.forget(&name);
+            let none = rustix::process::Rlimit { current: Some(0), ..limit };
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, none).unwrap();
+            let is_over_at_once = domain.forget(&name);
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+            assert!(!is_over && !is_over_at_once, "nobody would try again");
+            assert!(matches!(claimed, Err(Error::DescriptorLimit { .. })), "{claimed:?}");
+            assert_eq!(domain.clean().unwrap(), [name]);
+            assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
             std::fs::remove_dir(folder).unwrap();
         });
     }
