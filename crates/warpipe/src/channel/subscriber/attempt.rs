@@ -3,7 +3,6 @@
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 
 use super::super::inlet::{Approach, Inlet};
 use crate::domain::EndpointName;
@@ -16,8 +15,9 @@ use crate::link::closer::PeerSocket;
 pub(super) struct Attempt {
     home: Home,
     name: EndpointName,
+    /// The thread has the other one until it ends. Its handle is not kept: dropped in a forked child, it would
+    /// detach a thread of the child that has its place by then.
     shared: Arc<Shared>,
-    thread: JoinHandle<()>,
 }
 
 #[derive(Debug, Default)]
@@ -37,13 +37,13 @@ impl Attempt {
             approach.bell.ring();
         };
         let spawned = std::thread::Builder::new().name("warpipe-attach".into()).spawn(run);
-        let thread = spawned.map_err(|e| Error::os("clone", "the thread warpipe-attach", e))?;
-        Ok(Attempt { home: Home::here(), name, shared, thread })
+        spawned.map_err(|e| Error::os("clone", "the thread warpipe-attach", e))?;
+        Ok(Attempt { home: Home::here(), name, shared })
     }
 
     /// How it ended; told once.
     pub(super) fn result(&self) -> Option<Result<Arc<Inlet>>> {
-        let is_finished = self.thread.is_finished();
+        let is_finished = Arc::strong_count(&self.shared) == 1;
         let result = self.shared.result.lock().unwrap_or_else(PoisonError::into_inner).take();
         // A panic has ended it: another attempt is due.
         let none = || Error::Handshake { name: self.name.to_string(), fault: HandshakeFault::Closed };
@@ -71,5 +71,52 @@ impl Drop for Attempt {
         if let Some(Ok(inlet)) = self.result() {
             inlet.leave();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::super::inlet::SubscriberIdentity;
+    use super::*;
+    use crate::device::Device;
+    use crate::domain::Domain;
+    use crate::hostile::{alone, in_a_forked_child};
+    use crate::link::wake::Bell;
+    use crate::rendezvous::Kind;
+
+    #[test]
+    fn a_forked_child_that_drops_an_attempt_of_its_parents_leaves_its_own_threads_alone() {
+        let test = "a_forked_child_that_drops_an_attempt_of_its_parents_leaves_its_own_threads_alone";
+        alone(module_path!(), test, || {
+            const LONG: Duration = Duration::from_secs(60);
+            let folder = std::env::temp_dir().join(format!("warpipe-attempt-{}", std::process::id()));
+            let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+            // Nobody is let in.
+            let claim = domain.claim(&name, false).unwrap();
+            let approach = Approach {
+                domain: domain.clone(),
+                name: name.clone(),
+                device: Device::host(),
+                bell: Arc::new(Bell::new().unwrap()),
+                timeout: LONG,
+                orphan_timeout: LONG,
+                identity: SubscriberIdentity { kind: Kind::Publisher, generation: [7; 16] },
+            };
+            let socket = domain.connect_now(&name).unwrap().expect("the backlog has room");
+            let mut attempt = Some(Attempt::start(approach, socket).unwrap());
+            in_a_forked_child(|| {
+                // The C library gives them the stacks of threads that are not here.
+                let all = Arc::new(std::sync::Barrier::new(17));
+                let wait = |all: Arc<std::sync::Barrier>| std::thread::spawn(move || drop(all.wait()));
+                let threads: Vec<_> = (0..16).map(|_| wait(all.clone())).collect();
+                drop(attempt.take());
+                all.wait();
+                threads.into_iter().all(|thread| thread.join().is_ok())
+            });
+            drop((attempt, claim));
+            std::fs::remove_dir_all(folder).unwrap();
+        });
     }
 }
