@@ -217,13 +217,17 @@ impl Semaphore {
     }
 
     /// Takes a permit if one is free and nobody waits for it. Waits for no other process: until this one knows all whose
-    /// work on the permit is under way, which takes a few messages the first time, the permit counts as taken.
+    /// work on a permit is under way, which takes a few messages the first time, that permit counts as taken.
     ///
     /// # Errors
     /// As for [`acquire`](Self::acquire), without the timeout: a permit that has too much work under way is none.
     pub fn try_acquire(&self, stream: &Stream) -> Result<Option<Permit>> {
         self.core.check_stream(stream)?;
-        let Some(permit) = self.try_take()? else { return Ok(None) };
+        let core = &self.core;
+        let may = |permit| core.has_room_for_work(permit) && core.knows_signallers(permit);
+        let known = self.try_take_of(may)?;
+        // Else any: those who are to signal it are to be got to know.
+        let Some(permit) = known.map_or_else(|| self.try_take(), |permit| Ok(Some(permit)))? else { return Ok(None) };
         if !self.core.has_room_for_work(permit.index) {
             return Ok(None);
         }
@@ -257,12 +261,17 @@ impl Semaphore {
     }
 
     fn try_take(&self) -> Result<Option<Permit>> {
+        self.try_take_of(|_| true)
+    }
+
+    /// The same among those that `may` be taken.
+    fn try_take_of(&self, may: impl Fn(u32) -> bool) -> Result<Option<Permit>> {
         let core = &self.core;
         core.check_open()?;
         if core.room.has_waiters() {
             return Ok(None);
         }
-        Ok(core.room.take_free(core.member, core.hint.load(Relaxed)).map(|index| self.permit(index, 0)))
+        Ok(core.room.take_free_of(core.member, core.hint.load(Relaxed), may).map(|index| self.permit(index, 0)))
     }
 
     fn permit(&self, index: u32, passed: u64) -> Permit {

@@ -252,7 +252,13 @@ impl Room {
     /// Takes a free permit, whether anybody waits or not; looked for from `first` on. One whose devices are done comes
     /// before one that would make a stream wait.
     pub(super) fn take_free(&self, me: u32, first: u32) -> Option<u32> {
-        let in_turn = || (0..self.permits).map(|step| (first % self.permits + step) % self.permits);
+        self.take_free_of(me, first, |_| true)
+    }
+
+    /// The same among those that `may` be taken.
+    pub(super) fn take_free_of(&self, me: u32, first: u32, may: impl Fn(u32) -> bool) -> Option<u32> {
+        let all = || (0..self.permits).map(|step| (first % self.permits + step) % self.permits);
+        let in_turn = || all().filter(|&permit| may(permit));
         let is_done = |&permit: &u32| self.word(permit).reached(self.due(permit));
         let idle = in_turn().filter(is_done).find(|&permit| self.take(permit, me));
         idle.or_else(|| in_turn().find(|&permit| self.take(permit, me)))

@@ -299,6 +299,27 @@ fn a_try_does_not_wait_to_get_to_know_the_last_holder_and_holds_no_permit_meanwh
 }
 
 #[test]
+fn a_try_takes_a_permit_of_members_that_are_known_beside_one_of_a_stranger() {
+    let (stage, device) = (Stage::new("beside"), Device::host());
+    let (creator, member) = stage.both(&device, 2);
+    let ((go, held), (busy, stream)) = (mpsc::channel::<()>(), (device.stream().unwrap(), device.stream().unwrap()));
+    busy.call(move || assert!(held.recv().is_err())).unwrap();
+    let (own, others) = (creator.acquire(&busy, WAIT).unwrap(), member.acquire(&busy, WAIT).unwrap());
+    let (known, stranger) = (own.index, others.index);
+    own.release(&busy).unwrap();
+    others.release(&busy).unwrap();
+    // The stranger stands still.
+    let meeting = creator.core.hold_meetings();
+    creator.core.hint.store(stranger, Relaxed);
+    let permit = creator.try_acquire(&stream).unwrap().expect("a permit is free");
+    assert_eq!(permit.index, known);
+    assert!(creator.try_acquire(&stream).unwrap().is_none() && creator.available() == 1);
+    drop((meeting, go));
+    permit.release(&stream).unwrap();
+    stream.synchronize(WAIT).unwrap();
+}
+
+#[test]
 fn who_is_called_off_leaves_the_line_and_the_next_is_served() {
     let (stage, device) = (Stage::new("called-off"), Device::host());
     let (creator, member) = stage.both(&device, 1);
