@@ -109,7 +109,7 @@ mod tests {
             in_a_forked_child(|| {
                 // The C library gives them the stacks of threads that are not here.
                 let all = Arc::new(std::sync::Barrier::new(17));
-                let wait = |all: Arc<std::sync::Barrier>| std::thread::spawn(move || drop(all.wait()));
+                let wait = |all: Arc<std::sync::Barrier>| std::thread::spawn(move || all.wait().is_leader());
                 let threads: Vec<_> = (0..16).map(|_| wait(all.clone())).collect();
                 drop(attempt.take());
                 all.wait();
