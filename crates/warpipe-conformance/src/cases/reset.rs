@@ -4,6 +4,7 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
+use rustix::fs::MemfdFlags;
 use warpipe::{Device, Error, Memory, Publisher, Subscriber, Timeline};
 
 use super::Case;
@@ -13,6 +14,7 @@ use crate::graph::Graphs;
 use crate::payload::{Payload, Tally};
 use crate::place::{fill, wrong_words};
 use crate::process::eventually;
+use crate::words::Words;
 
 pub(super) const CASES: &[Case] =
     &[Case::new("a device that was reset is opened anew, and what was made on it before touches nothing", reset)];
@@ -37,6 +39,11 @@ fn reset(context: &Context) -> Result<()> {
     let memory = Memory::allocate(&context.device, 8 * WORDS)?;
     fill(&memory, &stream, 2, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;
+    // A stream whose wait is never over, for a word that stays.
+    let file = rustix::fs::memfd_create("words", MemfdFlags::CLOEXEC)?;
+    rustix::fs::ftruncate(&file, Words::BYTES as u64)?;
+    let (words, waiting) = (Words::map(&context.device, &file)?, context.stream()?);
+    words.play(&waiting, 1, true)?;
 
     graphs.reset_device()?;
     is_reset("allocate", Memory::allocate(&context.device, 8 * WORDS))?;
@@ -64,5 +71,10 @@ fn reset(context: &Context) -> Result<()> {
     Payload::of(WORDS, 4).send(&publisher, &stream_after)?;
     let wrong = tally.finish(subscriber.receive(&stream_after)?)?;
     ensure!(wrong == 0, "{wrong} wrong words in a sample after the reset");
+    drop((subscriber, publisher));
+    // The memory of before stays: the publisher's, the subscriber's mapping of it, and that of its own.
+    let is_over = || warpipe::process_stats().dropping == 0 && warpipe::process_stats().kept == 3;
+    ensure!(eventually(PATIENCE, is_over), "a wait of before keeps memory: {:?}", warpipe::process_stats());
+    drop((words, waiting));
     Ok(())
 }

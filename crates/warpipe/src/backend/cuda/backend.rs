@@ -38,6 +38,7 @@ pub struct CudaBackend {
     context_id: Option<u64>,
     /// The context is known to have been reset.
     is_reset: AtomicBool,
+    pub(super) opening: waits::Context,
     pub(super) info: DeviceInfo,
     pub(super) granularity: u64,
     pub(super) kernels: Kernels,
@@ -201,6 +202,7 @@ impl CudaBackend {
             context,
             context_id,
             is_reset,
+            opening: waits::next_context(),
             info,
             granularity,
             kernels,
@@ -263,8 +265,8 @@ impl CudaBackend {
                 Ok(is_active) => !is_active || is_another(),
                 Err(_) => false,
             };
-        if is_gone {
-            self.is_reset.store(true, Ordering::Relaxed);
+        if is_gone && !self.is_reset.swap(true, Ordering::Relaxed) {
+            waits::reset(self.opening);
         }
         is_gone
     }

@@ -80,7 +80,7 @@ impl CudaBackend {
                 let count = before_long_run(rest);
                 // SAFETY: the caller's promise; at most BATCH_MAX.
                 unsafe { self.enqueue_batch(stream, &rest[..count]) }?;
-                waits::enqueued(&rest[..count]);
+                waits::enqueued(self.opening, &rest[..count]);
                 count
             };
             rest = &rest[done..];

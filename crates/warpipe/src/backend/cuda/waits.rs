@@ -12,7 +12,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
-use std::sync::atomic::Ordering::Acquire;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use crate::backend::{DevicePtr, StreamOp};
 use crate::fork::own::Own;
@@ -36,12 +36,28 @@ struct Registered {
 // SAFETY: an address; it is read through under the lock alone, while the memory is mapped.
 unsafe impl Send for Registered {}
 
+#[derive(Debug, Clone, Copy)]
+struct Wait {
+    context: Context,
+    word: DevicePtr,
+    value: u64,
+}
+
+/// Which opening of a device it is: a number that no other one has.
+pub(super) type Context = u64;
+
+/// A number for the next one.
+pub(super) fn next_context() -> Context {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    LAST.fetch_add(1, Relaxed) + 1
+}
+
 #[derive(Debug, Default)]
 struct Waits {
     /// By device address.
     registered: BTreeMap<DevicePtr, Registered>,
-    /// Word and value of waits that may be open.
-    noted: VecDeque<(DevicePtr, u64)>,
+    /// Waits that may be open.
+    noted: VecDeque<Wait>,
     /// Host addresses of mappings that are to be unregistered and are not yet.
     postponed: BTreeSet<usize>,
 }
@@ -53,10 +69,15 @@ pub(super) fn registered(host: *mut u8, bytes: usize, device: DevicePtr) {
 
 /// Notes the waits among operations that a stream has taken.
 #[inline]
-pub(super) fn enqueued(ops: &[StreamOp]) {
+pub(super) fn enqueued(context: Context, ops: &[StreamOp]) {
     if ops.iter().any(|op| matches!(op, StreamOp::Wait { .. })) {
-        WAITS.lock().note(ops);
+        WAITS.lock().note(context, ops);
     }
+}
+
+/// The device was reset: its streams are there no more, and no wait of theirs is open.
+pub(super) fn reset(context: Context) {
+    WAITS.lock().end(context);
 }
 
 /// Whether memory must stay registered for now because a wait is open. No stream uses the memory, so no wait on its own
@@ -81,7 +102,7 @@ pub(super) fn give_up(host: *mut u8) {
 }
 
 impl Waits {
-    fn note(&mut self, ops: &[StreamOp]) {
+    fn note(&mut self, context: Context, ops: &[StreamOp]) {
         for op in ops {
             let StreamOp::Wait { word, value } = *op else { continue };
             for _ in 0..LOOKS {
@@ -90,8 +111,12 @@ impl Waits {
                     self.noted.push_back(earlier);
                 }
             }
-            self.noted.push_back((word, value));
+            self.noted.push_back(Wait { context, word, value });
         }
+    }
+
+    fn end(&mut self, context: Context) {
+        self.noted.retain(|wait| wait.context != context);
     }
 
     /// The memory is about to be unmapped: nothing of it is read any more.
@@ -102,7 +127,7 @@ impl Waits {
         };
         if let Some(memory) = self.registered.remove(&start) {
             let range = start..start + memory.bytes as u64;
-            self.noted.retain(|(word, _)| !range.contains(word));
+            self.noted.retain(|wait| !range.contains(&wait.word));
         }
     }
 
@@ -117,7 +142,7 @@ impl Waits {
     }
 
     /// Whether a word is below a value, as `CU_STREAM_WAIT_VALUE_GEQ` compares. Words elsewhere count as there.
-    fn is_open(&self, (word, value): (DevicePtr, u64)) -> bool {
+    fn is_open(&self, Wait { word, value, .. }: Wait) -> bool {
         let Some((start, memory)) = self.registered.range(..=word).next_back() else { return false };
         let offset = (word - start) as usize;
         if offset + size_of::<u64>() > memory.bytes || !offset.is_multiple_of(align_of::<u64>()) {
@@ -159,7 +184,7 @@ mod tests {
     fn a_wait_is_open_until_its_word_has_reached_the_value() {
         let mut waits = Waits::default();
         let page = Page::new(&mut waits, 1 << 40);
-        waits.note(&[page.wait(511, 2), StreamOp::Signal { word: page.device, value: 9 }]);
+        waits.note(1, &[page.wait(511, 2), StreamOp::Signal { word: page.device, value: 9 }]);
         assert!(waits.is_any_open());
         page.words[511].store(1, Release);
         assert!(waits.is_any_open());
@@ -173,7 +198,7 @@ mod tests {
         let mut waits = Waits::default();
         let page = Page::new(&mut waits, 1 << 40);
         for value in 0..1_000 {
-            waits.note(&[page.wait(1, value), page.wait(2, 1)]);
+            waits.note(1, &[page.wait(1, value), page.wait(2, 1)]);
             page.words[1].store(value, Release);
         }
         assert!(waits.is_any_open());
@@ -185,9 +210,9 @@ mod tests {
     fn waits_that_are_over_are_forgotten_while_one_stays_open() {
         let mut waits = Waits::default();
         let page = Page::new(&mut waits, 1 << 40);
-        waits.note(&[page.wait(2, 1)]);
+        waits.note(1, &[page.wait(2, 1)]);
         for _ in 0..10_000 {
-            waits.note(&[page.wait(1, 0)]);
+            waits.note(1, &[page.wait(1, 0)]);
         }
         assert!(waits.noted.len() < 8, "{} are kept", waits.noted.len());
         assert!(waits.is_any_open());
@@ -198,12 +223,24 @@ mod tests {
         let mut waits = Waits::default();
         let page = Page::new(&mut waits, 1 << 40);
         let other = Page::new(&mut waits, 2 << 40);
-        waits.note(&[page.wait(0, 1), other.wait(0, 1)]);
+        waits.note(1, &[page.wait(0, 1), other.wait(0, 1)]);
         waits.forget(page.words.as_ptr().cast_mut().cast());
         drop(page);
         assert!(waits.is_any_open(), "the other one's");
         other.words[0].store(1, Release);
         assert!(!waits.is_any_open());
         assert_eq!(waits.registered.len(), 1);
+    }
+
+    #[test]
+    fn no_wait_of_a_device_that_was_reset_is_open() {
+        let mut waits = Waits::default();
+        let page = Page::new(&mut waits, 1 << 40);
+        waits.note(1, &[page.wait(1, 1)]);
+        waits.note(2, &[page.wait(2, 1)]);
+        waits.end(1);
+        assert!(waits.is_any_open(), "another device's");
+        page.words[2].store(1, Release);
+        assert!(!waits.is_any_open());
     }
 }
