@@ -16,6 +16,7 @@ use pyo3::types::PyDict;
 
 use crate::away::Apart;
 use crate::parked;
+use crate::process::Home;
 use crate::stream::imported;
 use crate::wait::{SLICE, in_slices};
 
@@ -175,50 +176,77 @@ impl<T: Send + Sync> Endpoint for Closable<T> {
     }
 }
 
+/// An endpoint, and the process that opened it: a forked child has its parent's, too, and must not touch their locks.
+type Listed = (Home, Weak<dyn Endpoint>);
+
 /// What is open in this process.
-static OPEN: Mutex<Vec<Weak<dyn Endpoint>>> = Mutex::new(Vec::new());
-/// The process that `OPEN` is of, and that calls ``_end`` when it ends.
+static OPEN: Mutex<Vec<Listed>> = Mutex::new(Vec::new());
+/// The process whose ``atexit`` calls ``_end``.
 static PREPARED: AtomicU32 = AtomicU32::new(0);
+/// The child of ``multiprocessing`` whose finalizers call ``_end``.
+static FINALIZED: AtomicU32 = AtomicU32::new(0);
 
 /// Has an endpoint closed when the program ends, whoever still holds it then.
 pub fn close_at_end<E: Endpoint + 'static>(endpoint: &Arc<E>) {
     let own = std::process::id();
+    // Without them the endpoint ends as its holder does.
     if PREPARED.swap(own, Ordering::SeqCst) != own {
-        // Without it the endpoint ends as its holder does.
-        let _ = Python::attach(register_end);
+        let _ = Python::attach(register_exit);
+    }
+    if FINALIZED.load(Ordering::SeqCst) != own {
+        let _ = Python::attach(register_finalizer);
     }
     let endpoint: Weak<dyn Endpoint> = Arc::downgrade(endpoint) as Weak<dyn Endpoint>;
     // Nobody waits for the list, which a forked child may find held for ever; what is not in it ends as its holder does.
     if let Ok(mut open) = OPEN.try_lock() {
         if open.len() == open.capacity() {
-            open.retain(|known| known.strong_count() > 0);
+            open.retain(|(home, known)| home.is_here() && known.strong_count() > 0);
         }
-        open.push(endpoint);
+        open.push((Home::here(), endpoint));
     }
 }
 
-/// ``atexit`` runs what is registered in the process that ends. A child of ``multiprocessing`` runs finalizers of its own
-/// instead, or forgets what its parent registered.
-fn register_end(py: Python<'_>) -> PyResult<()> {
-    let end = py.import("warpipe._warpipe")?.getattr("_end")?;
-    let atexit = py.import("atexit")?;
+fn end_function(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
+    py.import("warpipe._warpipe")?.getattr("_end")
+}
+
+/// ``atexit`` runs what is registered in the process that ends.
+fn register_exit(py: Python<'_>) -> PyResult<()> {
+    let (atexit, end) = (py.import("atexit")?, end_function(py)?);
     atexit.call_method1("unregister", (&end,))?;
-    atexit.call_method1("register", (&end,))?;
+    atexit.call_method1("register", (&end,)).map(drop)
+}
+
+/// A child of ``multiprocessing`` may end without ``atexit``, and runs finalizers of its own. It becomes such a child, and
+/// forgets what was registered before, only after it has imported its parent's program: see [`prepare`].
+fn register_finalizer(py: Python<'_>) -> PyResult<()> {
     let Some(process) = imported(py, "multiprocessing.process")? else { return Ok(()) };
     if process.call_method0("parent_process")?.is_none() {
         return Ok(());
     }
+    FINALIZED.store(std::process::id(), Ordering::SeqCst);
     let options = PyDict::new(py);
     // After whatever else ends there.
     options.set_item("exitpriority", -1000)?;
-    py.import("multiprocessing.util")?.call_method("Finalize", (py.None(), end), Some(&options)).map(drop)
+    let finalize = py.import("multiprocessing.util")?.getattr("Finalize")?;
+    finalize.call((py.None(), end_function(py)?), Some(&options)).map(drop)
+}
+
+/// What ``multiprocessing`` calls in a new child before its work: what the program opened while it was imported is to be
+/// closed, too.
+#[pyfunction]
+fn _begin(py: Python<'_>, _end: &Bound<'_, PyAny>) -> PyResult<()> {
+    let is_ours = |(home, known): &Listed| home.is_here() && known.strong_count() > 0;
+    let has_open = OPEN.try_lock().is_ok_and(|open| open.iter().any(is_ours));
+    if has_open { register_finalizer(py) } else { Ok(()) }
 }
 
 /// Closes what is open, and waits a moment for threads that are using it: they come out of their waits once a slice.
 fn close_all(py: Python<'_>) {
-    let open = OPEN.try_lock().map(|mut open| std::mem::take(&mut *open)).unwrap_or_default();
-    open.iter().filter_map(Weak::upgrade).for_each(|endpoint| endpoint.end(py));
-    let is_over = |known: &Weak<dyn Endpoint>| known.upgrade().is_none_or(|endpoint| endpoint.is_over());
+    let mut open = OPEN.try_lock().map(|mut open| std::mem::take(&mut *open)).unwrap_or_default();
+    open.retain(|(home, _)| home.is_here());
+    open.iter().filter_map(|(_, known)| known.upgrade()).for_each(|endpoint| endpoint.end(py));
+    let is_over = |(_, known): &Listed| known.upgrade().is_none_or(|endpoint| endpoint.is_over());
     py.detach(|| {
         let start = Instant::now();
         while start.elapsed() < 4 * SLICE && !open.iter().all(is_over) {
@@ -251,6 +279,10 @@ pub fn prepare(module: &Bound<'_, PyModule>) -> PyResult<()> {
         return Err(PyImportError::new_err(said));
     }
     module.add_function(wrap_pyfunction!(_end, module)?)?;
+    module.add_function(wrap_pyfunction!(_begin, module)?)?;
     PREPARED.store(std::process::id(), Ordering::SeqCst);
-    module.py().import("atexit")?.call_method1("register", (module.getattr("_end")?,)).map(drop)
+    let (py, end) = (module.py(), module.getattr("_end")?);
+    py.import("atexit")?.call_method1("register", (&end,))?;
+    let Some(util) = imported(py, "multiprocessing.util")? else { return Ok(()) };
+    util.call_method1("register_after_fork", (end, module.getattr("_begin")?)).map(drop)
 }

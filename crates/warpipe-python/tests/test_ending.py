@@ -201,3 +201,21 @@ for _ in range(8):
 time.sleep(0.1)
 sys.slow = Slow()
 """)
+
+
+def test_a_forked_child_ends_whatever_threads_of_its_parent_were_doing(tmp_path, device):
+    if device.kind == "cuda":
+        pytest.skip("CUDA does not outlive a fork")
+    ends(tmp_path, device, """
+import os, signal
+queue, timeline = warpipe.Queue("q", **where), warpipe.Timeline.create("t", **where)
+for _ in range(2):
+    forever(subscriber.try_receive)
+    forever(lambda: (publisher.memory_in_use, timeline.value, queue.state))
+for _ in range(300):
+    if (child := os.fork()) == 0:
+        # One that hangs is ended, and its parent sees it.
+        signal.alarm(30)
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0
+""")

@@ -1,6 +1,7 @@
 """A program that ends well says goodbye, whoever still holds what it opened; and a cycle holds nothing for ever."""
 
 import gc
+import os
 import subprocess
 import sys
 import weakref
@@ -71,30 +72,58 @@ child.join()
 """,
 }
 
-SPAWNED = """
-import sys
-import warpipe
+# A child of multiprocessing, told so by its parent: a forkserver's has another standard input.
+CHILD = """
+import os, sys
 
-def work(domain, where):
+def hold(domain, where):
     global held
+    import warpipe
+
     both = dict(domain=domain, device=where)
     held = warpipe.Publisher("a", **both), warpipe.Member.join("m", domain=domain), warpipe.Queue("q", **both)
-    print("ready", flush=True)
-    open(0).readline()
+
+OPENS
+
+def work(pipe, where):
+    if "held" not in globals():
+        hold(*where)
+    pipe.send("ready")
+    pipe.recv()
 
 if __name__ == "__main__":
     import multiprocessing
-    child = multiprocessing.get_context("spawn").Process(target=work, args=sys.argv[1:])
+
+    context = multiprocessing.get_context("METHOD")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=work, args=(theirs, sys.argv[1:]))
     child.start()
+    # A child that fails ends what its parent reads.
+    theirs.close()
+    print(ours.recv(), flush=True)
+    ours.send(sys.stdin.readline())
     child.join()
 """
 
+# When a child imports warpipe, and opens what it holds.
+OPENS = {
+    "in its own work": "",
+    "in its own work, imported with the program": "import warpipe",
+    "while its program is imported": """
+import warpipe
+if __name__ == "__mp_main__":
+    hold(*os.environ["HOLD"].split())
+""",
+}
 
-def says_goodbye(command, domain, device):
+
+def says_goodbye(command, domain, device, **environment):
     on = {"domain": domain, "device": device}
     with (
         warpipe.Members.watch(domain) as members,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        ) as process,
     ):
         try:
             assert process.stdout.readline() == "ready\n"
@@ -124,10 +153,16 @@ def test_a_program_that_ends_well_says_goodbye(place, domain, device, how):  # n
     says_goodbye([sys.executable, "-c", BEGIN + ENDS[how], *place], domain, device)
 
 
-def test_a_spawned_child_that_ends_well_says_goodbye(place, domain, device, tmp_path):  # noqa: F811
-    script = tmp_path / "spawns.py"
-    script.write_text(SPAWNED)
-    says_goodbye([sys.executable, str(script), *place], domain, device)
+@pytest.mark.parametrize("opens", OPENS)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_child_of_multiprocessing_that_ends_well_says_goodbye(place, domain, device, tmp_path, method, opens):  # noqa: F811
+    if device.kind == "cuda" and method == "fork" and opens != "in its own work":
+        pytest.skip("CUDA does not outlive a fork")
+    if method == "fork" and opens == "while its program is imported":
+        pytest.skip("a forked child imports no program")
+    script = tmp_path / "parent.py"
+    script.write_text(CHILD.replace("METHOD", method).replace("OPENS", OPENS[opens]))
+    says_goodbye([sys.executable, str(script), *place], domain, device, HOLD=" ".join(place))
 
 
 PARENT = """
