@@ -1,16 +1,13 @@
-//! What Python may close before it lets go of it, and the wait for what somebody else has yet to open.
+//! What Python may close before it lets go of it.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use pyo3::prelude::*;
-use warpipe::Error;
 
 use crate::away::Apart;
 use crate::ending::{self, Closable};
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
-use crate::wait::{in_slices, late};
 
 /// One of the library's handles, until it is closed. Who is using it meanwhile keeps it so long.
 #[derive(Debug)]
@@ -71,22 +68,4 @@ impl<T: Send> Door<T> {
         py.detach(|| drop(inner));
         Ok(())
     }
-}
-
-/// Opens what another process keeps, waiting up to `wait` (None: as long as it takes) for that to be there.
-pub fn attach<T: Send>(
-    py: Python<'_>,
-    wait: Option<Duration>,
-    mut open: impl FnMut(Duration) -> Result<T, Error> + Send,
-) -> PyResult<T> {
-    let mut absent = None;
-    let found = in_slices(py, wait, |slice| match open(slice) {
-        Ok(found) => Ok(Some(found)),
-        Err(error @ (Error::NoOwner { .. } | Error::NoPublisher { .. })) => {
-            absent = Some(error);
-            Ok(None)
-        }
-        Err(error) => Err(error.into()),
-    })?;
-    Ok(found.ok_or_else(|| absent.map_or_else(|| late("its owner".into(), wait), Fault::from))?)
 }

@@ -76,6 +76,8 @@ impl From<Fault> for PyErr {
 pub fn in_python(said: &str) -> String {
     let words = [
         ("`wait_for_publisher`", "`wait=`"),
+        ("wait for it with a timeout", "wait for it with `wait=`"),
+        ("i64::MAX bytes", "2**63 - 1 bytes"),
         ("turn `reconnect` on", "pass `reconnect=True`"),
         ("Device::host()", "device=\"host\""),
         ("`Lease::output`", "`lease.output`"),

@@ -8,7 +8,7 @@ use crate::domain::Domain;
 use crate::door::Door;
 use crate::errors::{Fault, Outcome};
 use crate::stream::Consumer;
-use crate::wait::{in_slices, late, none_if_late, optional};
+use crate::wait::{asking, in_slices, in_turn, late, none_if_late, optional};
 
 /// An interprocess event (``cuEventCreate`` with ``CU_EVENT_INTERPROCESS``) that tells never recorded, and lost with its
 /// recorder, from complete.
@@ -142,11 +142,11 @@ impl Event {
     ) -> PyResult<Event> {
         let (handle, device) = (EventHandle::from_argument(handle)?, Device::from_argument(device)?.inner);
         let domain = domain.map(|domain| Domain::from_argument(Some(domain))).transpose()?;
-        let opened = py.detach(|| match &domain {
+        let opened = asking(py, move || match &domain {
             Some(domain) => warpipe::Event::open_in(domain, &handle, &device),
             None => warpipe::Event::open(&handle, &device),
-        });
-        Ok(Event::of(opened.map_err(Fault::from)?))
+        })?;
+        Ok(Event::of(opened))
     }
 
     /// What names it to other processes.
@@ -174,10 +174,16 @@ impl Event {
     /// Records the work on ``stream`` so far (``cuEventRecord``), and returns at once. The last recording is what others
     /// wait for. The first one of an opened event asks its maker, which may take a moment.
     ///
-    /// Raises ``OwnerGoneError``, ``RefusedError`` when seven others record it, ``ClosedError``, ``DriverError``.
+    /// Raises ``OwnerGoneError``, ``RefusedError`` when seven others record it, ``TimeoutError`` after 10 s behind another
+    /// thread's recording, ``ClosedError``, ``DriverError``.
     fn record(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
         let (event, consumer) = (self.door.get()?, Consumer::from_argument(py, &self.device, stream)?);
-        Ok(Recording { inner: py.detach(|| Outcome::Ok(event.record(consumer.followed()?)?))? })
+        if !event.is_prepared() {
+            asking(py, move || event.prepare())?;
+        }
+        let turn = |slice| Ok(self.door.get()?.wait_for_turn(slice)?);
+        let inner = in_turn(py, "recording", turn, || Ok(self.door.get()?.try_record(consumer.followed()?)?))?;
+        Ok(Recording { inner })
     }
 
     /// Has ``stream`` wait for the last recording (``cuStreamWaitEvent``), and returns at once, with what it waits for. What

@@ -13,7 +13,7 @@ use crate::door::Door;
 use crate::ending::{self, Callback};
 use crate::errors::{Fault, Outcome};
 use crate::publisher::word_of;
-use crate::wait::{hand_over, in_slices, optional};
+use crate::wait::{asking, hand_over, in_slices, optional};
 
 /// This process as a member of a domain: seen by whoever watches it, until it is closed or dropped.
 ///
@@ -217,7 +217,7 @@ impl Members {
             let callback = callback.clone();
             builder = builder.on(move |change| callback.call(Change::of(change)));
         }
-        let started = py.detach(|| builder.start()).map_err(Fault::from)?;
+        let started = asking(py, move || builder.start())?;
         let door = Door::unlisted("watch", domain.path().display().to_string(), started);
         Ok(Members { door, callbacks: Mutex::new(callbacks) })
     }

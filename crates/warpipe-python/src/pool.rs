@@ -9,12 +9,12 @@ use warpipe::backend::Access;
 
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::door::{Door, attach};
+use crate::door::Door;
 use crate::errors::{Fault, Outcome};
 use crate::held::Place;
 use crate::ticket::Ticket;
 use crate::view::View;
-use crate::wait::{in_slices, late, optional};
+use crate::wait::{asking, attach, in_slices_that_ask, late, optional};
 
 /// Memory that is handed out in blocks, to this process and to others.
 ///
@@ -66,10 +66,10 @@ impl PoolStats {
 fn allocate<T: Send>(
     py: Python<'_>,
     timeout: Option<Duration>,
-    mut ask: impl FnMut(Duration) -> Outcome<T> + Send,
+    mut ask: impl FnMut(Duration, &dyn Fn() -> bool) -> Outcome<T> + Send,
 ) -> PyResult<T> {
     let mut full = None;
-    let taken = in_slices(py, timeout, |slice| match ask(slice) {
+    let taken = in_slices_that_ask(py, timeout, |slice, is_called_off| match ask(slice, is_called_off) {
         Ok(block) => Ok(Some(block)),
         Err(Fault::Library(error @ Error::MemoryLimit { bytes, limit, .. })) if bytes <= limit => {
             full = Some(error);
@@ -134,7 +134,8 @@ impl Pool {
     #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
     fn allocate<'py>(&self, py: Python<'py>, nbytes: u64, timeout: Option<f64>) -> PyResult<Bound<'py, Buffer>> {
         let timeout = optional(timeout, "timeout")?;
-        let block = allocate(py, timeout, |slice| Ok(self.door.get()?.allocate_timeout(nbytes, slice)?))?;
+        let ask = |slice, _: &dyn Fn() -> bool| Ok(self.door.get()?.allocate_timeout(nbytes, slice)?);
+        let block = allocate(py, timeout, ask)?;
         Bound::new(py, View::of("the block", Place::Block(block))?.add_subclass(Buffer))
     }
 
@@ -229,7 +230,9 @@ impl PoolClient {
     ) -> PyResult<PoolClient> {
         let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
         let wait = optional(wait, "wait")?;
-        let client = attach(py, wait, |slice| warpipe::PoolClient::open_timeout(&domain, name, &device, slice))?;
+        let called = name.to_owned();
+        let open = move |slice| warpipe::PoolClient::open_timeout(&domain, &called, &device, slice);
+        let client = attach(py, wait, open)?;
         Ok(PoolClient { door: Door::new("visit to the pool", name, client) })
     }
 
@@ -263,7 +266,10 @@ impl PoolClient {
     #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
     fn allocate<'py>(&self, py: Python<'py>, nbytes: u64, timeout: Option<f64>) -> PyResult<Bound<'py, LentBuffer>> {
         let timeout = optional(timeout, "timeout")?;
-        let block = allocate(py, timeout, |slice| Ok(self.door.get()?.allocate_timeout(nbytes, slice)?))?;
+        let ask = |slice, is_called_off: &dyn Fn() -> bool| {
+            Ok(self.door.get()?.allocate_unless(nbytes, slice, is_called_off)?)
+        };
+        let block = allocate(py, timeout, ask)?;
         LentBuffer::make(py, block)
     }
 
@@ -321,7 +327,7 @@ impl LentBuffer {
         device: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, LentBuffer>> {
         let (ticket, device) = (Ticket::from_argument(ticket)?, Device::from_argument(device)?.inner);
-        let block = py.detach(|| warpipe::LentBuffer::open(&ticket, &device)).map_err(Fault::from)?;
+        let block = asking(py, move || warpipe::LentBuffer::open(&ticket, &device))?;
         LentBuffer::make(py, block)
     }
 

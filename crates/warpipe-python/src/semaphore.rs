@@ -1,8 +1,6 @@
 //! Semaphores and their permits as Python holds them.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -11,11 +9,11 @@ use pyo3::types::PyTuple;
 use crate::away::{Apart, away};
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::door::{Door, attach};
+use crate::door::Door;
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
 use crate::stream::Consumer;
-use crate::wait::{in_slices, optional};
+use crate::wait::{attach, elsewhere, optional};
 
 /// As long as it takes, in words that a clock knows.
 const VERY_LONG: Duration = Duration::from_secs(1 << 32);
@@ -79,15 +77,6 @@ fn take_now(
     Ok(taken.map_err(Fault::from)?)
 }
 
-/// Calls the wait of a thread off when its owner goes, whatever for.
-struct CallOff(Arc<AtomicBool>);
-
-impl Drop for CallOff {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
 /// Waits on a thread of its own, which keeps its place in the line while this one looks at signals, and whether the
 /// semaphore is closed meanwhile. Then the thread gives its place up; a permit that has come by then is handed on.
 fn line_up(
@@ -96,23 +85,12 @@ fn line_up(
     consumer: Option<Consumer>,
     timeout: Duration,
 ) -> PyResult<warpipe::Permit> {
-    let (semaphore, (hand, taken)) = (door.get()?, channel());
-    let call_off = CallOff(Arc::default());
-    let called_off = call_off.0.clone();
-    let wait = move || {
+    let semaphore = door.get()?;
+    let goes_on = || door.get().map(drop);
+    elsewhere(py, "warpipe-permit", goes_on, move |call_off| {
         let stream = consumer.as_ref().map(Consumer::linked);
-        drop(hand.send(semaphore.acquire_unless(stream, timeout, &called_off)));
-    };
-    std::thread::Builder::new().name("warpipe-permit".into()).spawn(wait)?;
-    // Shared with the closure that runs without the interpreter.
-    let taken = Mutex::new(taken);
-    let come =
-        in_slices(py, None, |slice| match taken.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(slice) {
-            Ok(result) => Ok(Some(result?)),
-            Err(RecvTimeoutError::Timeout) => door.get().map(|_| None),
-            Err(RecvTimeoutError::Disconnected) => Err(Fault::Own("Error", "the thread that waited has gone".into())),
-        })?;
-    Ok(come.ok_or_else(|| Fault::Own("Error", "a wait without end has ended".into()))?)
+        Ok(semaphore.acquire_unless(stream, timeout, call_off.flag())?)
+    })
 }
 
 #[pymethods]
@@ -149,7 +127,9 @@ impl Semaphore {
     ) -> PyResult<Semaphore> {
         let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
         let wait = optional(wait, "wait")?;
-        let opened = attach(py, wait, |slice| warpipe::Semaphore::open_timeout(&domain, name, &device, slice))?;
+        let (on, called) = (device.clone(), name.to_owned());
+        let open = move |slice| warpipe::Semaphore::open_timeout(&domain, &called, &on, slice);
+        let opened = attach(py, wait, open)?;
         Ok(Semaphore::new(opened, device))
     }
 

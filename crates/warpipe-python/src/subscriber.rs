@@ -10,13 +10,12 @@ use pyo3::types::PyTuple;
 use crate::away::OwnStream;
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::door::attach;
 use crate::frame::Frame;
 use crate::in_place::Openings;
 use crate::inbox::{Calls, Inbox};
 use crate::publisher::word_of;
 use crate::stream::stream_of;
-use crate::wait::{SLICE, Timeout, optional, seconds};
+use crate::wait::{SLICE, Timeout, attach, optional, seconds};
 
 /// How long a receive waits where nobody says.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -87,8 +86,9 @@ impl Subscriber {
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let builder = spin.into_iter().fold(builder, warpipe::SubscriberBuilder::spin);
         let stream = stream_of(py, &device, stream)?;
-        let subscriber =
-            attach(py, wait, |slice| builder.clone().wait_for_publisher((!slice.is_zero()).then_some(slice)).build())?;
+        let subscriber = attach(py, wait, move |slice| {
+            builder.clone().wait_for_publisher((!slice.is_zero()).then_some(slice)).build()
+        })?;
         // A frame that was never given to anybody goes back as any other.
         let calls = Calls { ring: warpipe::Subscriber::ring, take_back: |_, frames| drop(frames) };
         let inbox = Inbox::new("subscriber", name, timeout, subscriber, calls);

@@ -8,10 +8,9 @@ use warpipe::backend::{DeviceId, DeviceKind};
 
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::door::attach;
 use crate::errors::Fault;
 use crate::faces::SharedMemory;
-use crate::wait::{in_slices, late, none_if_late, optional};
+use crate::wait::{attach, in_slices, late, none_if_late, optional};
 
 /// Names memory of a process on this machine: a text that goes through a file, a pipe, an environment variable, or pickled.
 /// It is no secret and gives no right: the owner looks who comes.
@@ -118,7 +117,8 @@ impl Ticket {
         wait: Option<f64>,
     ) -> PyResult<Bound<'py, SharedMemory>> {
         let (device, wait) = (Device::from_argument(device)?.inner, optional(wait, "wait")?);
-        let memory = attach(py, wait, |slice| self.inner.open_timeout(&device, slice))?;
+        let ticket = self.inner.clone();
+        let memory = attach(py, wait, move |slice| ticket.open_timeout(&device, slice))?;
         SharedMemory::make(py, memory)
     }
 

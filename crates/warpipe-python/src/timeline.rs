@@ -5,10 +5,10 @@ use pyo3::types::PyTuple;
 
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::door::{Door, attach};
+use crate::door::Door;
 use crate::errors::{Fault, Outcome};
 use crate::stream::Consumer;
-use crate::wait::{in_slices, late, none_if_late, optional};
+use crate::wait::{attach, in_slices, in_turn, late, none_if_late, optional};
 
 /// A named number that only grows: one process's streams signal it, others' wait for it (``cuStreamWriteValue64``,
 /// ``cuStreamWaitValue64``), and no CPU waits on the way.
@@ -67,7 +67,9 @@ impl Timeline {
     ) -> PyResult<Timeline> {
         let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
         let wait = optional(wait, "wait")?;
-        attach(py, wait, |slice| warpipe::Timeline::open_timeout(&domain, name, &device, slice)).map(Timeline::new)
+        let called = name.to_owned();
+        let open = move |slice| warpipe::Timeline::open_timeout(&domain, &called, &device, slice);
+        attach(py, wait, open).map(Timeline::new)
     }
 
     /// Its name.
@@ -105,15 +107,16 @@ impl Timeline {
     /// Signals ``value`` behind the work on ``stream`` so far, and returns at once; without a stream now, from the CPU.
     ///
     /// Raises ``NotOwnerError``, ``BackwardsError``, ``SignalPendingError`` (from the CPU, while a stream has yet to signal),
-    /// ``ArgumentError``, ``ClosedError``, ``DriverError``.
+    /// ``ArgumentError``, ``TimeoutError`` after 10 s behind another thread's signal, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (value, stream = None))]
     fn signal(&self, py: Python<'_>, value: u64, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let timeline = self.door.get()?;
+        self.door.get()?;
         let consumer = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
-        Ok(py.detach(|| match &consumer {
-            Some(consumer) => Outcome::Ok(timeline.signal(consumer.followed()?, value)?),
-            None => Ok(timeline.signal_now(value)?),
-        })?)
+        let turn = |slice| Ok(self.door.get()?.wait_for_turn(slice)?);
+        in_turn(py, "signal", turn, || {
+            let stream = consumer.as_ref().map(Consumer::followed).transpose()?;
+            Ok(self.door.get()?.try_signal(stream, value)?.then_some(()))
+        })
     }
 
     /// Has ``stream`` wait for ``value``, and returns at once; without a stream the CPU waits, at most ``timeout`` seconds

@@ -1,11 +1,15 @@
 //! Waits that Ctrl-C ends: in slices, without the interpreter, a look at the signals in between.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use pyo3::types::PyEllipsis;
 use warpipe::Error;
 
+use crate::away::Apart;
 use crate::errors::{Fault, Outcome};
 
 /// How long a signal may go unseen.
@@ -79,6 +83,47 @@ pub fn in_slices<T: Send>(
     }
 }
 
+/// [`in_slices`], for looks that may have to wait longer, for another process's answer, and ask meanwhile, while no lock is
+/// held, whether they are called off. What such a look gives all the same is dropped.
+pub fn in_slices_that_ask<T: Send>(
+    py: Python<'_>,
+    timeout: Option<Duration>,
+    mut look: impl FnMut(Duration, &dyn Fn() -> bool) -> Outcome<Option<T>> + Send,
+) -> PyResult<Option<T>> {
+    let interrupt = Mutex::new(None);
+    let seen = || interrupt.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_interrupted = || match Python::attach(|py| py.check_signals()) {
+        Ok(()) => false,
+        Err(raised) => {
+            *seen() = Some(raised);
+            true
+        }
+    };
+    let found = in_slices(py, timeout, |slice| {
+        let found = look(slice, &is_interrupted);
+        if seen().is_some() { Ok(Some(None)) } else { Ok(found?.map(Some)) }
+    })?;
+    match seen().take() {
+        Some(interrupt) => Err(interrupt),
+        None => Ok(found.flatten()),
+    }
+}
+
+/// How long a thread waits for another one of its process that the driver holds up.
+const HELD_UP: Duration = Duration::from_secs(10);
+
+/// [`once`], for a step that only another thread's call holds up: `what` it is called.
+pub fn in_turn<T: Send>(
+    py: Python<'_>,
+    what: &str,
+    wait_for_turn: impl Fn(Duration) -> Outcome<bool> + Send + Sync,
+    step: impl FnMut() -> Outcome<Option<T>> + Send,
+) -> PyResult<T> {
+    // What goes wrong with the wait, the step says.
+    let done = once(py, Some(HELD_UP), |slice| wait_for_turn(slice).unwrap_or(true), step)?;
+    Ok(done.ok_or_else(|| late(format!("another thread's {what}, which the driver holds up,"), Some(HELD_UP)))?)
+}
+
 /// The last step of a wait that takes something: a signal that arrived meanwhile is seen before the caller has `found`,
 /// and if its handler raises, `put_back` makes it the next one to be taken.
 ///
@@ -114,6 +159,84 @@ pub fn once<T: Send>(
         }
         has_room = py.detach(|| wait_for_room(left.min(SLICE)));
     }
+}
+
+/// Told to a call that goes on elsewhere when nobody waits for it any more.
+#[derive(Debug)]
+pub struct CallOff(Arc<AtomicBool>);
+
+impl CallOff {
+    /// For calls of the library's that look at it themselves.
+    pub fn flag(&self) -> &AtomicBool {
+        &self.0
+    }
+
+    fn is_told(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for CallOff {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Has `call` made on a thread of its own, which may wait for another process for long, while this one looks at signals, and
+/// whether it `goes_on`. A wait that ends before leaves the call to end by itself: what it gives then is dropped there.
+pub fn elsewhere<T: Send + 'static>(
+    py: Python<'_>,
+    thread: &str,
+    goes_on: impl Fn() -> Outcome<()> + Send + Sync,
+    call: impl FnOnce(&CallOff) -> Outcome<T> + Send + 'static,
+) -> PyResult<T> {
+    let (hand, taken) = channel();
+    let call_off = CallOff(Arc::default());
+    let told = CallOff(call_off.0.clone());
+    let run = move || drop(hand.send(call(&told).map(Apart::new)));
+    std::thread::Builder::new().name(thread.into()).spawn(run)?;
+    // Shared with the closure that runs without the interpreter.
+    let taken = Mutex::new(taken);
+    let come =
+        in_slices(py, None, |slice| match taken.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(slice) {
+            Ok(result) => Ok(Some(result?)),
+            Err(RecvTimeoutError::Timeout) => goes_on().map(|()| None),
+            Err(RecvTimeoutError::Disconnected) => Err(Fault::Own("Error", "the thread that waited has gone".into())),
+        })?;
+    Ok(come.map(Apart::into_inner).ok_or_else(|| Fault::Own("Error", "a wait without end has ended".into()))?)
+}
+
+/// A call of the library's that asks another process, and waits for its answer however long that takes.
+pub fn asking<T: Send + 'static>(
+    py: Python<'_>,
+    call: impl FnOnce() -> Result<T, Error> + Send + 'static,
+) -> PyResult<T> {
+    elsewhere(py, "warpipe-asks", || Ok(()), |_| Ok(call()?))
+}
+
+/// Opens what another process keeps, waiting up to `wait` (None: as long as it takes) for that to be there. `open` waits no
+/// longer for that than it is told.
+pub fn attach<T: Send + 'static>(
+    py: Python<'_>,
+    wait: Option<Duration>,
+    mut open: impl FnMut(Duration) -> Result<T, Error> + Send + 'static,
+) -> PyResult<T> {
+    elsewhere(
+        py,
+        "warpipe-opens",
+        || Ok(()),
+        move |call_off| {
+            let start = Instant::now();
+            loop {
+                let left = || wait.map_or(SLICE, |wait| wait.saturating_sub(start.elapsed()));
+                match open(left().min(SLICE)) {
+                    Err(Error::NoOwner { .. } | Error::NoPublisher { .. })
+                        if !left().is_zero() && !call_off.is_told() => {}
+                    opened => return Ok(opened?),
+                }
+            }
+        },
+    )
 }
 
 /// A call's own timeout as nothing found yet.

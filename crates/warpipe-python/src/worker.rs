@@ -10,12 +10,11 @@ use pyo3::types::PyTuple;
 use crate::copies::Copies;
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::door::attach;
 use crate::inbox::{Calls, Inbox};
 use crate::lease::{Bench, Lease};
 use crate::stream::stream_of;
 use crate::subscriber::end_if_graceful;
-use crate::wait::{SLICE, Timeout, optional, seconds};
+use crate::wait::{SLICE, Timeout, attach, optional, seconds};
 
 /// Takes jobs of a ``Queue`` and answers each: ``for lease in Worker("jobs"):``, ``lease()``, or ``async for``.
 ///
@@ -79,7 +78,7 @@ impl Worker {
         let builder = spin.into_iter().fold(builder, warpipe::WorkerBuilder::spin);
         let stream = stream_of(py, &device, stream)?;
         let worker =
-            attach(py, wait, |slice| builder.clone().wait_for_queue((!slice.is_zero()).then_some(slice)).build())?;
+            attach(py, wait, move |slice| builder.clone().wait_for_queue((!slice.is_zero()).then_some(slice)).build())?;
         let bench = Bench { device, stream, copies: Arc::new(Copies::default()), patience };
         let queue_pid = worker.queue_pid();
         let calls = Calls { ring: warpipe::Worker::ring, take_back: Lease::return_all };

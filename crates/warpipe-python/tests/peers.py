@@ -183,3 +183,16 @@ def receive_in_place(pipe, domain, device):
     frame.release()
     pipe.send("released")
     pipe.recv()
+
+
+def keep_everything(pipe, domain, device):
+    """Keeps one of each that others open, says what names those without a name, and waits to be killed."""
+    on = {"domain": domain, "device": device}
+    pool = warpipe.Pool.create("pool", **on)
+    block, memory = pool.allocate(64), warpipe.Memory.allocate(64, device=device)
+    kept = [warpipe.Publisher("publisher", **on), warpipe.Queue("queue", **on), warpipe.Timeline.create("timeline", **on),
+            warpipe.Semaphore.create("semaphore", **on), warpipe.Member.join("m", domain=domain)]
+    published, event = memory.publish("memory", domain=domain), warpipe.Event.create(**on)
+    pipe.send((str(event.handle()), str(published.ticket()), str(block.lend())))
+    pipe.recv()
+    del kept

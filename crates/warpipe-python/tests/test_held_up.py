@@ -243,6 +243,19 @@ BEHIND = {
         "jobs = [client.request(b'x') for _ in '12']; one, other = server.accept(30), server.accept(30)",
         "one.reply(stream=stream)", "other.reply(b'interrupted')",
         "other.reply(b'next'); jobs[0].result(); assert jobs[1].result().tobytes() == b'next'"),
+    "Timeline.signal": (
+        "ahead = warpipe.Timeline.create('ahead', **both)",
+        "ahead.signal(1, stream)", "ahead.signal(5, other)",
+        "ahead.signal(2, other); ahead.wait(2)"),
+    "Timeline.signal, from the CPU": (
+        "ahead = warpipe.Timeline.create('ahead', **both)",
+        "ahead.signal(1, stream)", "ahead.signal(5)",
+        "ahead.wait(1); ahead.signal(2)"),
+    "Event.record": (
+        "event = warpipe.Event.create(**both)",
+        "first = event.record(stream)", "event.record(other)",
+        "event.synchronize(30); assert event.check(event.record(other)) in (True, False);"
+        "assert repr(event.record(other)).endswith('count: 3 }')"),
 }
 
 INTERRUPTED = """

@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 
 import numpy as np
 import pytest
 
 import warpipe
 from conftest import LIMIT_SECONDS, until
+from peers import keep_everything, process, said
+from test_processes import place  # noqa: F401
 
 ROUNDS = 8
 
@@ -52,9 +55,19 @@ def a_handler_that_raises(number, first):
         signal.signal(number, before)
 
 
+def state(thread, pid="self"):
+    with open(f"/proc/{pid}/task/{thread}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0]
+
+
 def is_asleep(thread):
-    with open(f"/proc/self/task/{thread}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] == "S"
+    return state(thread) == "S"
+
+
+def stop(child):
+    os.kill(child.pid, signal.SIGSTOP)
+    threads = lambda: os.listdir(f"/proc/{child.pid}/task")  # noqa: E731
+    until(lambda: all(state(thread, child.pid) == "T" for thread in threads()), "the stop")
 
 
 def sleeps(thread):
@@ -439,3 +452,62 @@ def test_ctrl_c_in_a_worker_buries_no_job(tmp_path, device):
     command = [sys.executable, "-c", CTRL_C, str(tmp_path / "domain"), "host" if device.kind == "host" else "cuda"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT_SECONDS)
     assert (done.returncode, done.stdout) == (0, "b'done'\n"), done.stderr
+
+
+# What asks a process that is stopped, by what the peers are called or named.
+ASKS = {
+    "subscriber": lambda on, _: warpipe.Subscriber("publisher", handshake_timeout=3600.0, **on),
+    "worker": lambda on, _: warpipe.Worker("queue", handshake_timeout=3600.0, **on),
+    "timeline": lambda on, _: warpipe.Timeline.open("timeline", **on),
+    "semaphore": lambda on, _: warpipe.Semaphore.open("semaphore", **on),
+    "pool": lambda on, _: warpipe.PoolClient.open("pool", **on),
+    "block": lambda _, known: known.pool.allocate(64),
+    "event": lambda on, known: warpipe.Event.open(known.event, **on),
+    "recording": lambda on, known: known.opened.record(known.stream),
+    "memory": lambda on, known: warpipe.Ticket(known.memory).open(device=on["device"]),
+    "lent block": lambda on, known: warpipe.LentBuffer.open(known.block, device=on["device"]),
+    "members": lambda on, _: warpipe.Members.watch(on["domain"]),
+}
+SIGNALS = 3
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_a_wait_for_a_process_that_is_stopped_sees_every_signal(domain, device, place, ask):  # noqa: F811
+    """Only the last one's handler raises: a call that saw none of them before it gave up would say so."""
+    handled, begun, over, on = [], threading.Event(), threading.Event(), {"domain": domain, "device": device}
+    main = threading.get_native_id()
+
+    def handler(_number, _frame):
+        handled.append(_number)
+        if len(handled) == SIGNALS:
+            raise Interrupted
+
+    def send():
+        begun.wait(LIMIT_SECONDS)
+        for number in range(SIGNALS):
+            until(lambda: is_asleep(main) or over.is_set(), "the wait")
+            os.kill(os.getpid(), signal.SIGUSR1)
+            until(lambda number=number: len(handled) > number or over.is_set(), "the handler")
+
+    with process(keep_everything, *place) as (child, pipe):
+        known = types.SimpleNamespace(**dict(zip(("event", "memory", "block"), said(pipe))))
+        # One that is watched by nobody, so that nothing else of this process asks it.
+        known.pool, known.opened = warpipe.PoolClient.open("pool", **on), warpipe.Event.open(known.event, **on)
+        known.stream = warpipe.Stream(device)
+        if ask not in ("block", "lent block"):
+            known.pool.close()
+        if ask != "recording":
+            known.opened.close()
+        stop(child)
+        before = signal.signal(signal.SIGUSR1, handler)
+        sender = threading.Thread(target=send)
+        try:
+            sender.start()
+            with pytest.raises(Interrupted):
+                begun.set()
+                ASKS[ask](on, known)
+        finally:
+            over.set()
+            sender.join(LIMIT_SECONDS)
+            signal.signal(signal.SIGUSR1, before)
+            os.kill(child.pid, signal.SIGCONT)

@@ -55,12 +55,16 @@ def test_no_message_shows_rust(domain, open_publisher, open_subscriber):
         lambda: warpipe.Subscriber("nobody", domain=domain, device="host"),
         lambda: warpipe.Device("cuda:99"),
         lambda: open_publisher().wait_for_subscribers(1, 0.0),
+        lambda: warpipe.Timeline.open("nobody", domain=domain, device="host"),
+        lambda: open_publisher("b").loan((2**31, 2**32), "float64"),
     ):
         with pytest.raises(warpipe.Error) as error:
             call()
         said.append(str(error.value))
     for message in said:
         assert "::" not in message and "warpipe doctor" not in message, message
+    # What waits for an owner takes `wait`, and no timeout.
+    assert all("`wait=`" in message for message in said if "nobody" in message)
 
 
 @pytest.mark.parametrize("policy", ["block", "fail"])

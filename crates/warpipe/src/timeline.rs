@@ -200,12 +200,34 @@ impl Timeline {
     /// As for [`signal`](Self::signal), and [`Error::SignalPending`] while a stream has yet to signal an earlier value.
     pub fn signal_now(&self, value: u64) -> Result<()> {
         self.home.check()?;
-        self.raiser()?.raise_now(|last, reached| {
-            if reached < last {
-                return Err(Error::SignalPending { name: self.name.clone(), value, last, reached });
+        self.raiser()?.raise_now(|last, reached| self.above_reached(value, last, reached))
+    }
+
+    /// [`signal`](Self::signal), or without a stream [`signal_now`](Self::signal_now), unless another thread's signal is
+    /// under way: then false, and nothing was done. See [`wait_for_turn`](Self::wait_for_turn).
+    ///
+    /// # Errors
+    /// As for these, without the timeout.
+    pub fn try_signal(&self, stream: Option<&Stream>, value: u64) -> Result<bool> {
+        self.home.check()?;
+        let raiser = self.raiser()?;
+        let raised = match stream {
+            Some(stream) => {
+                stream.check_usable(&self.device)?;
+                raiser.try_raise(stream, &self.signalling, |last| self.above(value, last))?.map(drop)
             }
-            self.above(value, last)
-        })
+            None => raiser.try_raise_now(|last, reached| self.above_reached(value, last, reached))?,
+        };
+        Ok(raised.is_some())
+    }
+
+    /// Waits until no other thread's signal is under way, at most `timeout`, and says whether that is so.
+    ///
+    /// # Errors
+    /// [`Error::NotOwner`], [`Error::Forked`].
+    pub fn wait_for_turn(&self, timeout: Duration) -> Result<bool> {
+        self.home.check()?;
+        Ok(self.raiser()?.wait_for_turn(timeout))
     }
 
     /// Has `stream` wait for `value` (`cuStreamWaitValue64`), and returns at once. What the stream did afterwards
@@ -287,6 +309,13 @@ impl Timeline {
             Role::Owner { raiser, .. } => Ok(raiser),
             Role::Guest { pid, .. } => Err(Error::NotOwner { name: self.name.clone(), pid: *pid }),
         }
+    }
+
+    fn above_reached(&self, value: u64, last: u64, reached: u64) -> Result<u64> {
+        if reached < last {
+            return Err(Error::SignalPending { name: self.name.clone(), value, last, reached });
+        }
+        self.above(value, last)
     }
 
     fn above(&self, value: u64, last: u64) -> Result<u64> {

@@ -39,7 +39,7 @@ use crate::link::proof::Streams;
 use crate::memory::lane::{Lane, Verdict};
 use crate::memory::raiser::Raiser;
 use crate::stream::Stream;
-use crate::timed::{LOCK_TIMEOUT, TimedLock};
+use crate::timed::{LOCK_TIMEOUT, TimedGuard, TimedLock};
 
 crate::rendezvous::messages!(house::Ask, house::LaneOf, house::PageOf);
 
@@ -265,20 +265,54 @@ impl Event {
         self.record_within(stream, LOCK_TIMEOUT)
     }
 
-    /// The same, with another limit for the wait for a thread that records.
+    /// [`record`](Self::record), unless another thread's recording is under way: then `None`, and nothing was done. See
+    /// [`wait_for_turn`](Self::wait_for_turn).
+    ///
+    /// # Errors
+    /// As for [`record`](Self::record).
+    pub fn try_record(&self, stream: &Stream) -> Result<Option<Recording>> {
+        self.inner.home.check()?;
+        stream.check_usable(&self.inner.device)?;
+        let Ok(turn) = self.inner.recording.lock(Duration::ZERO, String::new) else { return Ok(None) };
+        self.record_in(&turn, stream).map(Some)
+    }
+
+    /// Waits until no other thread's recording is under way, at most `timeout`, and says whether that is so.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn wait_for_turn(&self, timeout: Duration) -> Result<bool> {
+        self.inner.home.check()?;
+        Ok(self.inner.recording.lock(timeout, String::new).is_ok())
+    }
+
+    /// Whether [`record`](Self::record) has its maker's word already, and need not ask: see [`prepare`](Self::prepare).
+    pub fn is_prepared(&self) -> bool {
+        self.inner.lane.get().is_some()
+    }
+
+    /// Asks its maker for what the first recording of an opened event asks for, and waits for the answer.
+    ///
+    /// # Errors
+    /// As for [`record`](Self::record).
+    pub fn prepare(&self) -> Result<()> {
+        self.inner.home.check()?;
+        let turn = self.inner.recording.lock(LOCK_TIMEOUT, || "recording".into())?;
+        self.inner.lane_in(&turn).map(drop)
+    }
+
+    /// [`record`](Self::record), with another limit for the wait for a thread that records.
     fn record_within(&self, stream: &Stream, limit: Duration) -> Result<Recording> {
+        self.inner.home.check()?;
+        stream.check_usable(&self.inner.device)?;
+        let turn = self.inner.recording.lock(limit, || "recording".into())?;
+        self.record_in(&turn, stream)
+    }
+
+    /// CUDA's own event and the lane are recorded in one order.
+    fn record_in(&self, turn: &TimedGuard<'_>, stream: &Stream) -> Result<Recording> {
         let inner = &*self.inner;
-        inner.home.check()?;
-        stream.check_usable(&inner.device)?;
-        // CUDA's own event and the lane are recorded in one order, and the lane is asked for once.
-        let _turn = inner.recording.lock(limit, || "recording".into())?;
-        let (lane, raiser) = match inner.lane.get() {
-            Some(lane) => lane,
-            None => {
-                let lane = inner.ask_for_lane()?;
-                inner.lane.get_or_init(|| lane)
-            }
-        };
+        let (lane, raiser) = inner.lane_in(turn)?;
         if let Side::Guest(lodging, _) = &inner.side
             && (lodging.is_over() || inner.spot.lane(*lane).has_ended())
         {
@@ -414,6 +448,15 @@ impl Inner {
             Side::Maker(house) => house.streams(),
             Side::Guest(lodging, _) => &lodging.streams,
         }
+    }
+
+    /// What its recordings are told in: asked for once.
+    fn lane_in(&self, _turn: &TimedGuard<'_>) -> Result<&(usize, Arc<Raiser>)> {
+        if let Some(lane) = self.lane.get() {
+            return Ok(lane);
+        }
+        let lane = self.ask_for_lane()?;
+        Ok(self.lane.get_or_init(|| lane))
     }
 
     fn ask_for_lane(&self) -> Result<(usize, Arc<Raiser>)> {

@@ -296,6 +296,8 @@ fn while_the_driver_holds_up_a_recording_guests_come_and_go_and_another_thread_i
         wrapped.hook().wait_for(1);
         let late = event.record_within(&other, Duration::from_millis(10)).unwrap_err();
         assert!(matches!(late, Error::Timeout { .. }), "{late}");
+        assert_eq!(event.try_record(&other).unwrap(), None);
+        assert!(!event.wait_for_turn(Duration::ZERO).unwrap());
         drop(leaver);
         let guest = guests.guest(&event);
         assert!(matches!(guests.guest(&early).query(), Err(Error::EventNotRecorded { .. })), "the desk goes on");
@@ -304,6 +306,7 @@ fn while_the_driver_holds_up_a_recording_guests_come_and_go_and_another_thread_i
         wrapped.hook().let_go();
         let second = held_up.join().unwrap().unwrap();
         assert_eq!((first.count + 1, first.lane), (second.count, second.lane));
+        assert!(event.wait_for_turn(Duration::ZERO).unwrap());
         assert_eq!(guest.wait(&reading).unwrap(), second);
         reading.synchronize(WAIT).unwrap();
         assert!(guest.check(second).unwrap(), "a guest that came meanwhile gets it, too");
@@ -331,4 +334,18 @@ fn lanes_and_openings_that_come_too_late_are_given_back() {
         std::thread::yield_now();
     }
     event.synchronize(WAIT).unwrap();
+}
+
+#[test]
+fn an_opened_event_asks_its_maker_once_before_it_is_recorded() {
+    let stage = Stage::new("prepared");
+    let (event, stream) = (stage.create(), stage.stream());
+    let guest = stage.guest(&event);
+    assert!(event.is_prepared() && !guest.is_prepared());
+    guest.prepare().unwrap();
+    assert!(guest.is_prepared());
+    assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })), "nothing is recorded yet");
+    let recording = guest.try_record(&stream).unwrap().unwrap();
+    stream.synchronize(WAIT).unwrap();
+    assert!(event.check(recording).unwrap());
 }

@@ -155,7 +155,26 @@ impl Raiser {
         self.raise_within(LOCK_TIMEOUT, stream, streams, before, choose)
     }
 
-    /// The same, with another limit for the wait for a thread that raises.
+    /// Waits until no other thread raises, and says whether that is so.
+    pub(crate) fn wait_for_turn(&self, limit: Duration) -> bool {
+        self.turn.lock(limit, String::new).is_ok()
+    }
+
+    /// [`raise`](Self::raise) unless another thread raises just now: then `None`, and nothing was done.
+    pub(crate) fn try_raise(
+        &self,
+        stream: &Stream,
+        streams: &Streams,
+        choose: impl FnOnce(u64) -> Result<u64>,
+    ) -> Result<Option<u64>> {
+        match self.raise_within(Duration::ZERO, stream, streams, &[], choose) {
+            // Nothing else in there waits.
+            Err(Error::Timeout { .. }) => Ok(None),
+            raised => raised.map(Some),
+        }
+    }
+
+    /// [`raise_behind`](Self::raise_behind), with another limit for the wait for a thread that raises.
     fn raise_within(
         &self,
         limit: Duration,
@@ -242,7 +261,20 @@ impl Raiser {
 
     /// Raises the lane now. `choose` gets the last value, and the one that has been reached.
     pub(crate) fn raise_now(&self, choose: impl FnOnce(u64, u64) -> Result<u64>) -> Result<()> {
-        let _turn = self.turn.lock(LOCK_TIMEOUT, || "signal".into())?;
+        self.raise_now_within(LOCK_TIMEOUT, choose)
+    }
+
+    /// The same, unless another thread raises just now: then `None`, and nothing was done.
+    pub(crate) fn try_raise_now(&self, choose: impl FnOnce(u64, u64) -> Result<u64>) -> Result<Option<()>> {
+        match self.raise_now_within(Duration::ZERO, choose) {
+            // Nothing else in there waits.
+            Err(Error::Timeout { .. }) => Ok(None),
+            raised => raised.map(Some),
+        }
+    }
+
+    fn raise_now_within(&self, limit: Duration, choose: impl FnOnce(u64, u64) -> Result<u64>) -> Result<()> {
+        let _turn = self.turn.lock(limit, || "signal".into())?;
         let mut raised = self.lock();
         let value = choose(raised.last, self.own.words().word.load())?;
         let copies = raised.copies.iter().map(|(_, copy)| copy);
@@ -369,12 +401,16 @@ mod tests {
             assert_eq!(Arc::strong_count(copies[1].page()), 2, "the stream is about to be given a word of its page");
             let second = raiser.raise_within(Duration::from_millis(10), &other, &streams, &[], next).unwrap_err();
             assert!(matches!(second, Error::Timeout { .. }), "{second}");
+            assert_eq!(raiser.try_raise(&other, &streams, next).unwrap(), None);
+            assert_eq!(raiser.try_raise_now(|last, _| next(last)).unwrap(), None);
+            assert!(!raiser.wait_for_turn(Duration::ZERO));
             wrapped.hook().let_go();
             assert_eq!(held_up.join().unwrap().unwrap(), 2);
         });
         assert!(raiser.own().wait_host(&device, 2, WAIT).unwrap() && raiser.catch_up());
         assert_eq!((late.value(), Arc::strong_count(copies[1].page())), (2, 1));
-        assert_eq!(raiser.raise(&other, &streams, next).unwrap(), 3);
+        assert!(raiser.wait_for_turn(Duration::ZERO));
+        assert_eq!(raiser.try_raise(&other, &streams, next).unwrap(), Some(3));
         assert!(raiser.own().wait_host(&device, 3, WAIT).unwrap());
         assert_eq!((copies[0].value(), copies[1].value(), late.value()), (3, 2, 3));
     }

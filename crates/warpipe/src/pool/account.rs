@@ -89,9 +89,13 @@ impl Account {
     }
 
     /// Asks for a block; what is told instead is for the caller.
-    fn ask(self: &Arc<Account>, wish: Wish) -> Result<std::result::Result<LentBuffer, Grant>> {
+    fn ask(
+        self: &Arc<Account>,
+        wish: Wish,
+        is_called_off: &dyn Fn() -> bool,
+    ) -> Result<std::result::Result<LentBuffer, Grant>> {
         self.visit.home().check()?;
-        let gift = self.visit.visitor.ask(&encode(&wish)?, ANSWER_TIMEOUT)?;
+        let gift = self.visit.visitor.ask_unless(&encode(&wish)?, ANSWER_TIMEOUT, is_called_off)?;
         match decode(&gift.body, self.name())? {
             Grant::Block(lending) => self.take_in(lending, gift).map(Ok),
             other => Ok(Err(other)),
@@ -284,10 +288,24 @@ impl PoolClient {
     /// # Errors
     /// As [`allocate`](Self::allocate).
     pub fn allocate_timeout(&self, bytes: u64, timeout: Duration) -> Result<LentBuffer> {
+        self.allocate_unless(bytes, timeout, &|| false)
+    }
+
+    /// [`allocate_timeout`](Self::allocate_timeout), for a caller that may give up while the owner does not answer:
+    /// `is_called_off` is asked then, each 50 ms, and ends it with [`Error::Timeout`]. A block that comes later goes back.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate).
+    pub fn allocate_unless(
+        &self,
+        bytes: u64,
+        timeout: Duration,
+        is_called_off: &dyn Fn() -> bool,
+    ) -> Result<LentBuffer> {
         check_bytes(bytes)?;
         let mut clock = Stopwatch::default();
         loop {
-            match self.account.ask(Wish::Block { bytes })? {
+            match self.account.ask(Wish::Block { bytes }, is_called_off)? {
                 Ok(block) => return Ok(block),
                 Err(Grant::Full { used, limit }) => {
                     let left = timeout.saturating_sub(clock.elapsed());
@@ -333,7 +351,7 @@ impl LentBuffer {
             let account = Account::of(visitor, gift, device)?;
             account.map(Arc::new).ok_or_else(|| ticket.expired(Expiry::Replaced))
         })?;
-        match account.ask(Wish::Lent(ticket.wanted().id)) {
+        match account.ask(Wish::Lent(ticket.wanted().id), &|| false) {
             Ok(Ok(block)) => Ok(block),
             Ok(Err(Grant::TooMany)) => Err(account.too_many()),
             Ok(Err(_)) => Err(ticket.expired(Expiry::Returned)),

@@ -30,8 +30,9 @@ const TURN: usize = 16;
 /// How often a dead keeper's socket is read once more, [`TURN`] messages each time.
 const LAST_WORDS: usize = 64;
 
-/// How long a visitor that waits for its keeper sleeps at most between looks: what the domain tells wakes it earlier.
-const LOOK: Duration = Duration::from_millis(100);
+/// How long a visitor that waits for its keeper sleeps at most between looks: what the domain or the keeper tells wakes it
+/// earlier.
+const LOOK: Duration = Duration::from_millis(50);
 
 const SOCKET: u64 = 0;
 const PROVEN: u64 = 1;
@@ -88,6 +89,20 @@ enum Place {
     Unread(Error),
     /// The caller has given up. It counts until the answer comes, which is for the visit.
     Abandoned(Vec<u8>),
+}
+
+/// How long a question's answer is waited for.
+struct Patience<'a> {
+    start: Instant,
+    timeout: Duration,
+    /// Asked without a lock.
+    is_called_off: &'a dyn Fn() -> bool,
+}
+
+impl Patience<'_> {
+    fn left(&self) -> Duration {
+        self.timeout.saturating_sub(self.start.elapsed())
+    }
 }
 
 /// Who stands at a keeper's door, and has not been let in yet.
@@ -256,14 +271,20 @@ impl Visitor {
     ///
     /// [`Error::Refused`], [`Error::OwnerGone`], [`Error::Timeout`].
     pub(crate) fn ask(&self, body: &[u8], timeout: Duration) -> Result<Gift> {
+        self.ask_unless(body, timeout, &|| false)
+    }
+
+    /// The same, for a caller that may call it off, which is as if the timeout had passed: it is asked with every
+    /// [`LOOK`], while no lock is held.
+    pub(crate) fn ask_unless(&self, body: &[u8], timeout: Duration, is_called_off: &dyn Fn() -> bool) -> Result<Gift> {
         let inner = &self.inner;
         inner.home.check()?;
         if body.len() > BODY_BYTES_MAX {
             return Err(Error::argument("message", format!("{} bytes", body.len()), format!("up to {BODY_BYTES_MAX}")));
         }
         let serial = inner.next_serial.fetch_add(1, SeqCst);
-        let start = Instant::now();
-        inner.take_place(serial, start, timeout)?;
+        let patience = Patience { start: Instant::now(), timeout, is_called_off };
+        inner.take_place(serial, &patience)?;
         match inner.send(&Message::Ask { serial, body: body.to_vec() }) {
             // It has closed: what it said before, its goodbye for one, is the watcher's to read, who then ends our wait.
             Err(error) if has_closed(error) => {
@@ -276,7 +297,7 @@ impl Visitor {
             }
             Ok(()) => {}
         }
-        inner.wait_for((serial, body), start, timeout)
+        inner.wait_for((serial, body), &patience)
     }
 
     /// Tells the keeper something, as a question whose answer nobody waits for: for threads that must not wait.
@@ -382,8 +403,8 @@ impl Inner {
     }
 
     /// A place for a question: waits for one while there are as many as there may be.
-    fn take_place(&self, serial: u64, start: Instant, timeout: Duration) -> Result<()> {
-        let mut desk = self.lock();
+    fn take_place(&self, serial: u64, patience: &Patience<'_>) -> Result<()> {
+        let (mut desk, mut is_over) = (self.lock(), false);
         loop {
             if desk.is_over {
                 return Err(self.owner_gone());
@@ -392,17 +413,35 @@ impl Inner {
                 desk.open.insert(serial, Place::Waiting);
                 return Ok(());
             }
-            let left = timeout.saturating_sub(start.elapsed());
-            if left.is_zero() {
+            if is_over {
                 let what = format!("an answer of {:?} to one of {ASKED_MAX} earlier questions", self.name);
-                return Err(Error::Timeout { what, waited: timeout });
+                return Err(Error::Timeout { what, waited: patience.timeout });
             }
-            desk = self.answered.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0;
+            (desk, is_over) = self.sleep(desk, patience);
         }
     }
 
-    fn wait_for(&self, (serial, body): (u64, &[u8]), start: Instant, timeout: Duration) -> Result<Gift> {
-        let mut desk = self.lock();
+    /// Sleeps until somebody is answered, or it is time to look. Says whether the caller waits no longer.
+    fn sleep<'a>(
+        &'a self,
+        desk: MutexGuard<'a, Questions>,
+        patience: &Patience<'_>,
+    ) -> (MutexGuard<'a, Questions>, bool) {
+        let left = patience.left();
+        if left.is_zero() {
+            return (desk, true);
+        }
+        let (desk, waited) = self.answered.wait_timeout(desk, left.min(LOOK)).unwrap_or_else(PoisonError::into_inner);
+        if !waited.timed_out() {
+            return (desk, false);
+        }
+        drop(desk);
+        let is_over = patience.left().is_zero() || (patience.is_called_off)();
+        (self.lock(), is_over)
+    }
+
+    fn wait_for(&self, (serial, body): (u64, &[u8]), patience: &Patience<'_>) -> Result<Gift> {
+        let (mut desk, mut is_over) = (self.lock(), false);
         loop {
             if let Some(Place::Answered(_)) = desk.open.get(&serial)
                 && let Some(Place::Answered(answer)) = desk.open.remove(&serial)
@@ -419,13 +458,12 @@ impl Inner {
                 desk.open.remove(&serial);
                 return Err(self.owner_gone());
             }
-            let left = timeout.saturating_sub(start.elapsed());
-            if left.is_zero() {
+            if is_over {
                 desk.open.insert(serial, Place::Abandoned(body.to_vec()));
                 let what = format!("an answer of {:?} (process {})", self.name, self.peer.pid);
-                return Err(Error::Timeout { what, waited: timeout });
+                return Err(Error::Timeout { what, waited: patience.timeout });
             }
-            desk = self.answered.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0;
+            (desk, is_over) = self.sleep(desk, patience);
         }
     }
 
@@ -651,9 +689,30 @@ mod tests {
         std::thread::scope(|scope| {
             let asking = scope.spawn(|| visitor.ask(b"a place?", Duration::from_secs(60)).map(drop));
             visitor.inner.on_answer(u64::MAX, Ok(Gift { body: Vec::new(), fds: Vec::new() }));
-            visitor.inner.wait_for((u64::MAX, &[]), Instant::now(), Duration::ZERO).unwrap();
+            let none = Patience { start: Instant::now(), timeout: Duration::ZERO, is_called_off: &|| false };
+            visitor.inner.wait_for((u64::MAX, &[]), &none).unwrap();
             asking.join().unwrap().unwrap();
         });
+        drop((visitor, keeper));
+        let _ = std::fs::remove_dir_all(folder);
+    }
+
+    #[test]
+    fn a_question_that_is_called_off_ends_as_if_its_time_had_passed_wherever_it_waits() {
+        let folder = std::env::temp_dir().join(format!("warpipe-visitor-off-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("asked").unwrap());
+        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
+        let keeper = Keeper::open(&at, Admission::default(), Arc::new(Mute)).unwrap();
+        // It does not listen, so no answer is read.
+        let (visitor, _) = Visitor::attach(&at, None, &[], Duration::ZERO).unwrap();
+        // Who is asked may look at the visitor: nothing is locked.
+        let called_off = || !visitor.inner.lock().is_over;
+        let told = visitor.ask_unless(b"anybody?", Duration::MAX, &called_off).map(drop);
+        assert!(matches!(told, Err(Error::Timeout { .. })), "{told:?}");
+        let others = (0..ASKED_MAX as u64).map(|other| u64::MAX - other);
+        visitor.inner.lock().open.extend(others.map(|other| (other, Place::Waiting)));
+        let told = visitor.ask_unless(b"a place?", Duration::MAX, &called_off).map(drop);
+        assert!(matches!(told, Err(Error::Timeout { .. })), "{told:?}");
         drop((visitor, keeper));
         let _ = std::fs::remove_dir_all(folder);
     }
