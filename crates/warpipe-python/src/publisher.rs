@@ -34,7 +34,8 @@ use crate::wait::{SLICE, in_slices, late, none_if_late, optional, seconds};
 /// the driver holds up is waited for as long, with the other policies at least 10 s. ``history``: how many of the last
 /// frames a late subscriber gets first. ``memory_limit``: bytes of device memory, taken as needed. ``loan_timeout``: seconds
 /// to wait for memory that is in use. ``evict_after``: seconds of silence after which a subscriber loses its link.
-/// ``allow_uids``, ``allow_gids``: who is admitted beside this user.
+/// ``subscribers_max``: the most at once; ``subscribers_per_user_max`` of each other user, and
+/// ``subscribers_per_process_max`` of each other process. ``allow_uids``, ``allow_gids``: who is admitted beside this user.
 ///
 /// Any number of threads may use it. ``close()``, the end of a ``with`` block, or dropping it says goodbye to subscribers.
 ///
@@ -173,10 +174,11 @@ impl Publisher {
     #[new]
     #[pyo3(signature = (name, *, domain = None, device = None, depth = 16, policy = "block", timeout = Some(5.0),
         history = 0, memory_limit = 4 << 30, loan_timeout = Some(5.0), evict_after = None, subscribers_max = 256,
-        handshake_timeout = 5.0, allow_uids = Vec::new(), allow_gids = Vec::new()),
+        subscribers_per_user_max = 128, subscribers_per_process_max = 64, handshake_timeout = 5.0, allow_uids = Vec::new(), allow_gids = Vec::new()),
         text_signature = "(name, *, domain=None, device=None, depth=16, policy='block', timeout=5.0, history=0, \
-        memory_limit=4294967296, loan_timeout=5.0, evict_after=None, subscribers_max=256, handshake_timeout=5.0, \
-        allow_uids=(), allow_gids=())")]
+        memory_limit=4294967296, loan_timeout=5.0, evict_after=None, subscribers_max=256, \
+        subscribers_per_user_max=128, subscribers_per_process_max=64, handshake_timeout=5.0, allow_uids=(), \
+        allow_gids=())")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
     fn new(
         py: Python<'_>,
@@ -191,6 +193,8 @@ impl Publisher {
         loan_timeout: Option<f64>,
         evict_after: Option<f64>,
         subscribers_max: u32,
+        subscribers_per_user_max: u32,
+        subscribers_per_process_max: u32,
         handshake_timeout: f64,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
@@ -210,6 +214,8 @@ impl Publisher {
             .loan_timeout(loan_timeout.unwrap_or(SLICE).min(SLICE))
             .evict_after(optional(evict_after, "evict_after")?)
             .subscribers_max(subscribers_max)
+            .subscribers_per_user_max(subscribers_per_user_max)
+            .subscribers_per_process_max(subscribers_per_process_max)
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?)
             .allow_uids(&allow_uids)
             .allow_gids(&allow_gids);

@@ -26,7 +26,9 @@ const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// the name, None for as long as it takes (default: not at all). ``reconnect``: follow the next publisher of the name when
 /// this one goes. ``timeout``: seconds that a receive, or each step of an iteration, waits (None: as long as it takes; by
 /// default 10 for a receive, and an iteration as long as it takes). ``spin``: seconds that it polls
-/// before it sleeps (default: up to 20 us, where that pays). ``stream``: the stream to receive on; by default one of its own, and every array made of a frame
+/// before it sleeps (default: up to 20 us, where that pays). ``orphan_timeout``: seconds after which streams go on that
+/// wait for a dead publisher, where a child that it forked keeps its device work running; what they waited for is lost.
+/// ``stream``: the stream to receive on; by default one of its own, and every array made of a frame
 /// orders its own stream behind the data.
 ///
 /// One thread at a time receives; others wait for their turn. Frames may go anywhere.
@@ -59,9 +61,9 @@ impl Subscriber {
 impl Subscriber {
     #[new]
     #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0), reconnect = false, timeout = Timeout::Usual,
-        spin = None, handshake_timeout = 5.0, stream = None),
+        spin = None, handshake_timeout = 5.0, orphan_timeout = 30.0, stream = None),
         text_signature = "(name, *, domain=None, device=None, wait=0.0, reconnect=False, timeout=..., spin=None, \
-        handshake_timeout=5.0, stream=None)")]
+        handshake_timeout=5.0, orphan_timeout=30.0, stream=None)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
     fn new(
         py: Python<'_>,
@@ -73,6 +75,7 @@ impl Subscriber {
         timeout: Timeout,
         spin: Option<f64>,
         handshake_timeout: f64,
+        orphan_timeout: f64,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Subscriber> {
         let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
@@ -82,7 +85,8 @@ impl Subscriber {
             .domain(&domain)
             .device(&device)
             .reconnect(reconnect)
-            .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
+            .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?)
+            .orphan_timeout(seconds(orphan_timeout, "orphan_timeout")?);
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let builder = spin.into_iter().fold(builder, warpipe::SubscriberBuilder::spin);
         let stream = stream_of(py, &device, stream)?;

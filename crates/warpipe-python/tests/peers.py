@@ -196,3 +196,15 @@ def keep_everything(pipe, domain, device):
     pipe.send((str(event.handle()), str(published.ticket()), str(block.lend())))
     pipe.recv()
     del kept
+
+
+def subscribe_until_full(pipe, domain, device):
+    """Subscribes until the publisher takes no more, and says how often that went well, and what it was told."""
+    held = []
+    try:
+        while len(held) < 100:
+            held.append(warpipe.Subscriber("a", domain=domain, device=device, wait=LIMIT_SECONDS))
+        pipe.send((len(held), None))
+    except warpipe.Error as error:
+        pipe.send((len(held), type(error).__name__))
+    pipe.recv()

@@ -18,6 +18,7 @@ from peers import (
     publish_some,
     receive_and_hold,
     said,
+    subscribe_until_full,
 )
 
 import warpipe
@@ -196,3 +197,17 @@ def test_an_object_is_not_pickled(link):
     for thing in link:
         with pytest.raises(TypeError):
             pickle.dumps(thing)
+
+
+def test_another_process_has_so_many_subscribers_and_no_more(open_publisher, place):
+    open_publisher(subscribers_per_process_max=2)
+    with process(subscribe_until_full, *place) as (_child, pipe):
+        assert said(pipe) == (2, "HandshakeError")
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan")])
+def test_a_timeout_for_orphans_is_a_number_of_seconds(open_publisher, open_subscriber, wrong):
+    open_publisher()
+    open_subscriber(orphan_timeout=0.5)
+    with pytest.raises(warpipe.ArgumentError, match="orphan_timeout"):
+        open_subscriber(orphan_timeout=wrong)

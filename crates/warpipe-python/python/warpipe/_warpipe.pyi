@@ -128,6 +128,8 @@ class Publisher:
         loan_timeout: float | None = 5.0,
         evict_after: float | None = None,
         subscribers_max: int = 256,
+        subscribers_per_user_max: int = 128,
+        subscribers_per_process_max: int = 64,
         handshake_timeout: float = 5.0,
         allow_uids: Sequence[int] = ...,
         allow_gids: Sequence[int] = ...,
@@ -199,6 +201,7 @@ class _Subscriber:
         timeout: float | None | EllipsisType = ...,
         spin: float | None = None,
         handshake_timeout: float = 5.0,
+        orphan_timeout: float = 30.0,
         stream: _StreamLike | None = None,
     ) -> Self: ...
     @property
