@@ -96,6 +96,9 @@ fn late_signals(context: &Context) -> Result<()> {
         let wrong = peer.number(&Order::Signals(SignalOrder::Read { seed: value }))?;
         ensure!(wrong == 0, "{wrong} wrong words at {value}");
         peer.signals(SignalOrder::WaitHost(value))?;
+        // Orders the next write behind this one within this process, too: ThreadSanitizer does not
+        // see the order that the peer makes.
+        timeline.wait_host(value, PATIENCE)?;
     }
     streams.iter().try_for_each(|stream| stream.synchronize(PATIENCE))?;
     peer.refuses(SignalOrder::Signal(7), "NotOwner")?;

@@ -52,22 +52,39 @@ pub(super) fn fork_and_live(unseen: bool, after: Option<After>) -> Result<i32> {
     }
 }
 
+/// Calls the system itself. A sanitizer puts functions of its own before those of libc; they take
+/// locks, and in a child that no library saw fork another thread's lock is never let go.
 fn live(parent: i32, after: Option<After>) -> ! {
-    // SAFETY: closing the standard streams lets the case see that its peer has ended; the others are system calls on
-    // numbers and on one byte of the program's text, all of them async-signal-safe.
+    // SAFETY: closing the standard streams lets the case see that its peer has ended; what is written
+    // is one byte of the program's text.
     unsafe {
-        libc::close(0);
-        libc::close(1);
-        let Some(After { longer, tally }) = after else {
-            loop {
-                libc::pause();
-            }
-        };
-        libc::write(tally, c"o".as_ptr().cast(), 1);
-        while libc::getppid() == parent {
-            libc::usleep(2_000);
+        libc::syscall(libc::SYS_close, 0);
+        libc::syscall(libc::SYS_close, 1);
+        if let Some(After { tally, .. }) = after {
+            libc::syscall(libc::SYS_write, tally, c"o".as_ptr(), 1usize);
         }
-        libc::usleep(longer.as_micros() as libc::useconds_t);
-        libc::_exit(0)
     }
+    let Some(After { longer, .. }) = after else {
+        loop {
+            pause(Duration::from_secs(600));
+        }
+    };
+    // SAFETY: it takes nothing and returns a number.
+    while unsafe { libc::syscall(libc::SYS_getppid) } == libc::c_long::from(parent) {
+        pause(Duration::from_millis(2));
+    }
+    pause(longer);
+    loop {
+        // SAFETY: the process ends here.
+        unsafe { libc::syscall(libc::SYS_exit_group, 0) };
+    }
+}
+
+/// Sleeps, by the system call alone.
+fn pause(limit: Duration) {
+    let mut limit = libc::timespec { tv_sec: limit.as_secs() as _, tv_nsec: limit.subsec_nanos() as _ };
+    let none = std::ptr::null::<libc::pollfd>();
+    let mask = std::ptr::null::<libc::sigset_t>();
+    // SAFETY: no descriptor and no mask is named; the time is ours to be read and written.
+    unsafe { libc::syscall(libc::SYS_ppoll, none, 0usize, &raw mut limit, mask, 0usize) };
 }
