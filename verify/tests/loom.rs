@@ -56,6 +56,14 @@ fn catches(model: Model, file: &'static str, line: &'static str, op: Op, effect:
     }
 }
 
+/// How a subscriber once slept: with no link it told nobody, and attached its next publisher
+/// afterwards.
+#[test]
+fn a_receiver_that_does_not_tell_its_next_sender_that_it_sleeps_is_noticed() {
+    let error = models::check(sleep::UNTOLD).expect_err("it is not woken");
+    println!("noticed: {}", error.lines().next().unwrap_or_default());
+}
+
 macro_rules! catch {
     ($($test:ident: $model:expr, $file:expr, $line:expr, $op:ident, $effect:expr;)*) => {
         mod plants {
