@@ -1,6 +1,7 @@
 //! What the maintainers run: `cargo xtask test`, `verify`, `ptx`, `wheel`, `gpu-bundle`.
 
 mod bundle;
+mod cases;
 mod counts;
 mod nightly;
 mod process;
@@ -17,8 +18,8 @@ use workspace::Workspace;
 
 const USAGE: &str = "usage: cargo xtask COMMAND
   test [--long]   every check there is without a GPU; the last line sums them up
-  verify [--for DURATION] [--only style|model|history|corpus|fuzz|miri|tsan]
-                  the methods that find what tests cannot (docs/design/verification.md)
+  verify [--for DURATION] [--only METHOD]
+                  the methods that find what tests cannot; `verify --help` names them
   ptx             compile every CUDA source under crates/ and rewrite the committed PTX
   python          build the Python package and run its tests on the host
   wheel           build the Python package as a manylinux wheel in target/wheels
@@ -38,9 +39,20 @@ fn main() -> ExitCode {
     let outcome = match words.as_slice() {
         ["test"] => Workspace::find().map(|workspace| suite::run(&workspace, false)),
         ["test", "--long"] => Workspace::find().map(|workspace| suite::run(&workspace, true)),
+        ["--help" | "-h"] => {
+            println!("{USAGE}");
+            return ExitCode::SUCCESS;
+        }
+        ["verify", "--help" | "-h"] => {
+            println!("{}", verify::USAGE);
+            return ExitCode::SUCCESS;
+        }
         ["verify", options @ ..] => match verify::Options::parse(options) {
             Some(options) => Workspace::find().map(|workspace| verify::run(&workspace, &options)),
-            None => return usage(),
+            None => {
+                eprintln!("{}", verify::USAGE);
+                return ExitCode::from(2);
+            }
         },
         ["ptx"] => Workspace::find().and_then(|workspace| ptx::rewrite(&workspace)).map(|()| true),
         ["python"] => Workspace::find().map(|workspace| suite::run_python(&workspace)),

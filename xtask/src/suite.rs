@@ -160,7 +160,7 @@ fn has_nextest() -> bool {
 }
 
 /// Puts the double where the loader finds it under the driver's name. Returns that folder.
-fn place_double(target: &Path) -> Outcome<std::path::PathBuf> {
+pub fn place_double(target: &Path) -> Outcome<std::path::PathBuf> {
     let (built, folder) = (target.join("debug/libcuda_double.so"), target.join("cuda-double"));
     fs::create_dir_all(&folder).map_err(|error| format!("{} not made: {error}", folder.display()))?;
     let placed = folder.join("libcuda.so.1");

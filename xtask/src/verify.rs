@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use crate::Outcome;
+use crate::cases;
 use crate::counts::{Counts, Dialect};
 use crate::nightly;
 use crate::process::{Finished, Task};
@@ -18,6 +19,28 @@ const HISTORIES_PER_SECOND: u64 = 2_000;
 /// From here on the models look further.
 const DEEP: Duration = Duration::from_secs(1200);
 
+pub const USAGE: &str = "usage: cargo xtask verify [--for DURATION] [--only METHOD]
+
+Runs the methods one after the other, also behind one that found something. The last line holds
+the counts; the exit code is 0 if nothing was found. What cannot run here is skipped, and says what
+to install. docs/design/verification.md says what each finds.
+
+  style    facts about the sources; a report that fails nothing
+  model    models of the lock-free code and of the books, with deaths    deeper from 20m on
+  history  rows of acts by chance, with devices that write late          as many as fit
+  corpus   every parser takes known inputs and changes of them           more from 20m on
+  calls    calls of the driver hang in turn, and are refused once each   every call from 10m on
+  hostile  peers that lie, and send descriptors that do harm             -
+  storm    processes are killed at random moments                        more kills
+  fuzz     every parser under libFuzzer; nightly and cargo-fuzz          as long as said
+  miri     histories, DLPack and units under Miri; nightly               -
+  tsan     the host's conformance cases under ThreadSanitizer; nightly   -
+
+  --for DURATION  90s, 10m or 2h, shared equally by the methods that run; the last column says what
+                  each does with its share. Without it each runs for seconds or minutes, miri about
+                  10 minutes, and tsan 20
+  --only METHOD   this one alone";
+
 /// A way to find faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Method {
@@ -25,6 +48,9 @@ pub enum Method {
     Model,
     History,
     Corpus,
+    Calls,
+    Hostile,
+    Storm,
     Fuzz,
     Miri,
     Tsan,
@@ -36,12 +62,16 @@ impl Method {
         ("model", Method::Model),
         ("history", Method::History),
         ("corpus", Method::Corpus),
+        ("calls", Method::Calls),
+        ("hostile", Method::Hostile),
+        ("storm", Method::Storm),
         ("fuzz", Method::Fuzz),
         ("miri", Method::Miri),
         ("tsan", Method::Tsan),
     ];
 
-    /// Those that `cargo xtask test` runs.
+    /// Those that `cargo xtask test` runs, beside all conformance cases and tests: the methods
+    /// `calls`, `hostile` and `storm` are more rounds of those.
     pub const BOUNDED: &[(&str, Method)] =
         &[("model", Method::Model), ("history", Method::History), ("corpus", Method::Corpus)];
 }
@@ -111,6 +141,9 @@ pub fn apply(workspace: &Workspace, method: Method, time: Option<Duration>) -> O
         Method::Model => tests(workspace, "verify", &["loom", "states", "dlpack"], time),
         Method::History => tests(workspace, "verify", &["histories"], time),
         Method::Corpus => tests(workspace, "fuzz", &["corpus"], time),
+        Method::Calls => cases::calls(workspace, time),
+        Method::Hostile => cases::hostile(workspace),
+        Method::Storm => cases::storm(workspace, time),
         Method::Fuzz => nightly::fuzz(workspace, time),
         Method::Miri => nightly::miri(workspace),
         Method::Tsan => nightly::tsan(workspace),
@@ -156,6 +189,14 @@ mod tests {
         assert_eq!(Options::parse(&[]), Some(Options::default()));
         for wrong in [&["--for"][..], &["--for", "10"], &["--for", "0s"], &["--only", "luck"], &["--fast", "1s"]] {
             assert_eq!(Options::parse(wrong), None, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn the_help_says_of_every_method_what_it_does() {
+        for (name, _) in Method::ALL {
+            let says = |line: &str| line.starts_with(&format!("  {name} "));
+            assert_eq!(USAGE.lines().filter(|line| says(line)).count(), 1, "{name}");
         }
     }
 
