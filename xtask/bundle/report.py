@@ -110,7 +110,8 @@ def lines_of(run):
         yield from (f"      | {line}" for line in part.get("last_lines", []))
     if run["demo"]:
         yield "  figures: demo"
-        yield from (f"    {'.'.join(path)} = {leaf}" for path, leaf in flat(run["demo"][-1]))
+        figures = {key: value for key, value in run["demo"][-1].items() if key != "claims"}
+        yield from (f"    {'.'.join(path)} = {leaf}" for path, leaf in flat(figures))
     if run["bench"]:
         yield "  figures: bench (ours, floor in the same run, ratio, wanted)"
         yield from (f"    {line}" for line in map(figure_line, run["bench"]["figures"]))

@@ -35,16 +35,25 @@ pub enum Command {
     #[command(hide = true)]
     DemoSubscriber(demo::ChildArgs),
     #[command(hide = true)]
+    DemoCleaner(demo::CleanerArgs),
+    #[command(hide = true)]
     DoctorChild(doctor::ChildArgs),
 }
 
-/// Shows it working: one publisher, several subscribers, every word checked
+/// Shows what warpipe is for: latency, throughput, and what the death of a process costs the others
 ///
-/// All are processes of their own, in a private temporary domain.
-/// The publisher fills each tensor on the device with a pattern of its sequence number; every subscriber checks
-/// every word on the device. No byte of a tensor is copied on the way. Ctrl-C ends it cleanly.
+/// One publisher and several subscribers, each a process of its own, in a private temporary domain.
+/// There are four parts:
+/// 1. what a hand-over takes with one item in flight, and the same by bare words;
+/// 2. how much data becomes visible to all subscribers a second, every word checked on the device;
+/// 3. a subscriber is killed while it holds samples, and a new one takes its place;
+/// 4. the publisher is killed in the middle of a write, and a new one takes its place.
+///
+/// Every figure is what the processes reported (CLOCK_MONOTONIC). No byte of a tensor is copied on the
+/// way. A claim that does not hold is named, and the exit code is 1. Ctrl-C ends it cleanly.
 #[derive(Debug, Args)]
-#[command(after_help = exit::HELP)]
+#[command(after_help = exit::HELP, after_long_help = format!("{}\n\n{}", demo::JSON_HELP, exit::HELP))]
+#[command(verbatim_doc_comment)]
 pub struct DemoArgs {
     /// Where the tensors live: auto (the first GPU, else the host), host, cuda or cuda:N
     #[arg(long, default_value_t = DeviceChoice::Auto)]
@@ -55,18 +64,18 @@ pub struct DemoArgs {
     /// Size of each tensor, in MiB
     #[arg(long, value_name = "M", default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..=4096))]
     pub megabytes: u64,
-    /// How long to publish, in seconds
-    #[arg(long, value_name = "S", default_value = "3", value_parser = seconds)]
+    /// How long part 2 publishes, in seconds
+    #[arg(long, value_name = "S", default_value = "2", value_parser = seconds)]
     pub seconds: Duration,
-    /// Stop after this many tensors, if the time is not up before
+    /// Part 2 and the new publisher of part 4 stop after this many tensors, if not before
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub items: Option<u64>,
-    /// One JSON object per line instead of a table
+    /// One JSON object per line instead of text
     #[arg(long)]
     pub json: bool,
-    /// Fill this tensor with a wrong pattern, to see it found
-    #[arg(long, value_name = "SEQUENCE", hide = true)]
-    pub sabotage: Option<u64>,
+    /// A fault on purpose, to see that it is named
+    #[arg(long, hide = true)]
+    pub plant: Option<demo::Plant>,
 }
 
 /// Publishes files as tensors, each as one sample

@@ -51,6 +51,7 @@ fn run(command: &Command) -> anyhow::Result<Exit> {
         Command::Bench(args) => bench::run(args).map(|()| Exit::Done),
         Command::DemoPublisher(args) => demo::run_publisher(args),
         Command::DemoSubscriber(args) => demo::run_subscriber(args),
+        Command::DemoCleaner(args) => demo::run_cleaner(args),
         Command::DoctorChild(args) => doctor::run_child(args),
     }
 }

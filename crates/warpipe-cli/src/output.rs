@@ -27,6 +27,11 @@ impl Output {
         if self.json { Ok(()) } else { self.line(&text()) }
     }
 
+    /// A line that only programs want.
+    pub fn json_only(self, json: &impl Serialize) -> io::Result<()> {
+        if self.json { self.json_line(json) } else { Ok(()) }
+    }
+
     fn json_line(self, json: &impl Serialize) -> io::Result<()> {
         self.line(&serde_json::to_string(json)?)
     }
@@ -61,13 +66,6 @@ pub fn styled(style: Style, text: &str) -> String {
         Style::Yellow => "33",
     };
     format!("\x1b[{code}m{text}\x1b[0m")
-}
-
-/// Rows of a label and a value, the values in one column.
-pub fn table(rows: &[(&str, String)]) -> String {
-    let width = rows.iter().map(|(label, _)| label.chars().count()).max().unwrap_or(0);
-    let row = |(label, value): &(&str, String)| format!("  {label:<width$}  {value}");
-    rows.iter().map(row).collect::<Vec<_>>().join("\n")
 }
 
 /// A text from a peer or a file, fit for a terminal: control characters are escaped.
@@ -135,10 +133,5 @@ mod tests {
     fn a_peer_cannot_steer_the_terminal() {
         assert_eq!(printable("a\x1b[31mb\r\nü"), "a\\u{1b}[31mb\\u{d}\\u{a}ü");
         assert!(!printable("x\u{202e}y").contains('\u{202e}'));
-    }
-
-    #[test]
-    fn a_table_puts_its_values_under_each_other() {
-        assert_eq!(table(&[("a", "1".into()), ("long", "2".into())]), "  a     1\n  long  2");
     }
 }

@@ -47,12 +47,6 @@ pub fn wait(child: &mut Child, timeout: Duration) -> io::Result<Option<ExitStatu
     }
 }
 
-/// Asks a child to end (SIGTERM). It is still to be waited for.
-pub fn terminate(child: &Child) {
-    // A child that has ended meanwhile is not yet reaped, so its number is nobody else's.
-    let _ = rustix::process::kill_process(pid(child), Signal::TERM);
-}
-
 /// Waits for a child to end, and kills it when it does not.
 pub fn end(child: &mut Child, patience: Duration) -> io::Result<ExitStatus> {
     if let Some(status) = wait(child, patience)? {

@@ -1,4 +1,5 @@
 //! A page of host memory that the device's work can reach: words to order by, and counters.
+//! **This module is marked for unsafe**: it maps and registers memory.
 
 use std::ptr::NonNull;
 
@@ -15,6 +16,9 @@ pub struct RegisteredPage {
     page: NonNull<u8>,
     address: DevicePtr,
 }
+
+// SAFETY: what is shared are its words, which are atomics at a fixed address, and that address.
+unsafe impl Sync for RegisteredPage {}
 
 impl RegisteredPage {
     /// Maps and registers one page.

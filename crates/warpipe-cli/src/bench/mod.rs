@@ -19,7 +19,7 @@ mod pin;
 mod pipeline;
 mod plot;
 mod queue;
-mod raw;
+pub(crate) mod raw;
 mod report;
 mod ring;
 mod rings;

@@ -1,46 +1,76 @@
-//! `warpipe demo`: one publisher and several subscribers, real processes, every word checked.
+//! `warpipe demo`: what warpipe is for, in four parts, each printed as it happens.
+//!
+//! The parts are data ([`parts::ALL`]): each gives orders to real processes, prints what they
+//! report, and claims. The demo ends well only if every claim holds.
+//!
+//! | module | is |
+//! | --- | --- |
+//! | `stage` | what all parts share: the processes, the output, the claims |
+//! | `parts` | the four parts, and the end |
+//! | `processes`, `protocol`, `orders` | children, and the lines between them and their parent |
+//! | `publisher`, `watch`; `subscriber`, `checker`; `round_trips` | what children do |
+//! | `leftovers`, `cleaner` | that nothing is left over, and if the demo itself is killed |
 
-mod crew;
-mod event;
+mod checker;
+mod cleaner;
+mod leftovers;
+mod orders;
+mod parts;
+mod processes;
+mod protocol;
 mod publisher;
+mod round_trips;
+mod stage;
 mod subscriber;
-mod tally;
-mod view;
+mod watch;
 
 use std::os::unix::fs::PermissionsExt;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Context;
-use clap::Args;
-use serde::Serialize;
+use clap::{Args, ValueEnum};
 use tempfile::TempDir;
 
 use crate::args::DemoArgs;
 use crate::choice::DeviceChoice;
 use crate::exit::Exit;
-use crate::interrupt::{Interrupt, LOOK};
-use crate::output::{Output, Style, bytes, styled};
+use crate::interrupt::Interrupt;
+use crate::output::Output;
 
+pub use cleaner::{CleanerArgs, run as run_cleaner};
 pub use publisher::run as run_publisher;
 pub use subscriber::run as run_subscriber;
 
-use crew::{AllClosed, Crew, News, Note};
-use tally::{PUBLISHER, Tally};
-use view::View;
+use cleaner::Cleaner;
+use stage::Stage;
 
 const ENDPOINT: &str = "demo/stream";
+const FOLDER_PREFIX: &str = "warpipe-demo-";
 /// Samples that a subscriber may have in flight.
 const DEPTH: u32 = 4;
+/// Samples that a subscriber holds when it is killed.
+const HELD: usize = 2;
 /// How long processes may take to find each other, devices to open, and kernels to load.
 const START_PATIENCE: Duration = Duration::from_secs(60);
 /// How long an item may take; a debug build on a busy core is slow.
 const ITEM_PATIENCE: Duration = Duration::from_secs(60);
-/// How long processes may take to end when asked to.
-const STOP_PATIENCE: Duration = Duration::from_secs(15);
-/// How often a child tells of its counts.
-const TELL_EVERY: Duration = Duration::from_millis(100);
 
-/// What both kinds of child are told.
+/// For `--help`.
+pub const JSON_HELP: &str = "\
+With --json, one object a line, told apart by `event`. Times end in their unit; those of the parts about deaths
+count from the kill.
+  started           role, pid
+  demo              device, why, mps, subscribers, item_bytes
+  latency           trips, p50_us, p99_us (one hand-over: half a round trip), floor_p50_us, floor_p99_us
+  throughput        items, verified, seconds, visible_gb_per_s
+  subscriber_death  pid, busy, held, notified_ms, released_ms, lent_again_ms, others [role, verified, apart_ms],
+                    started_ms, first_verified_ms, first_item
+  publisher_death   pid, busy, complete, writing, started_ms, survivors [role, notified_ms, lost_ms, lost,
+                    continued_ms, last_before, first_after]
+  result            ok, interrupted, verified, wrong, gaps, lost, killed, left, claims [claim, holds, detail], failures,
+                    and the parts once more, each under its name";
+
+/// What the children are told at their start.
 #[derive(Debug, Args)]
 pub struct ChildArgs {
     #[arg(long)]
@@ -52,126 +82,41 @@ pub struct ChildArgs {
     #[arg(long)]
     item_bytes: u64,
     #[arg(long)]
-    milliseconds: u64,
-    #[arg(long)]
-    items: Option<u64>,
-    #[arg(long)]
-    sabotage: Option<u64>,
+    plant: Option<Plant>,
 }
 
-#[derive(Serialize)]
-struct Started<'a> {
-    event: &'static str,
-    role: &'a str,
-    pid: u32,
+/// A fault on purpose, to see that the demo names it and fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Plant {
+    /// The third item has another pattern than its number says.
+    WrongWord,
+    /// A number is left out after a subscriber was killed.
+    Gap,
+    /// The publisher says that it completed one item more than it did.
+    Lost,
+    /// A file stays in the domain.
+    Leftover,
 }
 
 /// Runs the demo.
 pub fn run(args: &DemoArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
     let interrupt = Interrupt::install()?;
-    let (device, choice, why) = choose(args.device)?;
-    let domain = private_domain()?;
-    output.human(|| headline(args, &device))?;
-    let mut crew = start(args, choice, &domain)?;
-    for member in &crew.members {
-        let started = Started { event: "started", role: &member.role, pid: member.pid };
-        output.say(|| styled(Style::Dim, &format!("  {}, process {}", member.role, member.pid)), &started)?;
-    }
-    let mut tally = Tally::new(args.subscribers as usize, args.megabytes << 20);
-    follow(&mut crew, &mut tally, &interrupt, args)?;
-    drop(crew);
-    domain.close().context("cannot remove the demo's domain")?;
-    let interrupted = interrupt.came();
-    output.say(|| tally.table(&device, &why, interrupted), &tally.summary(&device, &why, interrupted))?;
-    Ok(match (interrupted, tally.is_good()) {
-        (true, _) => Exit::Interrupted,
-        (false, true) => Exit::Done,
-        (false, false) => Exit::Failed,
-    })
+    // Opened here to see that it is there, and left to the children.
+    let chosen = args.device.open()?;
+    let folder = private_folder()?;
+    let cleaner = Cleaner::start(folder.path())?;
+    let mut stage = Stage::new(args, &chosen, output, &interrupt, folder.path());
+    stage.tell_started("cleaner", cleaner.pid())?;
+    let ending = parts::perform(&mut stage);
+    let exit = stage.finish(ending)?;
+    folder.close().context("cannot remove the demo's folder")?;
+    drop(cleaner);
+    Ok(exit)
 }
 
-/// Opens the device to see that it is there, and leaves it to the children.
-fn choose(choice: DeviceChoice) -> anyhow::Result<(String, DeviceChoice, String)> {
-    let chosen = choice.open()?;
-    Ok((chosen.device.to_string(), DeviceChoice::of(&chosen.device), chosen.why))
-}
-
-fn private_domain() -> anyhow::Result<TempDir> {
+fn private_folder() -> anyhow::Result<TempDir> {
     let private = std::fs::Permissions::from_mode(0o700);
-    let made = tempfile::Builder::new().prefix("warpipe-demo-").permissions(private).tempdir();
+    let made = tempfile::Builder::new().prefix(FOLDER_PREFIX).permissions(private).tempdir();
     made.with_context(|| format!("cannot make a directory in {} (TMPDIR says where)", std::env::temp_dir().display()))
-}
-
-fn headline(args: &DemoArgs, device: &str) -> String {
-    let (subscribers, size) = (args.subscribers, bytes(args.megabytes << 20));
-    styled(Style::Bold, &format!("warpipe demo on {device}: 1 publisher, {subscribers} subscribers, tensors of {size}"))
-}
-
-fn start(args: &DemoArgs, device: DeviceChoice, domain: &TempDir) -> anyhow::Result<Crew> {
-    let mut crew = Crew::new();
-    crew.start("publisher".into(), domain.path(), &child_arguments("demo-publisher", args, device))?;
-    for index in 1..=args.subscribers {
-        let arguments = child_arguments("demo-subscriber", args, device);
-        crew.start(format!("subscriber {index}"), domain.path(), &arguments)?;
-    }
-    crew.complete();
-    Ok(crew)
-}
-
-fn child_arguments(role: &str, args: &DemoArgs, device: DeviceChoice) -> Vec<String> {
-    let mut arguments = vec![
-        role.to_owned(),
-        format!("--parent={}", std::process::id()),
-        format!("--device={device}"),
-        format!("--subscribers={}", args.subscribers),
-        format!("--item-bytes={}", args.megabytes << 20),
-        format!("--milliseconds={}", args.seconds.as_millis()),
-    ];
-    arguments.extend(args.items.map(|items| format!("--items={items}")));
-    arguments.extend(args.sabotage.map(|sequence| format!("--sabotage={sequence}")));
-    arguments
-}
-
-/// Listens until every process has ended; ends them in order on Ctrl-C, and the hard way when time is up.
-fn follow(crew: &mut Crew, tally: &mut Tally, interrupt: &Interrupt, args: &DemoArgs) -> anyhow::Result<()> {
-    let mut view = View::new(args.seconds, args.json);
-    let mut deadline = Instant::now() + args.seconds + START_PATIENCE + ITEM_PATIENCE;
-    let (mut asked, mut killed) = (false, false);
-    loop {
-        match crew.next(LOOK) {
-            Ok(Some(note)) => take(crew, tally, note)?,
-            Ok(None) => {}
-            Err(AllClosed) => break,
-        }
-        view.show(tally);
-        if interrupt.came() && !asked {
-            asked = true;
-            crew.terminate();
-            deadline = deadline.min(Instant::now() + STOP_PATIENCE);
-        }
-        if Instant::now() > deadline && !killed {
-            killed = true;
-            tally.fail("the processes did not end in time and were killed".into());
-            crew.kill();
-        }
-    }
-    view.clear();
-    Ok(())
-}
-
-fn take(crew: &mut Crew, tally: &mut Tally, note: Note) -> anyhow::Result<()> {
-    match note.news {
-        News::Event(event) => tally.note(note.member, event),
-        News::Garbled(line) => tally.fail(format!("process {} said {line:?}", note.member)),
-        News::Closed => {
-            let ending = crew.reap(note.member)?;
-            tally.ended(&crew.members[note.member], &ending);
-            if note.member == PUBLISHER && tally.published.items == 0 {
-                // Subscribers would wait for it until their patience ends.
-                crew.terminate();
-            }
-        }
-    }
-    Ok(())
 }
