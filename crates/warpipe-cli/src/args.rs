@@ -73,6 +73,9 @@ pub struct DemoArgs {
     /// One JSON object per line instead of text
     #[arg(long)]
     pub json: bool,
+    /// Kill processes only while they have no work on the device, as where an MPS daemon answers
+    #[arg(long, hide = true)]
+    pub idle: bool,
     /// A fault on purpose, to see that it is named
     #[arg(long, hide = true)]
     pub plant: Option<demo::Plant>,

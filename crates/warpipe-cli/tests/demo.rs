@@ -99,6 +99,20 @@ fn a_killed_publisher_is_reported_by_every_survivor() {
     assert_eq!(ended.event("result")["lost"], 2, "one item at each survivor");
 }
 
+/// As where an MPS daemon answers: a kill in a kernel would end all its clients.
+#[test]
+fn processes_killed_without_work_on_the_device_lose_nothing() {
+    let world = World::new();
+    let ended = demo(&world, &["--items", "3", "--idle"]).end();
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    let (subscriber, publisher) = (ended.event("subscriber_death"), ended.event("publisher_death"));
+    assert_eq!((&subscriber["busy"], &publisher["busy"]), (&false.into(), &false.into()));
+    assert_eq!(subscriber["held"].as_array().unwrap().len(), 2, "it holds samples all the same");
+    assert_eq!((&publisher["writing"], &ended.event("result")["lost"]), (&Value::Null, &0.into()));
+    let survivors = publisher["survivors"].as_array().unwrap();
+    assert!(survivors.iter().all(|survivor| survivor["last_before"] == publisher["complete"]), "{publisher}");
+}
+
 #[test]
 fn a_lone_subscriber_is_replaced_too() {
     let world = World::new();

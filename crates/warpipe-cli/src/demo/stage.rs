@@ -103,7 +103,7 @@ impl<'a> Stage<'a> {
     /// Whether processes are killed in the middle of work of the device. Under MPS that would end
     /// all others.
     pub fn is_busy(&self) -> bool {
-        !self.is_mps
+        !self.is_mps && !self.args.idle
     }
 
     /// Starts a publisher that waits for so many subscribers.
