@@ -1,17 +1,17 @@
-//! Stands for what knows of forks: nobody forks here.
+//! Stands for what knows of forks: nobody forks current.
 
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Home;
+pub(crate) struct OwnerProcess;
 
-impl Home {
-    pub(crate) fn here() -> Home {
-        Home
+impl OwnerProcess {
+    pub(crate) fn current() -> OwnerProcess {
+        OwnerProcess
     }
 
-    pub(crate) fn is_here(&self) -> bool {
+    pub(crate) fn is_current(&self) -> bool {
         true
     }
 }
 
 #[derive(Debug)]
-pub(crate) struct PrivateFd;
+pub(crate) struct CloseOnForkFd;

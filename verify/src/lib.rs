@@ -19,11 +19,13 @@ pub mod plant;
 pub mod steps;
 
 mod backend;
-mod channel;
 mod device;
 mod fork;
-mod link;
+mod ipc;
 mod memory;
+mod pubsub;
+mod runtime;
+mod shm;
 mod stream;
 
 mod error;

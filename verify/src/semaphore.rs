@@ -1,7 +1,7 @@
 //! Stands for the semaphore: the shared words, and all that is done with them, are the library's.
 
-#[path = "../../crates/warpipe/src/semaphore/room.rs"]
-pub(crate) mod room;
+#[path = "../../crates/warpipe/src/sync/semaphore/page.rs"]
+pub(crate) mod page;
 
 #[cfg(not(miri))]
 #[path = "models/room.rs"]

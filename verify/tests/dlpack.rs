@@ -25,7 +25,7 @@ pub use python::{Device, device, errors, ffi, memory, prelude, sync};
 pub use tensor::DType;
 
 use self::dlpack::{Imported, export, import};
-use self::memory::{Memory, Stay};
+use self::memory::{ConsumerStay, Memory};
 use self::prelude::{Bound, Py, PyAny, PyErr, Python};
 use self::tensor::Layout;
 
@@ -43,7 +43,7 @@ fn a_capsule_that_nobody_takes_ends_its_memory() {
     for versioned in [false, true] {
         let (memory, hold) = memory(Layout::contiguous(DType::F32, &[2, 3]).unwrap());
         let stay = Arc::new(());
-        let capsule = export(Python, &memory, Some(Stay(stay.clone())), versioned, false).unwrap();
+        let capsule = export(Python, &memory, Some(ConsumerStay(stay.clone())), versioned, false).unwrap();
         drop(memory);
         assert_eq!((Arc::strong_count(&hold), Arc::strong_count(&stay)), (2, 2));
         drop(capsule);

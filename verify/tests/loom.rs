@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
-use warpipe_verify::models::{self, Model, lane, rescue, ring, room, sleep, timeline};
+use warpipe_verify::models::{self, Model, counter, rescue, ring, room, sleep, timeline};
 use warpipe_verify::plant::Effect::{Omitted, Order, Says, Split};
 use warpipe_verify::plant::{Effect, Op, Plant};
 
@@ -33,9 +33,9 @@ hold! {
     who_parks_on_a_word_goes_on_when_it_is_reached: timeline::PARKED;
     who_parks_goes_on_when_a_survivor_stores_what_is_owed: timeline::ADVANCED;
     of_several_who_store_what_is_owed_none_takes_the_word_back: timeline::TAKEN_BACK;
-    what_a_lane_reached_it_has_reached_ended_or_not: lane::ENDED;
-    a_lane_that_two_end_has_one_last_value: lane::TWICE;
-    a_copy_is_brought_up_and_never_back: lane::BROUGHT_UP;
+    what_a_counter_reached_it_has_reached_ended_or_not: counter::ENDED;
+    a_counter_that_two_end_has_one_last_value: counter::TWICE;
+    a_copy_is_brought_up_and_never_back: counter::BROUGHT_UP;
     who_waits_for_a_permit_gets_it: room::HANDED_ON;
     a_wait_that_ends_has_a_permit_or_none: room::WITHDRAWN;
     of_two_who_take_a_permit_one_has_it: room::TAKEN;
@@ -78,23 +78,23 @@ macro_rules! catch {
 }
 
 catch! {
-    a_sample_published_without_release: ring::ONE_PIECE, "link/ring.rs", "entry.turn.swap(turn(position, PUBLISHED)", Rmw, Order(Relaxed);
-    a_turn_read_without_acquire: ring::ONE_PIECE, "link/ring.rs", "let now = entry.turn.load(Acquire);", Load, Order(Relaxed);
-    a_description_left_unwritten: ring::ONE_PIECE, "link/entry.rs", "entry.sequence.store(self.sequence", Store, Omitted;
-    a_sample_that_is_not_published: ring::ONE_PIECE, "link/ring.rs", "entry.turn.swap(turn(position, PUBLISHED)", Rmw, Omitted;
-    a_sample_taken_in_two_steps: ring::REVOKED, "link/ring.rs", "turn(position, TAKEN), AcqRel", Rmw, Split;
-    a_sample_revoked_in_two_steps: ring::REVOKED, "link/ring.rs", ".compare_exchange(from, to, AcqRel, Acquire)", Rmw, Split;
-    a_sample_taken_without_a_word: ring::REVOKED, "link/ring.rs", "turn(position, TAKEN), AcqRel", Rmw, Omitted;
-    an_entry_stepped_over_without_a_word: ring::STEPPED_OVER, "link/ring.rs", "turn(skipped, SKIPPED)", Store, Omitted;
+    a_sample_published_without_release: ring::ONE_PIECE, "pubsub/ring.rs", "entry.state_word.swap(state_word(position, PUBLISHED)", Rmw, Order(Relaxed);
+    a_state_word_read_without_acquire: ring::ONE_PIECE, "pubsub/ring.rs", "let now = entry.state_word.load(Acquire);", Load, Order(Relaxed);
+    a_description_left_unwritten: ring::ONE_PIECE, "pubsub/entry.rs", "entry.sequence.store(self.sequence", Store, Omitted;
+    a_sample_that_is_not_published: ring::ONE_PIECE, "pubsub/ring.rs", "entry.state_word.swap(state_word(position, PUBLISHED)", Rmw, Omitted;
+    a_sample_taken_in_two_steps: ring::REVOKED, "pubsub/ring.rs", "state_word(position, TAKEN), AcqRel", Rmw, Split;
+    a_sample_revoked_in_two_steps: ring::REVOKED, "pubsub/ring.rs", ".compare_exchange(from, to, AcqRel, Acquire)", Rmw, Split;
+    a_sample_taken_without_a_word: ring::REVOKED, "pubsub/ring.rs", "state_word(position, TAKEN), AcqRel", Rmw, Omitted;
+    an_entry_stepped_over_without_a_word: ring::STEPPED_OVER, "pubsub/ring.rs", "state_word(skipped, SKIPPED)", Store, Omitted;
     an_entry_that_counts_as_released: ring::DROPPED, "backend/word.rs", "self.value.load(Ordering::Acquire)", Load, Says(1);
-    a_receiver_that_sleeps_without_a_fence: sleep::RECEIVER, "link/ring.rs", "        fence(SeqCst);", Fence, Omitted;
-    a_receiver_that_does_not_say_that_it_sleeps: sleep::RECEIVER, "link/ring.rs", "receiver.asleep.store(1", Store, Omitted;
-    a_sample_published_before_the_look_at_the_sleeper_in_no_order: sleep::RECEIVER, "link/ring.rs", "entry.turn.swap(turn(position, PUBLISHED)", Rmw, Order(AcqRel);
-    a_look_at_the_sleeper_in_no_order: sleep::RECEIVER, "link/ring.rs", "receiver.asleep.load(SeqCst) != 0", Load, Order(Acquire);
-    a_newcomer_that_sleeps_without_a_fence: sleep::NEWCOMER, "link/ring.rs", "        fence(SeqCst);", Fence, Omitted;
-    a_sender_that_sleeps_without_a_fence: sleep::SENDER, "link/ring.rs", "        fence(SeqCst);", Fence, Omitted;
-    a_look_at_the_sleeping_sender_in_no_order: sleep::SENDER, "link/ring.rs", "header.sender.asleep.load(SeqCst)", Load, Order(Acquire);
-    a_release_counted_in_no_order: sleep::SENDER, "link/ring.rs", "receiver.released.fetch_add(1", Rmw, Order(AcqRel);
+    a_receiver_that_sleeps_without_a_fence: sleep::RECEIVER, "pubsub/ring.rs", "        fence(SeqCst);", Fence, Omitted;
+    a_receiver_that_does_not_say_that_it_sleeps: sleep::RECEIVER, "pubsub/ring.rs", "receiver.asleep.store(1", Store, Omitted;
+    a_sample_published_before_the_look_at_the_sleeper_in_no_order: sleep::RECEIVER, "pubsub/ring.rs", "entry.state_word.swap(state_word(position, PUBLISHED)", Rmw, Order(AcqRel);
+    a_look_at_the_sleeper_in_no_order: sleep::RECEIVER, "pubsub/ring.rs", "receiver.asleep.load(SeqCst) != 0", Load, Order(Acquire);
+    a_newcomer_that_sleeps_without_a_fence: sleep::NEWCOMER, "pubsub/ring.rs", "        fence(SeqCst);", Fence, Omitted;
+    a_sender_that_sleeps_without_a_fence: sleep::SENDER, "pubsub/ring.rs", "        fence(SeqCst);", Fence, Omitted;
+    a_look_at_the_sleeping_sender_in_no_order: sleep::SENDER, "pubsub/ring.rs", "header.sender.asleep.load(SeqCst)", Load, Order(Acquire);
+    a_release_counted_in_no_order: sleep::SENDER, "pubsub/ring.rs", "receiver.released.fetch_add(1", Rmw, Order(AcqRel);
     who_parks_without_a_fence: timeline::PARKED, "backend/word.rs", "fence(Ordering::SeqCst);", Fence, Omitted;
     who_parks_without_being_counted: timeline::PARKED, "backend/word.rs", "self.parked.fetch_add(1", Rmw, Omitted;
     a_word_stored_in_no_order: timeline::PARKED, "backend/word.rs", "self.value.swap(value", Rmw, Order(AcqRel);
@@ -102,17 +102,17 @@ catch! {
     a_wake_up_left_out: timeline::PARKED, "backend/word.rs", "atomic::wake(", Wake, Omitted;
     what_is_owed_stored_in_two_steps: timeline::TAKEN_BACK, "backend/word.rs", "self.value.compare_exchange(from", Rmw, Split;
     what_is_owed_stored_in_no_order: timeline::ADVANCED, "backend/word.rs", "self.value.compare_exchange(from", Rmw, Order(AcqRel);
-    a_lane_ended_without_its_last_value: lane::ENDED, "memory/lane.rs", "words.last.compare_exchange(0", Rmw, Omitted;
-    a_copy_brought_up_in_two_steps: lane::BROUGHT_UP, "backend/word.rs", "self.value.compare_exchange(from", Rmw, Split;
-    a_permit_freed_in_no_order: room::HANDED_ON, "semaphore/room.rs", "                    self.owner(permit).store(0, SeqCst);", Store, Order(Release);
-    a_waiter_that_is_not_seen: room::HANDED_ON, "semaphore/room.rs", "fetch_or(1 <<", Rmw, Omitted;
-    a_bell_that_is_not_rung: room::HANDED_ON, "semaphore/room.rs", "bell.fetch_add(1", Rmw, Omitted;
-    a_permit_taken_in_two_steps: room::TAKEN, "semaphore/room.rs", "owner.compare_exchange(0, me.into()", Rmw, Split;
-    a_permit_granted_in_two_steps: room::WITHDRAWN, "semaphore/room.rs", "compare_exchange(seen, granted", Rmw, Split;
-    a_sample_held_in_no_order: rescue::LET_GO, "channel/inlet/vigil.rs", "self.held[index].store(position", Store, Order(Relaxed);
-    a_look_at_the_dead_in_no_order: rescue::LET_GO, "channel/inlet/vigil.rs", "self.dead.load(SeqCst)", Load, Order(Relaxed);
-    a_death_told_in_no_order: rescue::LET_GO, "channel/inlet/vigil.rs", "let position = held.load(SeqCst)", Load, Order(Relaxed);
-    a_death_that_is_not_told: rescue::LET_GO, "channel/inlet/vigil.rs", "self.dead.store(true", Store, Omitted;
-    a_loss_that_is_not_noted: rescue::LOST, "channel/inlet/vigil.rs", "self.lost[index].fetch_max(position", Rmw, Omitted;
+    a_counter_ended_without_its_last_value: counter::ENDED, "shm/counter.rs", "words.last.compare_exchange(0", Rmw, Omitted;
+    a_copy_brought_up_in_two_steps: counter::BROUGHT_UP, "backend/word.rs", "self.value.compare_exchange(from", Rmw, Split;
+    a_permit_freed_in_no_order: room::HANDED_ON, "sync/semaphore/page.rs", "                    self.owner(permit).store(0, SeqCst);", Store, Order(Release);
+    a_waiter_that_is_not_seen: room::HANDED_ON, "sync/semaphore/page.rs", "fetch_or(1 <<", Rmw, Omitted;
+    a_bell_that_is_not_rung: room::HANDED_ON, "sync/semaphore/page.rs", "bell.fetch_add(1", Rmw, Omitted;
+    a_permit_taken_in_two_steps: room::TAKEN, "sync/semaphore/page.rs", "owner.compare_exchange(0, me.into()", Rmw, Split;
+    a_permit_granted_in_two_steps: room::WITHDRAWN, "sync/semaphore/page.rs", "compare_exchange(seen, granted", Rmw, Split;
+    a_sample_held_in_no_order: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "self.held[index].store(position", Store, Order(Relaxed);
+    a_look_at_the_dead_in_no_order: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "self.dead.load(SeqCst)", Load, Order(Relaxed);
+    a_death_told_in_no_order: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "let position = held.load(SeqCst)", Load, Order(Relaxed);
+    a_death_that_is_not_told: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "self.dead.store(true", Store, Omitted;
+    a_loss_that_is_not_noted: rescue::LOST, "pubsub/publisher_link/monitor.rs", "self.lost[index].fetch_max(position", Rmw, Omitted;
     a_loss_seen_behind_its_word_in_no_order: rescue::LOST, "backend/word.rs", "self.value.load(Ordering::Acquire)", Load, Order(Relaxed);
 }

@@ -81,19 +81,19 @@ macro_rules! catch {
 }
 
 catch! {
-    a_permit_taken_in_two_steps: two, "semaphore/room.rs", "owner.compare_exchange(0, me.into()", Rmw, Split;
-    a_permit_granted_in_two_steps: two, "semaphore/room.rs", "compare_exchange(seen, granted", Rmw, Split;
-    a_wait_ended_in_two_steps: two, "semaphore/room.rs", "compare_exchange(waiting, claimed", Rmw, Split;
-    a_permit_that_is_not_freed: two, "semaphore/room.rs", "                    self.owner(permit).store(0, SeqCst);", Store, Omitted;
-    a_permit_that_is_not_taken_over: two, "semaphore/room.rs", "self.owner(permit).store(me.into(), SeqCst)", Store, Omitted;
-    a_grant_that_a_sweep_overlooks: Semaphore::handing_on, "semaphore/room.rs", "            .map(|place| self.place_state(place).load(SeqCst))", Load, Says(0);
-    a_place_that_is_left_occupied: two, "semaphore/room.rs", "fetch_and(!(1 << (place % 64))", Rmw, Omitted;
-    a_place_that_is_not_given_back: two, "semaphore/room.rs", "self.place_state(place).store(FREE", Store, Omitted;
-    a_waiter_that_is_not_seen: two, "semaphore/room.rs", "fetch_or(1 <<", Rmw, Omitted;
-    a_promise_without_a_name: two, "semaphore/room.rs", "self.signaller(permit, value).store(me", Store, Omitted;
+    a_permit_taken_in_two_steps: two, "sync/semaphore/page.rs", "owner.compare_exchange(0, me.into()", Rmw, Split;
+    a_permit_granted_in_two_steps: two, "sync/semaphore/page.rs", "compare_exchange(seen, granted", Rmw, Split;
+    a_wait_ended_in_two_steps: two, "sync/semaphore/page.rs", "compare_exchange(waiting, claimed", Rmw, Split;
+    a_permit_that_is_not_freed: two, "sync/semaphore/page.rs", "                    self.owner(permit).store(0, SeqCst);", Store, Omitted;
+    a_permit_that_is_not_taken_over: two, "sync/semaphore/page.rs", "self.owner(permit).store(me.into(), SeqCst)", Store, Omitted;
+    a_grant_that_a_sweep_overlooks: Semaphore::handing_on, "sync/semaphore/page.rs", "            .map(|slot| self.slot_state(slot).load(SeqCst))", Load, Says(0);
+    a_place_that_is_left_occupied: two, "sync/semaphore/page.rs", "fetch_and(!(1 << (slot % 64))", Rmw, Omitted;
+    a_place_that_is_not_given_back: two, "sync/semaphore/page.rs", "self.slot_state(slot).store(FREE", Store, Omitted;
+    a_waiter_that_is_not_seen: two, "sync/semaphore/page.rs", "fetch_or(1 <<", Rmw, Omitted;
+    a_promise_without_a_name: two, "sync/semaphore/page.rs", "self.signaller(permit, value).store(me", Store, Omitted;
     a_debt_that_nobody_stores: two, "backend/word.rs", "self.value.compare_exchange(from", Rmw, Omitted;
-    a_dead_waiters_place_that_is_not_taken: two, "semaphore/room.rs", "compare_exchange(seen, ours", Rmw, Says(0);
-    a_dead_holders_permit_that_is_not_taken: two, "semaphore/room.rs", "compare_exchange(owner, CREATOR", Rmw, Says(0);
+    a_dead_waiters_place_that_is_not_taken: two, "sync/semaphore/page.rs", "compare_exchange(seen, ours", Rmw, Says(0);
+    a_dead_holders_permit_that_is_not_taken: two, "sync/semaphore/page.rs", "compare_exchange(owner, CREATOR", Rmw, Says(0);
 }
 
 #[test]

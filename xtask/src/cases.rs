@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::Outcome;
 use crate::counts::{Counts, Dialect};
 use crate::process::Task;
-use crate::suite::place_double;
+use crate::suite::place_fake_driver;
 use crate::workspace::{Workspace, cargo};
 
 const BUILD_LIMIT: Duration = Duration::from_secs(1800);
@@ -40,7 +40,7 @@ const SECONDS_PER_KILL: u64 = 1;
 /// call where there is time.
 pub fn calls(workspace: &Workspace, time: Option<Duration>) -> Outcome<Counts> {
     build(workspace)?;
-    let double = place_double(&workspace.target)?;
+    let double = place_fake_driver(&workspace.target)?;
     let mut counts = cases(workspace, Some(&double), HANGS, &[])?;
     let long = time.is_some_and(|time| time >= EVERY_CALL).then_some("--long");
     counts += cases(workspace, Some(&double), REFUSALS, long.as_slice())?;
@@ -50,7 +50,7 @@ pub fn calls(workspace: &Workspace, time: Option<Duration>) -> Outcome<Counts> {
 /// Peers that break the protocol, lie in shared memory, and send descriptors that do harm.
 pub fn hostile(workspace: &Workspace) -> Outcome<Counts> {
     build(workspace)?;
-    let double = place_double(&workspace.target)?;
+    let double = place_fake_driver(&workspace.target)?;
     let mut counts = cases(workspace, None, DESCRIPTORS, &[])?;
     counts += cases(workspace, Some(&double), DESCRIPTORS, &[])?;
     let tests = Task::new(cargo()).args(["test", "-p", "warpipe", "--lib", "--", "hostile::"]);
@@ -67,12 +67,12 @@ pub fn storm(workspace: &Workspace, time: Option<Duration>) -> Outcome<Counts> {
 }
 
 fn build(workspace: &Workspace) -> Outcome<()> {
-    let packages = ["build", "-p", "warpipe-conformance", "-p", "cuda-double", "-p", "warpipe-cli"];
+    let packages = ["build", "-p", "warpipe-conformance", "-p", "fake-cuda", "-p", "warpipe-cli"];
     let finished = Task::new(cargo()).args(packages).run(&workspace.root, BUILD_LIMIT)?;
     if finished.success { Ok(()) } else { Err("the conformance suite does not compile".into()) }
 }
 
-/// Runs the cases whose names contain one of `texts`: over the double, or on the host.
+/// Runs the cases whose names contain one of `texts`: over the fake driver, or on the host.
 fn cases(on: &Workspace, double: Option<&Path>, texts: &[&str], more: &[&str]) -> Outcome<Counts> {
     let program = on.target.join("debug/conformance");
     let backend = if double.is_some() { "cuda" } else { "host" };

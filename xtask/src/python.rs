@@ -88,9 +88,9 @@ pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
     counted(workspace, pytest(&environment).args(["tests"]).env("WARPIPE_TEST_DEVICE", "host"))
 }
 
-/// Runs the tests again on the driver's double in `folder`, after [`tests`]: without the files that ask nothing of a
+/// Runs the tests again on the fake driver in `folder`, after [`tests`]: without the files that ask nothing of a
 /// device, and without the benchmark, which needs PyTorch there.
-pub fn tests_on_double(workspace: &Workspace, folder: &Path) -> Outcome<Counts> {
+pub fn tests_on_fake_driver(workspace: &Workspace, folder: &Path) -> Outcome<Counts> {
     let environment = tested(workspace)?;
     let left_out = ["package", "bench", "examples"].map(|name| format!("--ignore=tests/test_{name}.py"));
     let pytest = pytest(&environment)
@@ -99,7 +99,7 @@ pub fn tests_on_double(workspace: &Workspace, folder: &Path) -> Outcome<Counts> 
         .env("LD_LIBRARY_PATH", folder)
         .env("JAX_PLATFORMS", "cpu")
         .env("WARPIPE_TEST_DEVICE", "cuda")
-        // A stream of the double is a thread, and each word of it costs a switch.
+        // A stream of the fake driver is a thread, and each word of it costs a switch.
         .env("WARPIPE_TEST_FRAMES", "5000");
     counted(workspace, pytest)
 }

@@ -44,7 +44,7 @@ pub fn run(workspace: &Workspace, long: bool) -> bool {
 /// Runs the tests of the Python package alone. Says whether all of them passed.
 pub fn run_python(workspace: &Workspace) -> bool {
     let mut suite = Suite { workspace, steps: Vec::new() };
-    suite.cargo("build of the driver's double", &["build", "-p", "cuda-double"], Dialect::ExitCode);
+    suite.cargo("build of the fake driver", &["build", "-p", "fake-cuda"], Dialect::ExitCode);
     suite.python();
     suite.report()
 }
@@ -75,19 +75,19 @@ impl Suite<'_> {
         self.cargo("doc tests", &["test", "--workspace", "--no-fail-fast", "--doc"], Dialect::CargoTest);
     }
 
-    /// The conformance suite on the host, and on the CUDA backend over the driver's test double.
+    /// The conformance suite on the host, and on the CUDA backend over the fake driver.
     fn conformance(&mut self, long: bool) {
-        let packages = ["build", "-p", "warpipe-conformance", "-p", "cuda-double", "-p", "warpipe-cli"];
+        let packages = ["build", "-p", "warpipe-conformance", "-p", "fake-cuda", "-p", "warpipe-cli"];
         self.cargo("build of the conformance suite", &packages, Dialect::ExitCode);
         self.run_conformance("conformance, host", "host", None, long);
-        match place_double(&self.workspace.target) {
+        match place_fake_driver(&self.workspace.target) {
             Ok(folder) => {
-                self.run_conformance("conformance, cuda over the double", "cuda", Some(&folder), long);
+                self.run_conformance("conformance, cuda over the fake driver", "cuda", Some(&folder), long);
                 let examples = Task::new(cargo()).args(["test", "-p", "warpipe", "--test", "examples"]);
                 let examples = examples.env("LD_LIBRARY_PATH", &folder).env("WARPIPE_TEST_DEVICE", "cuda");
-                self.program("examples, cuda over the double", examples, TEST_LIMIT, Dialect::CargoTest);
+                self.program("examples, cuda over the fake driver", examples, TEST_LIMIT, Dialect::CargoTest);
             }
-            Err(message) => self.check("conformance, cuda over the double", |_| Err(message)),
+            Err(message) => self.check("conformance, cuda over the fake driver", |_| Err(message)),
         }
     }
 
@@ -98,11 +98,11 @@ impl Suite<'_> {
         }
     }
 
-    /// The Python package's tests on the host, and what a GPU needs no framework for over the driver's test double.
+    /// The Python package's tests on the host, and what a GPU needs no framework for over the fake driver.
     fn python(&mut self) {
         self.step("tests of the Python package", python::tests);
-        self.step("the same, cuda over the double", |workspace| {
-            python::tests_on_double(workspace, &place_double(&workspace.target)?)
+        self.step("the same, cuda over the fake driver", |workspace| {
+            python::tests_on_fake_driver(workspace, &place_fake_driver(&workspace.target)?)
         });
     }
 
@@ -159,14 +159,14 @@ fn has_nextest() -> bool {
     command.status().is_ok_and(|status| status.success())
 }
 
-/// Puts the double where the loader finds it under the driver's name. Returns that folder.
-pub fn place_double(target: &Path) -> Outcome<std::path::PathBuf> {
-    let (built, folder) = (target.join("debug/libcuda_double.so"), target.join("cuda-double"));
+/// Puts the fake driver where the loader finds it under the driver's name. Returns that folder.
+pub fn place_fake_driver(target: &Path) -> Outcome<std::path::PathBuf> {
+    let (built, folder) = (target.join("debug/libfake_cuda.so"), target.join("fake-cuda"));
     fs::create_dir_all(&folder).map_err(|error| format!("{} not made: {error}", folder.display()))?;
     let placed = folder.join("libcuda.so.1");
     // A new file, not new bytes in the old one, which a program that is still running may have mapped.
     let _ = fs::remove_file(&placed);
-    let next = "see whether the build above made it (`cargo build -p cuda-double`)";
+    let next = "see whether the build above made it (`cargo build -p fake-cuda`)";
     fs::copy(&built, &placed).map_err(|error| format!("{} not copied: {error}; {next}", built.display()))?;
     Ok(folder)
 }

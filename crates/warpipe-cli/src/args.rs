@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use warpipe::DType;
 
-use crate::choice::DeviceChoice;
+use crate::device_arg::DeviceArg;
 use crate::{bench, demo, doctor, exit};
 
 /// Tensors in GPU memory, handed between processes without a copy.
@@ -56,8 +56,8 @@ pub enum Command {
 #[command(verbatim_doc_comment)]
 pub struct DemoArgs {
     /// Where the tensors live: auto (the first GPU, else the host), host, cuda or cuda:N
-    #[arg(long, default_value_t = DeviceChoice::Auto)]
-    pub device: DeviceChoice,
+    #[arg(long, default_value_t = DeviceArg::Auto)]
+    pub device: DeviceArg,
     /// How many processes receive
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=32))]
     pub subscribers: u32,
@@ -124,8 +124,8 @@ pub struct PubArgs {
     #[arg(long, value_name = "DTYPE", value_parser = dtype)]
     pub void_as: Option<DType>,
     /// Where the tensors live: auto, host, cuda or cuda:N
-    #[arg(long, default_value_t = DeviceChoice::Auto)]
-    pub device: DeviceChoice,
+    #[arg(long, default_value_t = DeviceArg::Auto)]
+    pub device: DeviceArg,
     /// One JSON object per sample instead of lines
     #[arg(long)]
     pub json: bool,
@@ -171,8 +171,8 @@ pub struct SubArgs {
     #[arg(long)]
     pub reconnect: bool,
     /// Where to read: auto, host, cuda or cuda:N; it must reach the publisher's memory
-    #[arg(long, default_value_t = DeviceChoice::Auto)]
-    pub device: DeviceChoice,
+    #[arg(long, default_value_t = DeviceArg::Auto)]
+    pub device: DeviceArg,
     /// One JSON object per sample instead of lines
     #[arg(long)]
     pub json: bool,

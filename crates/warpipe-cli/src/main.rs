@@ -3,8 +3,8 @@
 mod args;
 mod attach;
 mod bench;
-mod choice;
 mod demo;
+mod device_arg;
 mod doctor;
 mod exit;
 mod image;

@@ -6,7 +6,7 @@ use serde::Serialize;
 use warpipe::{Domain, EndpointName, Error, Layout, Policy, Publisher, Stream};
 
 use crate::args::{PolicyName, PubArgs};
-use crate::choice::Chosen;
+use crate::device_arg::ChosenDevice;
 use crate::exit::Exit;
 use crate::interrupt::{Interrupt, LOOK};
 use crate::output::{Output, Style, bytes, count, styled};
@@ -68,7 +68,7 @@ fn check(args: &PubArgs) -> anyhow::Result<(Vec<Source>, Vec<Layout>)> {
     Ok((sources, layouts))
 }
 
-fn build(args: &PubArgs, chosen: &Chosen, layouts: &[Layout]) -> anyhow::Result<Publisher> {
+fn build(args: &PubArgs, chosen: &ChosenDevice, layouts: &[Layout]) -> anyhow::Result<Publisher> {
     let policy = match args.policy {
         PolicyName::Block => Policy::Block { timeout: args.timeout },
         PolicyName::DropOldest => Policy::DropOldest,
@@ -86,7 +86,7 @@ fn build(args: &PubArgs, chosen: &Chosen, layouts: &[Layout]) -> anyhow::Result<
     Ok(builder.build()?)
 }
 
-fn announce(args: &PubArgs, chosen: &Chosen, output: Output) -> std::io::Result<()> {
+fn announce(args: &PubArgs, chosen: &ChosenDevice, output: Output) -> std::io::Result<()> {
     let (device, why) = (chosen.device.to_string(), chosen.why.as_str());
     let text = format!("{} on {device} ({why})", args.name);
     output.say(|| styled(Style::Bold, &text), &Listening { event: "listening", name: &args.name, device, why })

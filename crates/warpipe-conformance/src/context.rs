@@ -14,18 +14,18 @@ use warpipe::{
 };
 
 use crate::PATIENCE;
-use crate::chance::Chance;
 use crate::guard::Guard;
-use crate::payload::{Payload, Tally};
+use crate::payload::{ErrorCounters, Payload};
 use crate::peer::{ORPHAN, Order, Peer};
 use crate::process;
+use crate::rng::Rng;
 
 /// The backend that is tried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Backend {
     /// Memfds and threads.
     Host,
-    /// A GPU, or the driver's test double.
+    /// A GPU, or the fake driver.
     Cuda,
 }
 
@@ -126,7 +126,7 @@ impl Context {
         let mut subscriber = self.subscriber("warm-up").domain(&domain).build()?;
         let stream = self.stream()?;
         Payload::of(64, 1).send(&publisher, &stream)?;
-        let wrong = Tally::new(&self.device)?.finish(subscriber.receive(&stream)?)?;
+        let wrong = ErrorCounters::new(&self.device)?.finish(subscriber.receive(&stream)?)?;
         anyhow::ensure!(wrong == 0, "{wrong} wrong words in the warm-up");
         // The driver opens a file for the first interprocess event, and keeps it.
         drop(Event::create(&domain, &self.device)?);
@@ -179,8 +179,8 @@ impl Context {
     ///
     /// # Errors
     /// Those of registering memory.
-    pub fn tally(&self) -> warpipe::Result<Tally> {
-        Tally::new(&self.device)
+    pub fn error_counters(&self) -> warpipe::Result<ErrorCounters> {
+        ErrorCounters::new(&self.device)
     }
 
     /// A further process, on the same device.
@@ -204,12 +204,12 @@ impl Context {
     ///
     /// # Errors
     /// It does not start.
-    pub fn mortal(&self, chance: &mut Chance) -> Result<Peer> {
+    pub fn mortal(&self, rng: &mut Rng) -> Result<Peer> {
         let mut peer = self.peer()?;
-        if chance.once_in(3) {
-            let (latest, longest) = (*chance.pick(&[1, 3_000, 30_000]), *chance.pick(&[1, 20, 200]));
-            let (in_us, after_ms) = (chance.below(latest), chance.below(longest));
-            peer.ask(&Order::Orphan { in_us, after_ms, unseen: chance.once_in(2) })?;
+        if rng.once_in(3) {
+            let (latest, longest) = (*rng.pick(&[1, 3_000, 30_000]), *rng.pick(&[1, 20, 200]));
+            let (in_us, after_ms) = (rng.below(latest), rng.below(longest));
+            peer.ask(&Order::Orphan { in_us, after_ms, unseen: rng.once_in(2) })?;
         }
         Ok(peer)
     }
@@ -254,8 +254,8 @@ impl Context {
     }
 
     /// Chance, decided by the run's seed.
-    pub fn chance(&self) -> Chance {
-        Chance::new(self.settings.seed)
+    pub fn rng(&self) -> Rng {
+        Rng::new(self.settings.seed)
     }
 
     /// `short` rounds, or in the long mode as many as the backend bears.
@@ -273,10 +273,10 @@ impl Context {
     }
 
     /// How long a storm's survivor waits for what is to come before it asks again: either shorter than any wait inside the
-    /// library, or longer, by chance.
-    pub fn wait(&self, chance: &mut Chance) -> Duration {
+    /// library, or longer, at random.
+    pub fn wait(&self, rng: &mut Rng) -> Duration {
         let long = self.settings.patience.map_or(PATIENCE, Duration::from_secs);
-        if chance.once_in(2) { Duration::from_millis(20) } else { long }
+        if rng.once_in(2) { Duration::from_millis(20) } else { long }
     }
 
     /// A figure for the report.

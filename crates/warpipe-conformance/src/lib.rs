@@ -7,7 +7,7 @@
 //! * [`peer`] is a further real process of the same program, which publishes or subscribes as it is told.
 //! * [`payload`] fills and checks tensors by kernels; [`words`] are what lies below a channel;
 //!   [`shared`] is memory that nothing orders but what a case tries; [`guard`] sees that nothing is left behind.
-//! * [`double`] has calls of the driver's test double hang or fail.
+//! * [`fake_driver`] has calls of the fake driver hang or fail.
 //! * [`graph`] captures a stream's work, as CUDA graphs do.
 //! * [`workload`] is the work of each primitive, with an oracle in every step.
 //! * [`plain`] is memory of another allocator, with legacy handles to it.
@@ -15,17 +15,17 @@
 #![deny(missing_docs)]
 
 pub mod cases;
-pub mod chance;
 pub mod context;
-pub mod double;
+pub mod device_malloc;
+pub mod device_words;
+pub mod fake_driver;
 pub mod graph;
 pub mod guard;
 pub mod payload;
 pub mod peer;
-pub mod place;
-pub mod plain;
 pub mod process;
 pub mod report;
+pub mod rng;
 pub mod runner;
 pub mod shared;
 pub mod words;

@@ -1,7 +1,7 @@
 //! What the tensors hold: a pattern that one kernel writes and another checks, on the device, in any process.
 //! **This module is marked for unsafe**: it launches kernels on addresses.
 //!
-//! A sample's metadata says what its words must be ([`Mark`]), so that whoever receives it can check it alone.
+//! A sample's metadata says what its words must be ([`PayloadMark`]), so that whoever receives it can check it alone.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::PATIENCE;
 
 /// What a sample's words are: `count` words of the pattern of `seed`, from the slot's first byte on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Mark {
+pub struct PayloadMark {
     /// The pattern's seed.
     pub seed: u64,
     /// How many words.
@@ -24,13 +24,13 @@ pub struct Mark {
     pub tail: u64,
 }
 
-impl Mark {
+impl PayloadMark {
     /// The mark's length as metadata, in bytes.
     pub const BYTES: usize = 24;
 
     /// The mark as metadata.
-    pub fn to_bytes(self) -> [u8; Mark::BYTES] {
-        let mut bytes = [0; Mark::BYTES];
+    pub fn to_bytes(self) -> [u8; PayloadMark::BYTES] {
+        let mut bytes = [0; PayloadMark::BYTES];
         bytes[..8].copy_from_slice(&self.seed.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.count.to_le_bytes());
         bytes[16..].copy_from_slice(&self.tail.to_le_bytes());
@@ -38,9 +38,9 @@ impl Mark {
     }
 
     /// The mark at the beginning of `metadata`.
-    pub fn of(metadata: &[u8]) -> Option<Mark> {
+    pub fn of(metadata: &[u8]) -> Option<PayloadMark> {
         let word = |at: usize| Some(u64::from_le_bytes(metadata.get(at..at + 8)?.try_into().ok()?));
-        Some(Mark { seed: word(0)?, count: word(8)?, tail: word(16)? })
+        Some(PayloadMark { seed: word(0)?, count: word(8)?, tail: word(16)? })
     }
 }
 
@@ -48,7 +48,7 @@ impl Mark {
 #[derive(Debug, Clone, Copy)]
 pub struct Payload {
     /// Its words and what they are.
-    pub mark: Mark,
+    pub mark: PayloadMark,
     /// How long its kernel waits before it writes them.
     pub slow: Duration,
 }
@@ -56,7 +56,7 @@ pub struct Payload {
 impl Payload {
     /// `count` words of the pattern of `seed`, written at once.
     pub fn of(count: u64, seed: u64) -> Payload {
-        Payload { mark: Mark { seed, count, tail: 0 }, slow: Duration::ZERO }
+        Payload { mark: PayloadMark { seed, count, tail: 0 }, slow: Duration::ZERO }
     }
 
     /// The same, written late.
@@ -82,7 +82,7 @@ impl Payload {
     /// # Panics
     /// If the loan is too short.
     pub fn fill(self, sample: &mut SampleMut, stream: &Stream) -> warpipe::Result<()> {
-        let Mark { seed, count, tail } = self.mark;
+        let PayloadMark { seed, count, tail } = self.mark;
         let bytes = sample.layout().bytes();
         assert!(count * 8 <= bytes && (tail == 0 || tail + 8 <= bytes), "a case fills no more than it loaned");
         sample.set_metadata(&self.mark.to_bytes())?;
@@ -175,7 +175,7 @@ pub unsafe fn fill_words(
 
 /// Counters in registered host memory, into which `check` kernels add the wrong words they see.
 #[derive(Debug)]
-pub struct Tally {
+pub struct ErrorCounters {
     device: Device,
     page: *mut u8,
     address: DevicePtr,
@@ -183,17 +183,17 @@ pub struct Tally {
 }
 
 // SAFETY: the page is written by device work and read by `wrong_words`, both atomically, from any thread.
-unsafe impl Send for Tally {}
+unsafe impl Send for ErrorCounters {}
 
 /// A check that was enqueued.
 #[derive(Debug, Clone, Copy)]
 #[must_use = "what a check found is asked of the tally"]
 pub struct Check(usize);
 
-impl Tally {
+impl ErrorCounters {
     const BYTES: usize = 64 << 10;
-    const COUNTERS: usize = Tally::BYTES / 8;
-    const PAGE: std::alloc::Layout = match std::alloc::Layout::from_size_align(Tally::BYTES, 4096) {
+    const COUNTERS: usize = ErrorCounters::BYTES / 8;
+    const PAGE: std::alloc::Layout = match std::alloc::Layout::from_size_align(ErrorCounters::BYTES, 4096) {
         Ok(layout) => layout,
         Err(_) => panic!("64 KiB aligned to a page is a layout"),
     };
@@ -202,16 +202,16 @@ impl Tally {
     ///
     /// # Errors
     /// Those of registering the memory.
-    pub fn new(device: &Device) -> warpipe::Result<Tally> {
+    pub fn new(device: &Device) -> warpipe::Result<ErrorCounters> {
         // SAFETY: the layout is not empty.
-        let page = unsafe { std::alloc::alloc_zeroed(Tally::PAGE) };
+        let page = unsafe { std::alloc::alloc_zeroed(ErrorCounters::PAGE) };
         assert!(!page.is_null(), "64 KiB of memory");
         // SAFETY: page-aligned memory that is freed only after `unregister` (see `Drop`).
-        match unsafe { device.backend().register(page, Tally::BYTES) } {
-            Ok(address) => Ok(Tally { device: device.clone(), page, address, next: 0 }),
+        match unsafe { device.backend().register(page, ErrorCounters::BYTES) } {
+            Ok(address) => Ok(ErrorCounters { device: device.clone(), page, address, next: 0 }),
             Err(error) => {
                 // SAFETY: allocated above with this layout.
-                unsafe { std::alloc::dealloc(page, Tally::PAGE) };
+                unsafe { std::alloc::dealloc(page, ErrorCounters::PAGE) };
                 Err(error)
             }
         }
@@ -235,7 +235,7 @@ impl Tally {
     /// # Errors
     /// Those of a launch.
     pub unsafe fn check(&mut self, stream: &Stream, words: DevicePtr, count: u64, seed: u64) -> warpipe::Result<Check> {
-        let index = self.next % Tally::COUNTERS;
+        let index = self.next % ErrorCounters::COUNTERS;
         self.next += 1;
         self.counter(index).store(0, std::sync::atomic::Ordering::Release);
         if count > 0 {
@@ -246,7 +246,7 @@ impl Tally {
         Ok(Check(index))
     }
 
-    /// Enqueues the check of a sample by its [`Mark`], behind the wait for its data. A sample without a mark has
+    /// Enqueues the check of a sample by its [`PayloadMark`], behind the wait for its data. A sample without a mark has
     /// none.
     ///
     /// # Errors
@@ -260,7 +260,7 @@ impl Tally {
     /// # Errors
     /// As there.
     pub fn check_sample_on(&mut self, sample: &Sample, stream: &Stream) -> Result<Option<Check>> {
-        let Some(Mark { seed, count, tail }) = Mark::of(sample.metadata()) else { return Ok(None) };
+        let Some(PayloadMark { seed, count, tail }) = PayloadMark::of(sample.metadata()) else { return Ok(None) };
         let end = count.saturating_mul(8).max(if tail == 0 { 0 } else { tail.saturating_add(8) });
         ensure!(end <= sample.layout().bytes(), "a mark of more words than the tensor has");
         // SAFETY: the words lie in the sample's slot, which stays mapped until its release behind these checks is done;
@@ -308,7 +308,7 @@ impl Tally {
     }
 }
 
-impl Drop for Tally {
+impl Drop for ErrorCounters {
     fn drop(&mut self) {
         // SAFETY: registered in `new`, once; every user synchronises the streams of its checks before it ends, and
         // a case that failed ends its process instead of reusing the memory.
@@ -316,7 +316,7 @@ impl Drop for Tally {
             // Beside a stream that stands still on purpose it stays, rather than wait for that stream.
             let backend = self.device.backend();
             if !backend.unregister_would_block(self.page) && backend.unregister(self.page).is_ok() {
-                std::alloc::dealloc(self.page, Tally::PAGE);
+                std::alloc::dealloc(self.page, ErrorCounters::PAGE);
             }
         }
     }

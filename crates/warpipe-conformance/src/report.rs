@@ -19,7 +19,7 @@ pub enum Outcome {
 
 /// What a case's process leaves for the runner.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Finding {
+pub struct CaseResult {
     /// How it ended.
     pub outcome: Outcome,
     /// Why it failed or was skipped.
@@ -28,15 +28,15 @@ pub struct Finding {
     pub figures: BTreeMap<String, Value>,
 }
 
-impl Finding {
+impl CaseResult {
     /// A failure that the case's process could not tell of itself.
-    pub fn failed(reason: String) -> Finding {
-        Finding { outcome: Outcome::Failed, reason, figures: BTreeMap::new() }
+    pub fn failed(reason: String) -> CaseResult {
+        CaseResult { outcome: Outcome::Failed, reason, figures: BTreeMap::new() }
     }
 
     /// A case that was not tried, for this reason.
-    pub fn skipped(reason: &str) -> Finding {
-        Finding { outcome: Outcome::Skipped, reason: reason.to_string(), figures: BTreeMap::new() }
+    pub fn skipped(reason: &str) -> CaseResult {
+        CaseResult { outcome: Outcome::Skipped, reason: reason.to_string(), figures: BTreeMap::new() }
     }
 }
 
@@ -49,7 +49,7 @@ pub struct Line {
     pub seconds: f64,
     /// How it ended.
     #[serde(flatten)]
-    pub finding: Finding,
+    pub finding: CaseResult,
 }
 
 /// The whole run.

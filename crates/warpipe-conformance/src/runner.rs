@@ -15,14 +15,14 @@ use rustix::process::Signal;
 use crate::cases::{Case, Skip};
 use crate::context::{Context, Settings};
 use crate::process;
-use crate::report::{Finding, Line, Outcome, Report};
+use crate::report::{CaseResult, Line, Outcome, Report};
 
 /// Runs `cases` one after the other, telling of each as it ends.
 ///
 /// # Errors
 /// No folder can be made. A failed case is no error.
 pub fn run(settings: &Settings, cases: &[Case]) -> Result<Report> {
-    let home = Home::new()?;
+    let home = RunFolder::new()?;
     let device = settings.backend.open(0).map(|device| device.info().name.clone());
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     let mut report = Report {
@@ -38,7 +38,7 @@ pub fn run(settings: &Settings, cases: &[Case]) -> Result<Report> {
     for (index, case) in cases.iter().enumerate() {
         let start = Instant::now();
         let folder = home.folder(index)?;
-        let finding = attempt(settings, case, &folder).unwrap_or_else(|error| Finding::failed(format!("{error:#}")));
+        let finding = attempt(settings, case, &folder).unwrap_or_else(|error| CaseResult::failed(format!("{error:#}")));
         let line = Line { name: case.name.to_string(), seconds: start.elapsed().as_secs_f64(), finding };
         tell(&line, &folder);
         report.cases.push(line);
@@ -47,7 +47,7 @@ pub fn run(settings: &Settings, cases: &[Case]) -> Result<Report> {
 }
 
 fn tell(line: &Line, folder: &Path) {
-    let Finding { outcome, reason, figures } = &line.finding;
+    let CaseResult { outcome, reason, figures } = &line.finding;
     let word = match outcome {
         Outcome::Passed => "ok",
         Outcome::Failed => "FAILED",
@@ -73,9 +73,9 @@ fn words_of(folder: &Path) -> PathBuf {
 const KILL_LIMIT: Duration = Duration::from_secs(5);
 
 /// Runs one case in a process of its own.
-fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<Finding> {
+fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<CaseResult> {
     if settings.mps && case.ends_clients {
-        return Ok(Finding::skipped("under MPS a client that faults or is killed ends the others"));
+        return Ok(CaseResult::skipped("under MPS a client that faults or is killed ends the others"));
     }
     let words = File::create(words_of(folder))?;
     let result = folder.join("result");
@@ -98,13 +98,13 @@ fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<Finding> {
     let limit = settings.kills.map_or(limit, |kills| limit.max(KILL_LIMIT * (kills + 60)));
     let status = wait(&mut child, limit)?;
     let strays = end_group(&mut child)?;
-    let Some(status) = status else { return Ok(Finding::failed(format!("it did not end within {limit:?}"))) };
+    let Some(status) = status else { return Ok(CaseResult::failed(format!("it did not end within {limit:?}"))) };
     let finding = match std::fs::read(&result) {
         Ok(bytes) if status.success() => serde_json::from_slice(&bytes).context("a case's result")?,
-        _ => Finding::failed(format!("its process ended with {}", explain(status))),
+        _ => CaseResult::failed(format!("its process ended with {}", explain(status))),
     };
     if strays > 0 && finding.outcome == Outcome::Passed {
-        return Ok(Finding::failed(format!("it left {strays} processes behind")));
+        return Ok(CaseResult::failed(format!("it left {strays} processes behind")));
     }
     Ok(finding)
 }
@@ -157,7 +157,7 @@ pub fn run_here(settings: Settings, case: &Case, folder: &Path, result: &Path) -
             figures = context.take_figures();
         }
     }
-    std::fs::write(result, serde_json::to_vec(&Finding { outcome, reason, figures })?)?;
+    std::fs::write(result, serde_json::to_vec(&CaseResult { outcome, reason, figures })?)?;
     // Without running destructors: what a failed case left stuck must not keep its process.
     std::process::exit(0)
 }
@@ -180,16 +180,18 @@ fn guarded(case: &Case, context: &Context) -> Result<()> {
 const NAMES_MAX: u32 = 100;
 
 /// The run's folder, removed at its end.
-struct Home(PathBuf);
+struct RunFolder(PathBuf);
 
-impl Home {
-    fn new() -> Result<Home> {
+impl RunFolder {
+    fn new() -> Result<RunFolder> {
         // A killed run leaves its folder, and process numbers come again.
         for attempt in 0..NAMES_MAX {
             let path = std::env::temp_dir().join(format!("warpipe-conformance-{}-{attempt}", std::process::id()));
             match DirBuilder::new().mode(0o700).create(&path) {
                 Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-                made => return made.map(|()| Home(path.clone())).with_context(|| format!("making {}", path.display())),
+                made => {
+                    return made.map(|()| RunFolder(path.clone())).with_context(|| format!("making {}", path.display()));
+                }
             }
         }
         bail!("{NAMES_MAX} folders of killed runs are left in {}; remove them", std::env::temp_dir().display())
@@ -202,7 +204,7 @@ impl Home {
     }
 }
 
-impl Drop for Home {
+impl Drop for RunFolder {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }

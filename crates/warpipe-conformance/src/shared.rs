@@ -11,7 +11,7 @@ use warpipe::backend::DevicePtr;
 use warpipe::{Device, Stream};
 
 use crate::PATIENCE;
-use crate::payload::{Check, Tally, fill_words};
+use crate::payload::{Check, ErrorCounters, fill_words};
 
 /// A memfd's words, mapped and registered with a device.
 #[derive(Debug)]
@@ -82,19 +82,19 @@ impl Shared {
     ///
     /// # Errors
     /// Those of a launch.
-    pub fn check(&self, tally: &mut Tally, stream: &Stream, seed: u64) -> Result<Check> {
+    pub fn check(&self, error_counters: &mut ErrorCounters, stream: &Stream, seed: u64) -> Result<Check> {
         // SAFETY: as for `write`.
-        Ok(unsafe { tally.check(stream, self.address, Shared::WORDS, seed)? })
+        Ok(unsafe { error_counters.check(stream, self.address, Shared::WORDS, seed)? })
     }
 
     /// Checks all words behind the stream's work, and says how many were wrong.
     ///
     /// # Errors
     /// As for [`check`](Self::check); the stream does not end.
-    pub fn wrong(&self, tally: &mut Tally, stream: &Stream, seed: u64) -> Result<u64> {
-        let check = self.check(tally, stream, seed)?;
+    pub fn wrong(&self, error_counters: &mut ErrorCounters, stream: &Stream, seed: u64) -> Result<u64> {
+        let check = self.check(error_counters, stream, seed)?;
         stream.synchronize(PATIENCE)?;
-        Ok(tally.wrong_words(check))
+        Ok(error_counters.wrong_words(check))
     }
 }
 

@@ -9,7 +9,7 @@ use crate::device::is_cuda;
 use crate::dlpack;
 use crate::dtype::typestr;
 use crate::errors::{Fault, Outcome};
-use crate::memory::{Hold, Memory, Stay};
+use crate::memory::{ConsumerStay, Memory, MemoryHolder};
 use crate::stream::{Consumer, likely};
 use crate::testing;
 
@@ -52,7 +52,7 @@ pub fn dlpack(py: Python<'_>, memory: &Memory, request: Request<'_>) -> PyResult
 }
 
 /// Makes the consumer's stream, in DLPack's numbers, wait for the data.
-fn ready_for(py: Python<'_>, memory: &Memory, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Stay>> {
+fn ready_for(py: Python<'_>, memory: &Memory, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<ConsumerStay>> {
     let number = stream.map(|stream| stream.extract::<i64>()).transpose()?;
     if !is_cuda(&memory.device) {
         return match number {
@@ -98,10 +98,10 @@ pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<B
     // Nobody says which stream will use it.
     for consumer in likely(py, &memory.device)? {
         match &memory.hold {
-            Hold::Sample(lent) => lent.note(py, &consumer),
-            Hold::Loan(lease) => lease.consumers.note(&consumer),
-            Hold::Held(held) => held.admit(py, &consumer)?,
-            Hold::Copy(_) => {}
+            MemoryHolder::Sample(lent) => lent.note(py, &consumer),
+            MemoryHolder::Loan(lease) => lease.consumers.note(&consumer),
+            MemoryHolder::Owned(owner) => owner.admit(py, &consumer)?,
+            MemoryHolder::Copy(_) => {}
         }
     }
     let dict = interface(py, memory, &typestr)?;
@@ -112,8 +112,8 @@ pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<B
 /// The stream that already waits for the data; none if there is nothing to wait for.
 fn awaited(memory: &Memory) -> Outcome<Option<usize>> {
     let lent = match &memory.hold {
-        Hold::Sample(lent) => lent,
-        Hold::Held(held) => return Ok(held.copying()?.map(|stream| stream.raw().0 as usize)),
+        MemoryHolder::Sample(lent) => lent,
+        MemoryHolder::Owned(owner) => return Ok(owner.copying()?.map(|stream| stream.raw().0 as usize)),
         _ => return Ok(None),
     };
     if testing::waits_are_skipped() || lent.sample().is_complete()? {

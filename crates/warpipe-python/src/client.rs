@@ -8,14 +8,14 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use warpipe::clock::now_ns;
 
-use crate::away::Apart;
+use crate::detached::DropDetached;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::job::{self, Waits, Watch};
+use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
-use crate::office::{End, Office};
 use crate::queue::QueueState;
 use crate::wait::{SLICE, Timeout, in_slices, late, optional};
 
@@ -23,7 +23,7 @@ use crate::wait::{SLICE, Timeout, in_slices, late, optional};
 ///
 /// ``service``: as a publisher's name, at most 40 bytes. ``device``: whose memory the requests lie in (default: the first
 /// GPU, else the host). ``timeout``: seconds within which a reply is to come (None: whenever). ``max_attempts``: how many
-/// servers may die of a request, or fail, before it is buried. ``credits``: requests that one server may hold.
+/// servers may die of a request, or fail, before it is dead-lettered. ``prefetch``: requests that one server may hold.
 /// ``lease_timeout``: seconds that a server may hold requests without answering any; then they go to others. ``limit``: the
 /// most requests without a reply. ``memory_limit``: bytes of device memory for requests. ``loan_timeout``: seconds to wait
 /// for memory that is in use.
@@ -34,16 +34,16 @@ use crate::wait::{SLICE, Timeout, in_slices, late, optional};
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Client {
-    office: Arc<Office>,
+    endpoint: Arc<JobEndpoint>,
     timeout: Option<Duration>,
 }
 
 #[pymethods]
 impl Client {
     #[new]
-    #[pyo3(signature = (service, *, domain = None, device = None, timeout = Some(10.0), max_attempts = 3, credits = 2,
+    #[pyo3(signature = (service, *, domain = None, device = None, timeout = Some(10.0), max_attempts = 3, prefetch = 2,
         lease_timeout = None, limit = 1024, memory_limit = 4 << 30, loan_timeout = Some(5.0), spin = None),
-        text_signature = "(service, *, domain=None, device=None, timeout=10.0, max_attempts=3, credits=2, \
+        text_signature = "(service, *, domain=None, device=None, timeout=10.0, max_attempts=3, prefetch=2, \
         lease_timeout=None, limit=1024, memory_limit=4294967296, loan_timeout=5.0, spin=None)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
     fn new(
@@ -53,7 +53,7 @@ impl Client {
         device: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
         max_attempts: u32,
-        credits: u32,
+        prefetch: u32,
         lease_timeout: Option<f64>,
         limit: usize,
         memory_limit: u64,
@@ -66,7 +66,7 @@ impl Client {
             .domain(&domain)
             .device(&device)
             .max_attempts(max_attempts)
-            .credits(credits)
+            .prefetch(prefetch)
             .lease_timeout(optional(lease_timeout, "lease_timeout")?)
             .limit(limit)
             .memory_limit(memory_limit)
@@ -74,26 +74,26 @@ impl Client {
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let builder = spin.into_iter().fold(builder, warpipe::ClientBuilder::spin);
         let client = py.detach(|| builder.build()).map_err(Fault::from)?;
-        let office = Office::open(py, "client", service, &device, loan_timeout, End::Client(client))?;
-        Ok(Client { office, timeout })
+        let endpoint = JobEndpoint::open(py, "client", service, &device, loan_timeout, QueueOrClient::Client(client))?;
+        Ok(Client { endpoint, timeout })
     }
 
     /// The service's name.
     #[getter]
     fn service(&self) -> &str {
-        &self.office.name
+        &self.endpoint.name
     }
 
     /// Its device.
     #[getter]
     fn device(&self) -> Device {
-        self.office.device()
+        self.endpoint.device()
     }
 
     /// Whether it has been closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
-        Ok(self.office.is_closed()?)
+        Ok(self.endpoint.is_closed()?)
     }
 
     /// Sends a request and waits for the reply, which is to come within ``timeout`` seconds (default: the client's; None:
@@ -132,12 +132,17 @@ impl Client {
         let timeout = timeout.or(self.timeout);
         let nanoseconds = timeout.and_then(|timeout| u64::try_from(timeout.as_nanos()).ok());
         let deadline_ns = nanoseconds.map_or(u64::MAX, |nanoseconds| now_ns().saturating_add(nanoseconds));
-        let input = self.office.input(py, tensor, metadata, stream)?;
-        let pending = self.office.submit(py, input, timeout, |end, loan, stream| {
+        let input = self.endpoint.input(py, tensor, metadata, stream)?;
+        let pending = self.endpoint.submit(py, input, timeout, |end, loan, stream| {
             end.client().request_before(loan, stream, deadline_ns, Duration::ZERO)
         })?;
-        let (office, job) = (self.office.clone(), pending.id());
-        Ok(Pending { office, job, inner: Mutex::new(Some(Arc::new(Apart::new(pending)))), waits: Waits::default() })
+        let (endpoint, job) = (self.endpoint.clone(), pending.id());
+        Ok(Pending {
+            endpoint,
+            job,
+            inner: Mutex::new(Some(Arc::new(DropDetached::new(pending)))),
+            waits: Waits::default(),
+        })
     }
 
     /// Lends memory for a request, to be filled in place and given to ``call`` or ``request``: no copy.
@@ -152,7 +157,7 @@ impl Client {
         dtype: &Bound<'_, PyAny>,
         metadata: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Py<Loan>> {
-        self.office.loan(py, &dtype::layout(shape, dtype)?, metadata)
+        self.endpoint.loan(py, &dtype::layout(shape, dtype)?, metadata)
     }
 
     /// Waits until there are ``count`` servers, at most ``timeout`` seconds (None: as long as it takes).
@@ -160,7 +165,7 @@ impl Client {
     /// Raises ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (count = 1, timeout = Some(10.0)), text_signature = "($self, count=1, timeout=10.0)")]
     fn wait_for_servers(&self, py: Python<'_>, count: usize, timeout: Option<f64>) -> PyResult<()> {
-        self.office.wait_for(py, "server", count, timeout)
+        self.endpoint.wait_for(py, "server", count, timeout)
     }
 
     /// How its requests fare just now; the workers are the servers.
@@ -168,12 +173,12 @@ impl Client {
     /// Raises ``ClosedError``.
     #[getter]
     fn state(&self, py: Python<'_>) -> PyResult<QueueState> {
-        Ok(py.detach(|| QueueState::of(&self.office))?)
+        Ok(py.detach(|| QueueState::of(&self.endpoint))?)
     }
 
     /// Ends it: whoever waits for a reply is told. Replies that were received stay. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.office.close(py)
+        self.endpoint.close(py)
     }
 
     fn __enter__(slf: Py<Client>) -> Py<Client> {
@@ -186,13 +191,13 @@ impl Client {
     }
 
     fn __repr__(&self) -> String {
-        format!("Client({:?}, {})", self.office.name, self.office.device)
+        format!("Client({:?}, {})", self.endpoint.name, self.endpoint.device)
     }
 }
 
 impl Drop for Client {
     fn drop(&mut self) {
-        self.office.abandon();
+        self.endpoint.abandon();
     }
 }
 
@@ -201,26 +206,26 @@ impl Drop for Client {
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Pending {
-    office: Arc<Office>,
+    endpoint: Arc<JobEndpoint>,
     job: u64,
     /// `None` once it is called off.
-    inner: Mutex<Option<Arc<Apart<warpipe::Pending>>>>,
+    inner: Mutex<Option<Arc<DropDetached<warpipe::Pending>>>>,
     waits: Waits,
 }
 
 impl Pending {
-    fn slot(&self) -> Outcome<MutexGuard<'_, Option<Arc<Apart<warpipe::Pending>>>>> {
-        self.office.check()?;
+    fn slot(&self) -> Outcome<MutexGuard<'_, Option<Arc<DropDetached<warpipe::Pending>>>>> {
+        self.endpoint.check()?;
         Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn inner(&self) -> Outcome<Arc<Apart<warpipe::Pending>>> {
-        let gone = || Fault::from(warpipe::Error::NoSuchJob { name: self.office.name.clone(), job: self.job });
+    fn inner(&self) -> Outcome<Arc<DropDetached<warpipe::Pending>>> {
+        let gone = || Fault::from(warpipe::Error::NoSuchJob { name: self.endpoint.name.clone(), job: self.job });
         self.slot()?.clone().ok_or_else(gone)
     }
 
     fn look(&self, slice: Duration) -> Outcome<Option<warpipe::JobResult>> {
-        Ok(self.inner()?.wait_timeout(&self.office.stream, slice)?)
+        Ok(self.inner()?.wait_timeout(&self.endpoint.stream, slice)?)
     }
 }
 
@@ -240,12 +245,12 @@ impl Pending {
 
     /// Waits for the reply until the deadline. Its data is complete.
     ///
-    /// Raises ``DeadlinePassedError`` (a TimeoutError); ``RejectedError`` by a server; ``BuriedError`` when all attempts
+    /// Raises ``DeadlinePassedError`` (a TimeoutError); ``RejectedError`` by a server; ``DeadLetteredError`` when all attempts
     /// failed; ``NoSuchJobError`` when the reply was taken before, or the request called off; ``QueueClosedError`` when the
     /// client was closed.
     pub fn result(&self, py: Python<'_>) -> PyResult<Py<job::Result>> {
         let reply = in_slices(py, None, |slice| self.look(slice))?;
-        self.office.give(py, reply.ok_or_else(|| late("a reply".into(), None))?)
+        self.endpoint.give(py, reply.ok_or_else(|| late("a reply".into(), None))?)
     }
 
     /// Whether ``result()`` would return, or raise, at once.
@@ -266,16 +271,16 @@ impl Pending {
     /// The reply if it is there, else None.
     fn _poll(&self, py: Python<'_>) -> PyResult<Option<Py<job::Result>>> {
         let found = py.detach(|| self.look(Duration::ZERO))?;
-        found.map(|found| self.office.give(py, found)).transpose()
+        found.map(|found| self.endpoint.give(py, found)).transpose()
     }
 
     fn _watch(&self, py: Python<'_>) -> PyResult<Watch> {
-        Watch::of(py, &self.office)
+        Watch::of(py, &self.endpoint)
     }
 
     #[getter]
     fn _queue(&self) -> u64 {
-        self.office.number
+        self.endpoint.number
     }
 
     fn __await__<'py>(slf: &Bound<'py, Pending>) -> PyResult<Bound<'py, PyAny>> {
@@ -308,6 +313,6 @@ impl Pending {
     }
 
     fn __repr__(&self) -> String {
-        format!("Pending({:?}, job={})", self.office.name, self.job)
+        format!("Pending({:?}, job={})", self.endpoint.name, self.job)
     }
 }

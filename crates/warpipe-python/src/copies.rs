@@ -10,11 +10,11 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::device::is_cuda;
-use crate::ending;
 use crate::errors::Outcome;
+use crate::interpreter_exit;
 use crate::rows::{Scattered, room_for};
 use crate::slot::Slot;
-use crate::source::{Keep, Place, Source};
+use crate::source::{Source, SourceLocation, SourceOwner};
 use crate::wait::{in_slices, late, none_if_late};
 
 /// Foreign tensors whose copies may be on their way at once; who sends more waits.
@@ -60,12 +60,12 @@ impl Target for Slot {
 #[derive(Debug)]
 struct Copying {
     /// `None` only while dropping.
-    keep: Option<Keep>,
+    keep: Option<SourceOwner>,
     open: Arc<AtomicUsize>,
 }
 
 impl Copying {
-    fn of(keep: Keep, open: &Arc<AtomicUsize>) -> Copying {
+    fn of(keep: SourceOwner, open: &Arc<AtomicUsize>) -> Copying {
         open.fetch_add(1, Ordering::Relaxed);
         Copying { keep: Some(keep), open: open.clone() }
     }
@@ -75,7 +75,7 @@ impl Copying {
     fn done(mut self) {
         let keep = self.keep.take();
         DONE.lock().unwrap_or_else(PoisonError::into_inner).extend(keep);
-        if !ending::has_begun() {
+        if !interpreter_exit::has_begun() {
             // SAFETY: may be called without the interpreter, while there is one; `sweep_later` takes any argument. If too
             // much is pending, that will sweep, or the next copy.
             unsafe { ffi::Py_AddPendingCall(Some(sweep_later), std::ptr::null_mut()) };
@@ -92,7 +92,7 @@ impl Drop for Copying {
 }
 
 /// What has been copied and waits to be let go.
-static DONE: Mutex<Vec<Keep>> = Mutex::new(Vec::new());
+static DONE: Mutex<Vec<SourceOwner>> = Mutex::new(Vec::new());
 
 /// Lets go of what has been copied. What is dropped may be anybody's, and runs without the lock.
 fn sweep(_: Python<'_>) {
@@ -132,14 +132,14 @@ impl Copies {
             return Ok(own.clone());
         }
         let (from, reader, keep) = match source.place {
-            Place::Rows(rows, keep) => {
+            SourceLocation::Rows(rows, keep) => {
                 py.detach(|| gather(&rows, into, own, meets))?;
                 drop(keep);
                 return Ok(own.clone());
             }
-            Place::Device(lowest, reader, keep) => (From::Whole(lowest), reader, keep),
-            Place::DeviceRows(rows, reader, keep) => (From::Rows(rows), reader, keep),
-            Place::Bytes(_) | Place::Host(..) => unreachable!("bytes of the host were written above"),
+            SourceLocation::Device(lowest, reader, keep) => (CopySource::Whole(lowest), reader, keep),
+            SourceLocation::DeviceRows(rows, reader, keep) => (CopySource::Rows(rows), reader, keep),
+            SourceLocation::Bytes(_) | SourceLocation::Host(..) => unreachable!("bytes of the host were written above"),
         };
         let target = reader.follow(py)?.clone();
         if bytes > 0 {
@@ -155,8 +155,8 @@ impl Copies {
     }
 
     /// Keeps a foreign tensor, if it needs that, until `stream` has copied it.
-    fn keep(&self, stream: &warpipe::Stream, keep: &mut Option<Keep>) -> Outcome<()> {
-        let Some(keep) = keep.take_if(|keep| !matches!(keep, Keep::Nothing)) else { return Ok(()) };
+    fn keep(&self, stream: &warpipe::Stream, keep: &mut Option<SourceOwner>) -> Outcome<()> {
+        let Some(keep) = keep.take_if(|keep| !matches!(keep, SourceOwner::Nothing)) else { return Ok(()) };
         let copying = Copying::of(keep, &self.open);
         Ok(stream.call(move || copying.done())?)
     }
@@ -187,7 +187,7 @@ impl Copies {
 }
 
 /// Where a GPU's tensor lies.
-enum From {
+enum CopySource {
     /// As it is sent, from this address on.
     Whole(u64),
     Rows(Box<Scattered>),
@@ -206,11 +206,11 @@ fn gather(rows: &Scattered, into: &mut impl Target, own: &warpipe::Stream, meets
 }
 
 /// Enqueues the copy of a whole target: of one that the source lies in by way of memory of its own.
-fn copy(stream: &warpipe::Stream, to: u64, bytes: u64, from: &From, meets: bool) -> Outcome<()> {
+fn copy(stream: &warpipe::Stream, to: u64, bytes: u64, from: &CopySource, meets: bool) -> Outcome<()> {
     if !meets {
         return enqueue(stream, to, bytes, from);
     }
-    if matches!(*from, From::Whole(lowest) if lowest == to) {
+    if matches!(*from, CopySource::Whole(lowest) if lowest == to) {
         // Each byte is there already.
         return Ok(());
     }
@@ -220,16 +220,16 @@ fn copy(stream: &warpipe::Stream, to: u64, bytes: u64, from: &From, meets: bool)
     // It is not unmapped before the stream is past both copies.
     between.used_on(stream);
     enqueue(stream, between.ptr(), bytes, from)?;
-    enqueue(stream, to, bytes, &From::Whole(between.ptr()))
+    enqueue(stream, to, bytes, &CopySource::Whole(between.ptr()))
 }
 
-fn enqueue(stream: &warpipe::Stream, to: u64, bytes: u64, from: &From) -> Outcome<()> {
+fn enqueue(stream: &warpipe::Stream, to: u64, bytes: u64, from: &CopySource) -> Outcome<()> {
     // SAFETY: the target is this caller's alone; the source names as many bytes (callers compare the layouts), is apart
     // from it, and is kept until the stream has done the copy (`keep`), or its owner orders its reuse behind this stream.
     unsafe {
         match from {
-            From::Whole(lowest) => Ok(stream.copy(to, *lowest, bytes)?),
-            From::Rows(rows) => rows.enqueue(stream, to),
+            CopySource::Whole(lowest) => Ok(stream.copy(to, *lowest, bytes)?),
+            CopySource::Rows(rows) => rows.enqueue(stream, to),
         }
     }
 }

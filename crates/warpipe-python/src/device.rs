@@ -5,8 +5,8 @@ use pyo3::types::PyString;
 use warpipe::backend::DeviceKind;
 
 use crate::errors::{Fault, in_python};
-use crate::parked;
 use crate::stream::imported;
+use crate::thread_exit;
 
 /// A device and the backend that drives it: a GPU (``cuDeviceGet``), or the host.
 ///
@@ -41,7 +41,7 @@ impl Device {
 
     /// What an argument names: nothing, a device, `"host"`, `"cuda"` or `"cuda:1"`.
     pub fn from_argument(found: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
-        parked::expect_end();
+        thread_exit::prepare_exit();
         let Some(found) = found else {
             return Ok(Device::preferred(Python::attach(|py| py.detach(warpipe::Device::preferred))));
         };

@@ -14,7 +14,7 @@ use warpipe::tensor::RANK_MAX;
 
 use crate::device::is_cuda;
 use crate::errors::Fault;
-use crate::memory::{Memory, Stay};
+use crate::memory::{ConsumerStay, Memory};
 
 pub const CPU: i32 = 1;
 pub const CUDA: i32 = 2;
@@ -93,7 +93,7 @@ struct Exported {
     shape: [i64; RANK_MAX],
     strides: [i64; RANK_MAX],
     /// Before the memory: what the array's stream still has to do comes before the memory's end.
-    _stay: Option<Stay>,
+    _stay: Option<ConsumerStay>,
     _memory: Memory,
 }
 
@@ -112,7 +112,7 @@ pub fn is_versioned(max_version: Option<(u32, u32)>) -> bool {
 pub fn export(
     py: Python<'_>,
     memory: &Memory,
-    stay: Option<Stay>,
+    stay: Option<ConsumerStay>,
     versioned: bool,
     copied: bool,
 ) -> PyResult<Py<PyAny>> {

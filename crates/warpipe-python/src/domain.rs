@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 
 use crate::errors::Fault;
-use crate::parked;
+use crate::thread_exit;
 
 /// The directory in which endpoint names live.
 ///
@@ -24,7 +24,7 @@ pub struct Domain {
 impl Domain {
     /// What an argument names: nothing, a domain, a path.
     pub fn from_argument(found: Option<&Bound<'_, PyAny>>) -> PyResult<warpipe::Domain> {
-        parked::expect_end();
+        thread_exit::prepare_exit();
         let made = match found {
             None => warpipe::Domain::from_environment(),
             Some(found) => match found.cast::<Domain>() {

@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
 use warpipe::Error;
 
-use crate::parked;
+use crate::thread_exit;
 
 /// What goes wrong on this side of the seam: the library's errors, Python's, and this package's own.
 #[derive(Debug)]
@@ -62,7 +62,7 @@ impl From<warpipe::SendError> for Fault {
 
 impl From<Fault> for PyErr {
     fn from(fault: Fault) -> PyErr {
-        parked::expect_end();
+        thread_exit::prepare_exit();
         Python::attach(|py| match fault {
             Fault::Own(class, message) => raise(py, class, &message, |_| Ok(())),
             Fault::Library(error) => {
@@ -142,7 +142,7 @@ fn class_of(error: &Error) -> &'static str {
         Error::Injected { .. } => "InjectedError",
         // Queues and services.
         Error::QueueFull { .. } => "QueueFullError",
-        Error::Buried { .. } => "BuriedError",
+        Error::DeadLettered { .. } => "DeadLetteredError",
         Error::Rejected { .. } => "RejectedError",
         Error::DeadlinePassed { .. } => "DeadlinePassedError",
         Error::NoSuchJob { .. } => "NoSuchJobError",
@@ -199,12 +199,12 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("limit", limit)
         }
         Error::Timeout { waited, .. } => dict.set_item("waited", waited.as_secs_f64()),
-        other => fill_faces(dict, other),
+        other => fill_primitives(dict, other),
     }
 }
 
 /// The same, of what is not the channel's.
-fn fill_faces(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
+fn fill_primitives(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
     match error {
         Error::NoOwner { kind, name, was_there } => {
             dict.set_item("kind", kind.to_string())?;
@@ -266,7 +266,7 @@ fn fill_of_job(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("limit", limit)?;
             dict.set_item("waited", waited.as_secs_f64())
         }
-        Error::Buried { name, job, reasons } => {
+        Error::DeadLettered { name, job, reasons } => {
             dict.set_item("endpoint", name)?;
             dict.set_item("job", job)?;
             dict.set_item("reasons", reasons)

@@ -5,8 +5,8 @@ use pyo3::types::{PyBytes, PyString, PyTuple, PyType};
 
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::door::Door;
 use crate::errors::{Fault, Outcome};
+use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
 use crate::wait::{asking, in_slices, in_turn, late, none_if_late, optional};
 
@@ -17,7 +17,7 @@ use crate::wait::{asking, in_slices, in_turn, late, none_if_late, optional};
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Event {
-    door: Door<warpipe::Event>,
+    handle: CloseableHandle<warpipe::Event>,
     device: warpipe::Device,
 }
 
@@ -110,7 +110,7 @@ impl EventHandle {
 impl Event {
     fn of(inner: warpipe::Event) -> Event {
         let device = inner.device().clone();
-        Event { door: Door::new("event", "", inner), device }
+        Event { handle: CloseableHandle::new("event", "", inner), device }
     }
 }
 
@@ -153,7 +153,7 @@ impl Event {
     ///
     /// Raises ``ClosedError``, ``DriverError``.
     fn handle(&self, py: Python<'_>) -> PyResult<EventHandle> {
-        Ok(EventHandle { inner: py.detach(|| Outcome::Ok(self.door.get()?.handle()?))? })
+        Ok(EventHandle { inner: py.detach(|| Outcome::Ok(self.handle.get()?.handle()?))? })
     }
 
     /// The device it was made or opened with.
@@ -168,7 +168,7 @@ impl Event {
     /// Raises ``ClosedError``.
     #[getter]
     fn ptr(&self) -> PyResult<Option<usize>> {
-        Ok(self.door.get()?.raw().map(|raw| raw.0 as usize))
+        Ok(self.handle.get()?.raw().map(|raw| raw.0 as usize))
     }
 
     /// Records the work on ``stream`` so far (``cuEventRecord``), and returns at once. The last recording is what others
@@ -177,12 +177,12 @@ impl Event {
     /// Raises ``OwnerGoneError``, ``RefusedError`` when seven others record it, ``TimeoutError`` after 10 s behind another
     /// thread's recording, ``ClosedError``, ``DriverError``.
     fn record(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
-        let (event, consumer) = (self.door.get()?, Consumer::from_argument(py, &self.device, stream)?);
+        let (event, consumer) = (self.handle.get()?, Consumer::from_argument(py, &self.device, stream)?);
         if !event.is_prepared() {
             asking(py, move || event.prepare())?;
         }
-        let turn = |slice| Ok(self.door.get()?.wait_for_turn(slice)?);
-        let inner = in_turn(py, "recording", turn, || Ok(self.door.get()?.try_record(consumer.followed()?)?))?;
+        let exclusive = |slice| Ok(self.handle.get()?.wait_for_turn(slice)?);
+        let inner = in_turn(py, "recording", exclusive, || Ok(self.handle.get()?.try_record(consumer.followed()?)?))?;
         Ok(Recording { inner })
     }
 
@@ -191,7 +191,7 @@ impl Event {
     ///
     /// Raises ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``, ``DriverError``.
     fn wait(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
-        let (event, consumer) = (self.door.get()?, Consumer::from_argument(py, &self.device, stream)?);
+        let (event, consumer) = (self.handle.get()?, Consumer::from_argument(py, &self.device, stream)?);
         let inner = py.detach(|| event.wait(consumer.linked())).map_err(Fault::from)?;
         consumer.lead(py)?;
         Ok(Recording { inner })
@@ -201,7 +201,7 @@ impl Event {
     ///
     /// Raises ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``.
     fn query(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(py.detach(|| Outcome::Ok(self.door.get()?.query()?))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.query()?))?)
     }
 
     /// Waits on the CPU until the last recording is complete, at most ``timeout`` seconds (None: as long as it takes).
@@ -211,7 +211,7 @@ impl Event {
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
         // Asked for anew in each slice, so that one that is closed meanwhile ends the wait.
-        let done = in_slices(py, timeout, |slice| none_if_late(self.door.get()?.synchronize(slice)))?;
+        let done = in_slices(py, timeout, |slice| none_if_late(self.handle.get()?.synchronize(slice)))?;
         Ok(done.ok_or_else(|| late("the work recorded by the event".into(), timeout))?)
     }
 
@@ -219,18 +219,18 @@ impl Event {
     ///
     /// Raises ``EventLostError``: it is not, and never will be. ``ClosedError``.
     fn check(&self, py: Python<'_>, recording: &Recording) -> PyResult<bool> {
-        Ok(py.detach(|| Outcome::Ok(self.door.get()?.check(recording.inner)?))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.check(recording.inner)?))?)
     }
 
     /// Whether it has been closed here.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
-        Ok(self.door.is_closed()?)
+        Ok(self.handle.is_closed()?)
     }
 
     /// Lets go of it. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.door.close(py)
+        self.handle.close(py)
     }
 
     fn __enter__(slf: Py<Event>) -> Py<Event> {

@@ -9,7 +9,7 @@ use pyo3::types::{PyBytes, PyDict, PyTuple};
 use crate::array;
 use crate::errors::Outcome;
 use crate::in_place::{self, Named, Openings};
-use crate::memory::{Elsewhere, Hold, Lent, Memory};
+use crate::memory::{LegacyView, Memory, MemoryHolder, SampleHolder};
 use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
 use crate::wait::{Timeout, in_slices, late, none_if_late};
@@ -26,7 +26,7 @@ use crate::wait::{Timeout, in_slices, late, none_if_late};
 #[pyclass(frozen, subclass, extends = Tensor, module = "warpipe", name = "Sample")]
 #[derive(Debug)]
 pub struct Frame {
-    held: Arc<Holding>,
+    owner: Arc<Holding>,
     in_place: bool,
     sequence: u64,
     sent_at_ns: u64,
@@ -66,8 +66,8 @@ impl Frame {
             let metadata = sample.metadata().to_vec();
             return Ok(Frame::with_metadata(sample, metadata, device, patience));
         };
-        let elsewhere = Elsewhere { layout, memory: openings.open(&handle, device)? };
-        Ok(Frame::assemble(sample, Some(elsewhere), metadata, device, patience))
+        let legacy_view = LegacyView { layout, memory: openings.open(&handle, device)? };
+        Ok(Frame::assemble(sample, Some(legacy_view), metadata, device, patience))
     }
 
     /// With other metadata than what the channel knows.
@@ -82,7 +82,7 @@ impl Frame {
 
     fn assemble(
         sample: warpipe::Sample,
-        elsewhere: Option<Elsewhere>,
+        legacy_view: Option<LegacyView>,
         metadata: Vec<u8>,
         device: &warpipe::Device,
         patience: Option<Duration>,
@@ -91,37 +91,37 @@ impl Frame {
             previous_pid: found.previous_pid,
             graceful: found.graceful,
         };
-        let (in_place, sequence) = (elsewhere.is_some(), sample.sequence());
+        let (in_place, sequence) = (legacy_view.is_some(), sample.sequence());
         let (sent_at_ns, received_at_ns) = (sample.sent_at_ns(), sample.received_at_ns());
         let discontinuity = sample.discontinuity().map(change);
-        let memory = Memory::of_sample(&Arc::new(Lent::new(sample, elsewhere, patience)), device);
-        let held = Holding::new("sample", Some(sequence), memory);
-        Frame { held, in_place, sequence, sent_at_ns, received_at_ns, metadata, discontinuity, patience }
+        let memory = Memory::of_sample(&Arc::new(SampleHolder::new(sample, legacy_view, patience)), device);
+        let owner = Holding::new("sample", Some(sequence), memory);
+        Frame { owner, in_place, sequence, sent_at_ns, received_at_ns, metadata, discontinuity, patience }
     }
 
     /// It, with what it has in common with others.
     pub fn whole(self) -> PyClassInitializer<Frame> {
-        Tensor::of(&self.held).add_subclass(self)
+        Tensor::of(&self.owner).add_subclass(self)
     }
 
     /// What it holds.
-    pub fn lent(&self) -> Outcome<Arc<Lent>> {
-        Ok(lent_of(self.held.memory()?))
+    pub fn lent(&self) -> Outcome<Arc<SampleHolder>> {
+        Ok(lent_of(self.owner.memory()?))
     }
 
     /// For `__repr__`.
     pub fn described(&self) -> String {
-        self.held.described()
+        self.owner.described()
     }
 
-    fn give_up(&self) -> Outcome<Option<Arc<Lent>>> {
-        Ok(self.held.let_go()?.map(lent_of))
+    fn give_up(&self) -> Outcome<Option<Arc<SampleHolder>>> {
+        Ok(self.owner.let_go()?.map(lent_of))
     }
 }
 
-fn lent_of(memory: Memory) -> Arc<Lent> {
+fn lent_of(memory: Memory) -> Arc<SampleHolder> {
     match memory.hold {
-        Hold::Sample(lent) => lent,
+        MemoryHolder::Sample(lent) => lent,
         _ => unreachable!("a frame is of a sample"),
     }
 }
@@ -188,7 +188,7 @@ impl Frame {
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn finish(&self, py: Python<'_>, timeout: Timeout) -> PyResult<()> {
         let timeout = timeout.or(self.patience);
-        let lent = self.give_up()?.ok_or_else(|| self.held.released())?;
+        let lent = self.give_up()?.ok_or_else(|| self.owner.released())?;
         match Arc::try_unwrap(lent) {
             Ok(sole) => {
                 let receipt = py.detach(|| sole.release())?;
@@ -206,7 +206,7 @@ impl Frame {
     /// Raises ``ArgumentError`` for a stream of another device.
     #[pyo3(signature = (stream = None))]
     pub fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let consumer = stream.map(|stream| Consumer::from_argument(py, &self.held.device, stream)).transpose()?;
+        let consumer = stream.map(|stream| Consumer::from_argument(py, &self.owner.device, stream)).transpose()?;
         let lent = self.give_up()?;
         if let (Some(lent), Some(consumer)) = (&lent, &consumer) {
             lent.note(py, consumer);
@@ -222,14 +222,14 @@ impl Frame {
     /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
     #[pyo3(signature = (*, copy = None))]
     fn jax<'py>(slf: &Bound<'py, Frame>, copy: Option<bool>) -> PyResult<Bound<'py, PyAny>> {
-        array::jax(slf.as_any(), &slf.get().held.memory()?, copy)
+        array::jax(slf.as_any(), &slf.get().owner.memory()?, copy)
     }
 
     /// The elements as bytes in row-major order, as ``numpy().tobytes()`` gives them, copied once the data is complete.
     ///
     /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        self.held.bytes(py)
+        self.owner.bytes(py)
     }
 
     /// As ``numpy()``, for ``np.asarray``; of another element type it is a copy.
@@ -242,7 +242,7 @@ impl Frame {
         dtype: Option<Bound<'py, PyAny>>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        array::numpy_as(py, &self.held.memory()?, dtype, copy)
+        array::numpy_as(py, &self.owner.memory()?, dtype, copy)
     }
 
     #[pyo3(signature = (*_exception))]
@@ -251,6 +251,6 @@ impl Frame {
     }
 
     fn __repr__(&self) -> String {
-        format!("Sample({:?}, sequence={}, {})", self.held.layout, self.sequence, self.held.device)
+        format!("Sample({:?}, sequence={}, {})", self.owner.layout, self.sequence, self.owner.device)
     }
 }

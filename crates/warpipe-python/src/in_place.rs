@@ -16,10 +16,10 @@ use pyo3::types::{PyBool, PyString};
 use warpipe::tensor::RANK_MAX;
 use warpipe::{DType, Layout, LegacyHandle, LegacyMemory, SlotReturn};
 
-use crate::away::away;
+use crate::detached::detached;
 use crate::errors::{Fault, Outcome};
 use crate::metadata::BYTES_MAX;
-use crate::source::{Place, Source};
+use crate::source::{Source, SourceLocation};
 use crate::wait::in_slices;
 
 const MAGIC: [u8; 5] = *b"\xf5WPIP";
@@ -109,7 +109,7 @@ impl Drop for InPlace {
         // Not under the lock, which a forked child may find held for ever.
         let list = std::mem::take(self.list.get_mut().unwrap_or_else(PoisonError::into_inner));
         let is_back = |sent: &Sent| sent.returned.is_back().unwrap_or(false);
-        let (back, out): (Vec<_>, Vec<_>) = away(|| list.into_iter().partition(is_back));
+        let (back, out): (Vec<_>, Vec<_>) = detached(|| list.into_iter().partition(is_back));
         drop(back);
         std::mem::forget(out);
     }
@@ -119,7 +119,7 @@ impl Drop for InPlace {
 pub fn carrier(device: &warpipe::Device, source: &Source, metadata: &[u8]) -> Outcome<Vec<u8>> {
     let refuse =
         |reason: String| Fault::Own("ExportError", format!("the tensor cannot be sent where it lies: {reason}"));
-    let (Place::Device(address, ..) | Place::Host(address, _)) = &source.place else {
+    let (SourceLocation::Device(address, ..) | SourceLocation::Host(address, _)) = &source.place else {
         return Err(refuse(
             "it has gaps, or is no array, and is gathered into a copy; make it a contiguous one first".into(),
         ));

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use warpipe::Error;
 
-use crate::ending::{self, Endpoint};
 use crate::errors::{Fault, Outcome};
+use crate::exclusive::{Closed, Exclusive};
+use crate::interpreter_exit::{self, Endpoint};
 use crate::process::Home;
-use crate::turn::{Closed, Turn};
 use crate::wait::{Timeout, hand_over, in_slices, late, none_if_late};
 
 /// One of the library's endpoints, `T`, that give things out, until it is closed. Python gets each as an `R`.
@@ -37,7 +37,7 @@ pub struct Calls<T, R> {
 /// The endpoint, and what is given out before it is asked.
 #[derive(Debug)]
 struct Source<T, R> {
-    turn: Turn<T>,
+    exclusive: Exclusive<T>,
     /// Taken by waits that were interrupted: the next to be given out. `None` once it is closed.
     unused: Mutex<Option<VecDeque<Py<R>>>>,
     take_back: fn(Python<'_>, VecDeque<Py<R>>),
@@ -67,11 +67,11 @@ impl<T: Send, R: Send> Endpoint for Source<T, R> {
         if let Some(unused) = unused.filter(|unused| !unused.is_empty()) {
             (self.take_back)(py, unused);
         }
-        py.detach(|| self.turn.close());
+        py.detach(|| self.exclusive.close());
     }
 
     fn is_over(&self) -> bool {
-        self.turn.is_over()
+        self.exclusive.is_over()
     }
 }
 
@@ -85,15 +85,16 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
     /// An open one. `what` and `name` are for the error of who comes too late.
     pub fn new(what: &'static str, name: &str, timeout: Option<Duration>, inner: T, calls: Calls<T, R>) -> Inbox<T, R> {
         let take_back = calls.take_back;
-        let source = Arc::new(Source { turn: Turn::new(inner), unused: Mutex::new(Some(VecDeque::new())), take_back });
-        ending::close_at_end(&source);
+        let source =
+            Arc::new(Source { exclusive: Exclusive::new(inner), unused: Mutex::new(Some(VecDeque::new())), take_back });
+        interpreter_exit::close_at_exit(&source);
         Inbox { home: Home::here(), what, name: name.to_owned(), timeout, calls, source }
     }
 
     /// Runs `work` when it is our turn; nothing if that does not come within `limit`.
     fn within<A>(&self, limit: Duration, work: impl FnOnce(&mut T) -> A) -> Outcome<Option<A>> {
         self.home.check()?;
-        self.source.turn.with(limit, work).map_err(|Closed| Fault::closed(self.what, &self.name))
+        self.source.exclusive.with(limit, work).map_err(|Closed| Fault::closed(self.what, &self.name))
     }
 
     /// Asks for something that is there at once, as soon as it is our turn.
@@ -162,7 +163,7 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
     /// Whether it has been closed.
     pub fn is_closed(&self) -> Outcome<bool> {
         self.home.check()?;
-        Ok(self.source.turn.is_closed())
+        Ok(self.source.exclusive.is_closed())
     }
 
     /// Closes it, without the interpreter: what is dropped may have to wait a moment.

@@ -10,10 +10,10 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use warpipe::Error;
 
-use crate::away::Apart;
+use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
 use crate::frame::Frame;
-use crate::office::Office;
+use crate::job_endpoint::JobEndpoint;
 use crate::wait::{in_slices, late, none_if_late, seconds};
 
 /// A job that was submitted: its result comes with ``handle.result()``, or with ``await handle`` in asyncio.
@@ -22,8 +22,8 @@ use crate::wait::{in_slices, late, none_if_late, seconds};
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct JobHandle {
-    office: Arc<Office>,
-    inner: Apart<warpipe::JobHandle>,
+    endpoint: Arc<JobEndpoint>,
+    inner: DropDetached<warpipe::JobHandle>,
     waits: Waits,
 }
 
@@ -62,13 +62,13 @@ impl Waits {
 
 impl JobHandle {
     /// Of a job of this queue.
-    pub fn new(office: &Arc<Office>, inner: warpipe::JobHandle) -> JobHandle {
-        JobHandle { office: office.clone(), inner: Apart::new(inner), waits: Waits::default() }
+    pub fn new(endpoint: &Arc<JobEndpoint>, inner: warpipe::JobHandle) -> JobHandle {
+        JobHandle { endpoint: endpoint.clone(), inner: DropDetached::new(inner), waits: Waits::default() }
     }
 
     fn look(&self, slice: Duration) -> Outcome<Option<warpipe::JobResult>> {
-        self.office.check()?;
-        none_if_late(self.inner.wait(&self.office.stream, slice))
+        self.endpoint.check()?;
+        none_if_late(self.inner.wait(&self.endpoint.stream, slice))
     }
 }
 
@@ -82,21 +82,21 @@ impl JobHandle {
 
     /// Waits for the result, at most ``timeout`` seconds (None: as long as it takes). Its data is complete.
     ///
-    /// Raises ``TimeoutError``, after which it can be asked again; ``BuriedError`` when all attempts failed,
+    /// Raises ``TimeoutError``, after which it can be asked again; ``DeadLetteredError`` when all attempts failed,
     /// ``RejectedError``; ``NoSuchJobError`` when the outcome was taken before, ``QueueClosedError``.
     #[pyo3(signature = (timeout = None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<Result>> {
         let timeout = timeout.map(|timeout| seconds(timeout, "timeout")).transpose()?;
         let result = in_slices(py, timeout, |slice| self.look(slice))?;
-        let what = || late(format!("the result of job {} of {:?}", self.inner.id(), self.office.name), timeout);
-        self.office.give(py, result.ok_or_else(what)?)
+        let what = || late(format!("the result of job {} of {:?}", self.inner.id(), self.endpoint.name), timeout);
+        self.endpoint.give(py, result.ok_or_else(what)?)
     }
 
     /// Whether ``result()`` would return, or raise, at once.
     ///
     /// Raises ``QueueClosedError``.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
-        self.office.check()?;
+        self.endpoint.check()?;
         Ok(py.detach(|| self.inner.is_done()).map_err(Fault::from)?)
     }
 
@@ -105,24 +105,24 @@ impl JobHandle {
     ///
     /// Raises ``QueueClosedError``.
     fn cancel(&self, py: Python<'_>) -> PyResult<bool> {
-        self.office.check()?;
+        self.endpoint.check()?;
         Ok(py.detach(|| self.inner.call_off()).map_err(Fault::from)?)
     }
 
     /// The result if it is there, else None.
     fn _poll(&self, py: Python<'_>) -> PyResult<Option<Py<Result>>> {
         let found = py.detach(|| self.look(Duration::ZERO))?;
-        found.map(|found| self.office.give(py, found)).transpose()
+        found.map(|found| self.endpoint.give(py, found)).transpose()
     }
 
     /// What an event loop sleeps on, and the number of the queue that it is of.
     fn _watch(&self, py: Python<'_>) -> PyResult<Watch> {
-        Watch::of(py, &self.office)
+        Watch::of(py, &self.endpoint)
     }
 
     #[getter]
     fn _queue(&self) -> u64 {
-        self.office.number
+        self.endpoint.number
     }
 
     fn __await__<'py>(slf: &Bound<'py, JobHandle>) -> PyResult<Bound<'py, PyAny>> {
@@ -155,7 +155,7 @@ impl JobHandle {
     }
 
     fn __repr__(&self) -> String {
-        format!("JobHandle({:?}, job={})", self.office.name, self.inner.id())
+        format!("JobHandle({:?}, job={})", self.endpoint.name, self.inner.id())
     }
 }
 
@@ -169,27 +169,27 @@ pub fn outcome_of<'py>(awaited: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny
 #[pyclass(frozen, module = "warpipe", name = "_Watch")]
 #[derive(Debug)]
 pub struct Watch {
-    office: Arc<Office>,
-    inner: Apart<warpipe::QueueWatch>,
+    endpoint: Arc<JobEndpoint>,
+    inner: DropDetached<warpipe::QueueWatch>,
 }
 
 impl Watch {
     /// Of a queue, or a client.
-    pub fn of(py: Python<'_>, office: &Arc<Office>) -> PyResult<Watch> {
-        let inner = py.detach(|| office.watch())?;
-        Ok(Watch { office: office.clone(), inner: Apart::new(inner) })
+    pub fn of(py: Python<'_>, endpoint: &Arc<JobEndpoint>) -> PyResult<Watch> {
+        let inner = py.detach(|| endpoint.watch())?;
+        Ok(Watch { endpoint: endpoint.clone(), inner: DropDetached::new(inner) })
     }
 }
 
 #[pymethods]
 impl Watch {
     fn fileno(&self) -> PyResult<i32> {
-        self.office.check()?;
+        self.endpoint.check()?;
         Ok(self.inner.as_fd().as_raw_fd())
     }
 
     fn quiet(&self, py: Python<'_>) -> PyResult<()> {
-        self.office.check()?;
+        self.endpoint.check()?;
         py.detach(|| self.inner.quiet());
         Ok(())
     }
@@ -244,11 +244,11 @@ impl Result {
 
 /// The results of a queue one by one, see ``Queue.results``: for ``for``, or ``async for``.
 ///
-/// A job that was buried or rejected raises in its place, and the iteration can go on.
+/// A job that was dead-lettered or rejected raises in its place, and the iteration can go on.
 #[pyclass(frozen, module = "warpipe")]
 #[derive(Debug)]
 pub struct Results {
-    office: Arc<Office>,
+    endpoint: Arc<JobEndpoint>,
     timeout: Option<Duration>,
     /// Until the queue is shut; else until there is no job left.
     follow: bool,
@@ -257,30 +257,30 @@ pub struct Results {
 /// What one look finds.
 enum Found {
     Result(warpipe::JobResult),
-    End,
+    QueueOrClient,
 }
 
 impl Results {
     /// Of a queue.
-    pub fn new(office: &Arc<Office>, timeout: Option<Duration>, follow: bool) -> Results {
-        Results { office: office.clone(), timeout, follow }
+    pub fn new(endpoint: &Arc<JobEndpoint>, timeout: Option<Duration>, follow: bool) -> Results {
+        Results { endpoint: endpoint.clone(), timeout, follow }
     }
 
     fn look(&self, slice: Duration) -> Outcome<Option<Found>> {
         // Asked first: what is submitted before it is shut is seen below.
-        let may_end = !self.follow || self.office.is_shut();
-        let end = self.office.end()?;
+        let may_end = !self.follow || self.endpoint.is_shut();
+        let end = self.endpoint.end()?;
         let queue = end.queue();
-        match queue.next_result(&self.office.stream, if may_end { Duration::ZERO } else { slice }) {
+        match queue.next_result(&self.endpoint.stream, if may_end { Duration::ZERO } else { slice }) {
             Ok(result) => return Ok(Some(Found::Result(result))),
             Err(Error::Timeout { .. }) if !may_end => return Ok(None),
             Err(Error::Timeout { .. }) => {}
             Err(error) => return Err(error.into()),
         }
-        if self.office.is_empty()? {
-            return Ok(Some(Found::End));
+        if self.endpoint.is_empty()? {
+            return Ok(Some(Found::QueueOrClient));
         }
-        Ok(none_if_late(queue.next_result(&self.office.stream, slice))?.map(Found::Result))
+        Ok(none_if_late(queue.next_result(&self.endpoint.stream, slice))?.map(Found::Result))
     }
 }
 
@@ -293,9 +293,9 @@ impl Results {
     /// The next result.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Result>> {
         match in_slices(py, self.timeout, |slice| self.look(slice))? {
-            Some(Found::Result(result)) => self.office.give(py, result),
-            Some(Found::End) => Err(PyStopIteration::new_err(())),
-            None => Err(late(format!("a result of {:?}", self.office.name), self.timeout).into()),
+            Some(Found::Result(result)) => self.endpoint.give(py, result),
+            Some(Found::QueueOrClient) => Err(PyStopIteration::new_err(())),
+            None => Err(late(format!("a result of {:?}", self.endpoint.name), self.timeout).into()),
         }
     }
 
@@ -311,19 +311,19 @@ impl Results {
     /// The result if it is there, None if it is not, and False at the end.
     fn _poll(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         match py.detach(|| self.look(Duration::ZERO))? {
-            Some(Found::Result(result)) => Ok(self.office.give(py, result)?.into_any()),
-            Some(Found::End) => Ok(false.into_pyobject(py)?.to_owned().into_any().unbind()),
+            Some(Found::Result(result)) => Ok(self.endpoint.give(py, result)?.into_any()),
+            Some(Found::QueueOrClient) => Ok(false.into_pyobject(py)?.to_owned().into_any().unbind()),
             None => Ok(py.None()),
         }
     }
 
     fn _watch(&self, py: Python<'_>) -> PyResult<Watch> {
-        Watch::of(py, &self.office)
+        Watch::of(py, &self.endpoint)
     }
 
     #[getter]
     fn _queue(&self) -> u64 {
-        self.office.number
+        self.endpoint.number
     }
 
     #[getter]

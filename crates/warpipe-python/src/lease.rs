@@ -9,8 +9,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyType;
 use warpipe::{AnswerError, Duty, Error, Layout};
 
-use crate::away::{Apart, OwnStream};
 use crate::copies::Copies;
+use crate::detached::{DropDetached, OwnStream};
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::frame::Frame;
@@ -23,11 +23,11 @@ use crate::stream::Consumer;
 use crate::wait::{late, once};
 
 /// How long it may take to give a job back that nobody was given here.
-const RETURN: Duration = Duration::from_secs(10);
+const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What the leases of one worker have in common.
 #[derive(Debug, Clone)]
-pub struct Bench {
+pub struct LeaseContext {
     pub device: warpipe::Device,
     /// For what comes without a stream of its own.
     pub stream: OwnStream,
@@ -46,9 +46,9 @@ pub struct Bench {
 #[derive(Debug)]
 pub struct Lease {
     home: Home,
-    bench: Bench,
+    context: LeaseContext,
     /// `None` once it is answered.
-    duty: Mutex<Option<Apart<Duty>>>,
+    duty: Mutex<Option<DropDetached<Duty>>>,
     job: u64,
     attempt: u32,
     deadline_ns: Option<u64>,
@@ -59,32 +59,32 @@ pub struct Lease {
     clippy::large_enum_variant,
     reason = "one for each answer, on the stack; a box would be an allocation for each"
 )]
-enum Word {
+enum LeaseAnswer {
     Complete(Option<warpipe::Loan>, warpipe::Stream),
     Fail(String),
     GiveBack,
     Reject(String),
 }
 
-impl Word {
-    fn say(&mut self, duty: Duty) -> Result<(), AnswerError> {
+impl LeaseAnswer {
+    fn send(&mut self, duty: Duty) -> Result<(), AnswerError> {
         match self {
-            Word::Complete(output, stream) => duty.complete(output.take(), stream),
-            Word::Fail(reason) => duty.fail(reason),
-            Word::GiveBack => duty.give_back(),
-            Word::Reject(reason) => duty.reject(reason),
+            LeaseAnswer::Complete(output, stream) => duty.complete(output.take(), stream),
+            LeaseAnswer::Fail(reason) => duty.fail(reason),
+            LeaseAnswer::GiveBack => duty.give_back(),
+            LeaseAnswer::Reject(reason) => duty.reject(reason),
         }
     }
 
-    fn take_back(&mut self, unused: Option<Box<warpipe::Loan>>) {
-        if let (Word::Complete(output, _), Some(unused)) = (self, unused) {
+    fn restore_output(&mut self, unused: Option<Box<warpipe::Loan>>) {
+        if let (LeaseAnswer::Complete(output, _), Some(unused)) = (self, unused) {
             *output = Some(*unused);
         }
     }
 
     /// What was not said leaves its output behind the work that fills it.
-    fn forget(self, py: Python<'_>) {
-        if let Word::Complete(Some(output), stream) = self {
+    fn discard_output(self, py: Python<'_>) {
+        if let LeaseAnswer::Complete(Some(output), stream) = self {
             let _ = py.detach(|| output.discard(&stream));
         }
     }
@@ -92,13 +92,13 @@ impl Word {
 
 impl Lease {
     /// Takes a lease over.
-    pub fn parts(lease: warpipe::Lease, bench: &Bench) -> PyClassInitializer<Lease> {
+    pub fn parts(lease: warpipe::Lease, context: &LeaseContext) -> PyClassInitializer<Lease> {
         let metadata = lease.metadata().to_vec();
         let (job, attempt, deadline_ns) = (lease.job(), lease.attempt(), lease.deadline_ns());
         let (input, duty) = lease.split();
-        let frame = Frame::with_metadata(input, metadata, &bench.device, bench.patience);
-        let duty = Mutex::new(Some(Apart::new(duty)));
-        let lease = Lease { home: Home::here(), bench: bench.clone(), duty, job, attempt, deadline_ns };
+        let frame = Frame::with_metadata(input, metadata, &context.device, context.patience);
+        let duty = Mutex::new(Some(DropDetached::new(duty)));
+        let lease = Lease { home: Home::here(), context: context.clone(), duty, job, attempt, deadline_ns };
         frame.whole().add_subclass(lease)
     }
 
@@ -115,9 +115,9 @@ impl Lease {
 
     fn return_unused(&self, py: Python<'_>) -> Outcome<()> {
         py.detach(|| {
-            let mut owed = self.duty()?.take().map(Apart::into_inner);
+            let mut owed = self.duty()?.take().map(DropDetached::into_inner);
             let (start, patience) =
-                (Instant::now(), self.bench.patience.map_or(RETURN, |patience| patience.min(RETURN)));
+                (Instant::now(), self.context.patience.map_or(RETURN_TIMEOUT, |patience| patience.min(RETURN_TIMEOUT)));
             while let Some(mut duty) = owed.take() {
                 duty.set_timeout(patience.saturating_sub(start.elapsed()));
                 match duty.give_back() {
@@ -136,12 +136,12 @@ impl Lease {
     }
 
     /// For who does not have the interpreter: it is locked while memory for an output is taken, which may last.
-    fn duty(&self) -> Outcome<MutexGuard<'_, Option<Apart<Duty>>>> {
+    fn duty(&self) -> Outcome<MutexGuard<'_, Option<DropDetached<Duty>>>> {
         self.home.check()?;
         Ok(self.duty.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn is_said(&self, py: Python<'_>) -> Outcome<bool> {
+    fn has_answer(&self, py: Python<'_>) -> Outcome<bool> {
         py.detach(|| Ok(self.duty()?.is_none()))
     }
 
@@ -156,7 +156,7 @@ impl Lease {
             let duty = self.duty()?;
             Ok(duty.as_ref().ok_or_else(|| self.answered())?.output(layout)?)
         };
-        let mut slot = Slot::Work(Apart::new(slot::borrow(py, self.bench.patience, lend)?));
+        let mut slot = Slot::Work(DropDetached::new(slot::borrow(py, self.context.patience, lend)?));
         slot.set_metadata(metadata)?;
         Ok(slot)
     }
@@ -167,9 +167,9 @@ impl Lease {
         tensor: Option<&Bound<'_, PyAny>>,
         metadata: Option<&Bound<'_, PyAny>>,
         stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Word> {
+    ) -> PyResult<LeaseAnswer> {
         let (py, lease) = (slf.py(), slf.get());
-        let Bench { device, stream: own, copies, patience } = &lease.bench;
+        let LeaseContext { device, stream: own, copies, patience } = &lease.context;
         let (slot, stream) = match tensor {
             Some(tensor) if tensor.is_instance_of::<Loan>() => {
                 let (mut slot, stream) = tensor.cast::<Loan>()?.get().take_out(py, stream)?;
@@ -193,23 +193,23 @@ impl Lease {
                 }
                 let behind = lent.behind(py)?;
                 if metadata.is_none() {
-                    return Ok(Word::Complete(None, behind));
+                    return Ok(LeaseAnswer::Complete(None, behind));
                 }
                 (lease.borrow(py, &Layout::bytes_only(0).map_err(Fault::from)?, metadata)?, behind)
             }
         };
         match slot {
-            Slot::Work(output) => Ok(Word::Complete(Some(output.into_inner()), stream)),
+            Slot::Work(output) => Ok(LeaseAnswer::Complete(Some(output.into_inner()), stream)),
             Slot::Sample(_) => Err(Fault::argument("the loan", "a publisher's", "one of this lease's `output`").into()),
         }
     }
 
     /// Says it, in slices, and lets go of the input.
-    fn answer(slf: &Bound<'_, Lease>, mut word: Word) -> PyResult<()> {
+    fn answer(slf: &Bound<'_, Lease>, mut word: LeaseAnswer) -> PyResult<()> {
         let (py, lease) = (slf.py(), slf.get());
-        let duty = py.detach(|| Outcome::Ok(lease.duty()?.take().map(Apart::into_inner)))?;
+        let duty = py.detach(|| Outcome::Ok(lease.duty()?.take().map(DropDetached::into_inner)))?;
         if duty.is_none() {
-            word.forget(py);
+            word.discard_output(py);
             return Err(lease.answered().into());
         }
         let owed = Mutex::new(duty);
@@ -218,15 +218,15 @@ impl Lease {
             let waited = owed_now().as_ref().map(|duty| duty.wait_for_room(slice));
             !matches!(waited, Some(Err(Error::Timeout { .. })))
         };
-        let said = once(py, lease.bench.patience, wait_for_room, || {
+        let said = once(py, lease.context.patience, wait_for_room, || {
             let mut duty = owed_now();
             let Some(mut ours) = duty.take() else { return Err(lease.answered()) };
             ours.set_timeout(Duration::ZERO);
-            match word.say(ours) {
+            match word.send(ours) {
                 Ok(()) => Ok(Some(())),
                 Err(AnswerError { error, duty: back, output }) => {
                     *duty = back.map(|back| *back);
-                    word.take_back(output);
+                    word.restore_output(output);
                     let is_passing = matches!(error, Error::Timeout { .. } | Error::MemoryLimit { .. });
                     if is_passing && duty.is_some() { Ok(None) } else { Err(error.into()) }
                 }
@@ -234,13 +234,13 @@ impl Lease {
         });
         // Unsaid, it can be said again, or something else.
         let duty = owed.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let is_said = duty.is_none();
-        py.detach(|| lease.duty().map(|mut unsaid| *unsaid = duty.map(Apart::new)))?;
-        word.forget(py);
-        if is_said {
+        let has_answer = duty.is_none();
+        py.detach(|| lease.duty().map(|mut unsaid| *unsaid = duty.map(DropDetached::new)))?;
+        word.discard_output(py);
+        if has_answer {
             slf.as_super().get().release(py, None)?;
         }
-        Ok(said?.ok_or_else(|| late(format!("room for the answer to job {}", lease.job), lease.bench.patience))?)
+        Ok(said?.ok_or_else(|| late(format!("room for the answer to job {}", lease.job), lease.context.patience))?)
     }
 }
 
@@ -267,7 +267,7 @@ impl Lease {
     /// Whether it has been answered.
     #[getter]
     fn is_answered(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.is_said(py)?)
+        Ok(self.has_answer(py)?)
     }
 
     /// Lends memory for the result, to be filled in place: see ``Output``. As ``with lease.output(shape, dtype) as out:`` the
@@ -285,7 +285,7 @@ impl Lease {
         let (py, lease) = (slf.py(), slf.get());
         let layout = dtype::layout(shape, dtype)?;
         metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
-        let Bench { device, stream, copies, patience } = &lease.bench;
+        let LeaseContext { device, stream, copies, patience } = &lease.context;
         let loan = Loan::new(lease.borrow(py, &layout, metadata)?, device, stream, copies, *patience);
         Py::new(py, loan.add_subclass(Output { lease: slf.clone().unbind() }))
     }
@@ -305,7 +305,7 @@ impl Lease {
         metadata: Option<&Bound<'_, PyAny>>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        if slf.get().is_said(slf.py())? {
+        if slf.get().has_answer(slf.py())? {
             return Err(slf.get().answered().into());
         }
         metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
@@ -318,7 +318,7 @@ impl Lease {
     /// Raises ``ReleasedError`` when it was answered before, ``QueueGoneError``, ``TimeoutError``.
     #[pyo3(text_signature = "($self, reason)")]
     fn fail(slf: &Bound<'_, Lease>, reason: String) -> PyResult<()> {
-        Lease::answer(slf, Word::Fail(reason))
+        Lease::answer(slf, LeaseAnswer::Fail(reason))
     }
 
     /// Somebody else is to do it, and it costs no attempt: for a worker that leaves.
@@ -326,7 +326,7 @@ impl Lease {
     /// Raises as ``fail``.
     #[pyo3(text_signature = "($self)")]
     fn give_back(slf: &Bound<'_, Lease>) -> PyResult<()> {
-        Lease::answer(slf, Word::GiveBack)
+        Lease::answer(slf, LeaseAnswer::GiveBack)
     }
 
     /// Nobody is to do it: the submitter gets ``RejectedError``. Of the reason, 200 bytes.
@@ -334,7 +334,7 @@ impl Lease {
     /// Raises as ``fail``.
     #[pyo3(text_signature = "($self, reason)")]
     fn reject(slf: &Bound<'_, Lease>, reason: String) -> PyResult<()> {
-        Lease::answer(slf, Word::Reject(reason))
+        Lease::answer(slf, LeaseAnswer::Reject(reason))
     }
 
     #[pyo3(signature = (kind, error, _trace), text_signature = "($self, kind, error, _trace)")]
@@ -344,18 +344,18 @@ impl Lease {
         error: Option<&Bound<'_, PyBaseException>>,
         _trace: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        if slf.get().is_said(slf.py())? {
+        if slf.get().has_answer(slf.py())? {
             return slf.as_super().get().release(slf.py(), None);
         }
         let Some(kind) = kind else {
-            return Lease::answer(slf, Word::Fail("its worker left it without an answer".into()));
+            return Lease::answer(slf, LeaseAnswer::Fail("its worker left it without an answer".into()));
         };
         let kind = kind.cast::<PyType>()?;
         if !kind.is_subclass_of::<PyException>()? {
-            return Lease::answer(slf, Word::GiveBack);
+            return Lease::answer(slf, LeaseAnswer::GiveBack);
         }
         let said = error.map(|error| error.str()).transpose()?.map(|said| said.to_string_lossy().into_owned());
-        Lease::answer(slf, Word::Fail(format!("{}: {}", kind.name()?, said.unwrap_or_default())))
+        Lease::answer(slf, LeaseAnswer::Fail(format!("{}: {}", kind.name()?, said.unwrap_or_default())))
     }
 
     fn __repr__(slf: &Bound<'_, Lease>) -> PyResult<String> {

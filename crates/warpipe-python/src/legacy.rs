@@ -3,11 +3,11 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyType};
 
-use crate::away::OwnStream;
+use crate::detached::OwnStream;
 use crate::device::Device;
 use crate::errors::Fault;
-use crate::held::Place;
-use crate::source::{Place as Found, Wanted};
+use crate::memory_owner::OwnedMemory;
+use crate::source::{SourceLocation as Found, Wanted};
 use crate::view::View;
 
 /// ``cuIpcGetMemHandle``: names a tensor that another allocator made with ``cudaMalloc``, PyTorch's for example, for another
@@ -67,7 +67,7 @@ impl LegacyHandle {
     fn open<'py>(&self, py: Python<'py>, device: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, LegacyMemory>> {
         let device = Device::from_argument(device)?.inner;
         let memory = py.detach(|| self.inner.open(&device)).map_err(Fault::from)?;
-        Bound::new(py, View::of("the memory", Place::Legacy(memory))?.add_subclass(LegacyMemory))
+        Bound::new(py, View::of("the memory", OwnedMemory::Legacy(memory))?.add_subclass(LegacyMemory))
     }
 
     /// The range's length in bytes.

@@ -5,21 +5,21 @@
 //! | `device`, `domain`, `stream` | where memory lies, where names live, the order of work and who uses what |
 //! | `publisher`, `loan`, `subscriber`, `frame` | the channel; `loan` is its `SampleMut`, `frame` its `Sample` with what Python adds |
 //! | `tensor` | what frames, loans and views have in common: a tensor in memory that is held, as an array of any framework |
-//! | `view`, `held` | memory of any other kind as a tensor, and when that goes back |
-//! | `faces`, `ticket`, `pool`, `legacy` | whose memory it is, and the names under which others open it |
+//! | `view`, `owner` | memory of any other kind as a tensor, and when that goes back |
+//! | `wrappers`, `ticket`, `pool`, `legacy` | whose memory it is, and the names under which others open it |
 //! | `timeline`, `event`, `semaphore` | what streams of one process tell streams of others |
 //! | `members` | who is in a domain |
-//! | `door` | handles that Python may close, and the wait for their owners |
+//! | `handle` | handles that Python may close, and the wait for their owners |
 //! | `outgoing`, `slot` | a publisher's loan, and what is behind every loan |
 //! | `queue`, `job`, `worker`, `lease` | jobs: who submits, what becomes of them, who does them |
 //! | `inbox` | what subscribers, workers and servers have in common |
-//! | `client`, `server`, `office` | services; `office` is what a queue and a client have in common |
+//! | `client`, `server`, `endpoint` | services; `endpoint` is what a queue and a client have in common |
 //! | `memory` | what arrays are made of, and when it goes back |
 //! | `array`, `dlpack`, `torch` | memory of ours as arrays of others |
 //! | `in_place` | tensors of others that are sent where they lie |
 //! | `source`, `rows`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |
-//! | `errors`, `wait`, `turn`, `process` | exceptions; waits that Ctrl-C ends; threads; forks |
-//! | `away` | calls and ends that may be held up, without the interpreter |
+//! | `errors`, `wait`, `exclusive`, `process` | exceptions; waits that Ctrl-C ends; threads; forks |
+//! | `detached` | calls and ends that may be held up, without the interpreter |
 //! | `ending`, `parked` | what the end of Python closes, and threads that it meets |
 //! | `testing` | private switches of the tests |
 //!
@@ -33,32 +33,31 @@
 #![deny(missing_docs)]
 
 mod array;
-mod away;
 mod client;
 mod copies;
+mod detached;
 mod device;
 mod dlpack;
 mod domain;
-mod door;
 mod dtype;
-mod ending;
 mod errors;
 mod event;
-mod faces;
+mod exclusive;
 mod frame;
-mod held;
+mod handle;
 mod in_place;
 mod inbox;
+mod interpreter_exit;
 mod job;
+mod job_endpoint;
 mod lease;
 mod legacy;
 mod loan;
 mod members;
 mod memory;
+mod memory_owner;
 mod metadata;
-mod office;
 mod outgoing;
-mod parked;
 mod pool;
 mod process;
 mod publisher;
@@ -66,16 +65,17 @@ mod queue;
 mod rows;
 mod semaphore;
 mod server;
+mod shared_memory;
 mod slot;
 mod source;
 mod stream;
 mod subscriber;
 mod tensor;
 mod testing;
+mod thread_exit;
 mod ticket;
 mod timeline;
 mod torch;
-mod turn;
 mod view;
 mod wait;
 mod worker;
@@ -87,7 +87,7 @@ use pyo3::prelude::*;
 fn _warpipe(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("DTYPES", warpipe::DType::ALL.iter().map(|dtype| dtype.name()).collect::<Vec<_>>())?;
-    ending::prepare(module)?;
+    interpreter_exit::prepare(module)?;
     register(module)?;
     testing::register(module)
 }
@@ -115,9 +115,9 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<members::Change>()?;
     module.add_class::<members::Members>()?;
     module.add_class::<view::View>()?;
-    module.add_class::<faces::Memory>()?;
-    module.add_class::<faces::Published>()?;
-    module.add_class::<faces::SharedMemory>()?;
+    module.add_class::<shared_memory::Memory>()?;
+    module.add_class::<shared_memory::Published>()?;
+    module.add_class::<shared_memory::SharedMemory>()?;
     module.add_class::<ticket::Ticket>()?;
     module.add_class::<ticket::MemoryInfo>()?;
     module.add_class::<legacy::LegacyHandle>()?;

@@ -7,11 +7,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PySlice, PyTuple};
 
 use crate::array;
-use crate::away::{OwnStream, away};
 use crate::copies::Copies;
+use crate::detached::{OwnStream, detached};
 use crate::device::is_cuda;
 use crate::errors::{Fault, Outcome};
-use crate::memory::{Hold, Lease, Memory};
+use crate::memory::{LoanHolder, Memory, MemoryHolder};
 use crate::slot::Slot;
 use crate::source::Wanted;
 use crate::stream::{Consumer, imported};
@@ -26,7 +26,7 @@ use crate::tensor::{Holding, Tensor};
 #[pyclass(frozen, subclass, extends = Tensor, module = "warpipe", name = "Loan")]
 #[derive(Debug)]
 pub struct Loan {
-    held: Arc<Holding>,
+    owner: Arc<Holding>,
     /// `None` once it is handed on or discarded, and while it is filled: a lock is not held while the interpreter is let go.
     open: Mutex<Option<Open>>,
     /// The publisher's, for what no array was made of.
@@ -38,7 +38,7 @@ pub struct Loan {
 #[derive(Debug)]
 struct Open {
     slot: Slot,
-    lease: Arc<Lease>,
+    lease: Arc<LoanHolder>,
 }
 
 impl Loan {
@@ -50,42 +50,42 @@ impl Loan {
         copies: &Arc<Copies>,
         block: Option<Duration>,
     ) -> PyClassInitializer<Loan> {
-        let lease = Arc::new(Lease::new(slot.hold()));
+        let lease = Arc::new(LoanHolder::new(slot.hold()));
         let memory = Memory {
             layout: *slot.layout(),
             address: slot.ptr(),
             lowest: slot.slot_ptr(),
             device: device.clone(),
             read_only: false,
-            hold: Hold::Loan(lease.clone()),
+            hold: MemoryHolder::Loan(lease.clone()),
         };
-        let (held, open) = (Holding::new("the loan", None, memory), Mutex::new(Some(Open { slot, lease })));
-        let loan = Loan { held, open, stream: stream.clone(), copies: copies.clone(), block };
-        Tensor::of(&loan.held).add_subclass(loan)
+        let (owner, open) = (Holding::new("the loan", None, memory), Mutex::new(Some(Open { slot, lease })));
+        let loan = Loan { owner, open, stream: stream.clone(), copies: copies.clone(), block };
+        Tensor::of(&loan.owner).add_subclass(loan)
     }
 
     fn open(&self) -> Outcome<MutexGuard<'_, Option<Open>>> {
-        self.held.check()?;
+        self.owner.check()?;
         Ok(self.open.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Its memory, while it is on loan.
     pub fn memory(&self) -> Outcome<Memory> {
-        self.held.memory()
+        self.owner.memory()
     }
 
     /// Its slot for good, and a stream behind all that fills it.
     pub fn take_out(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<(Slot, warpipe::Stream)> {
         let consumer = self.stream_of(py, stream)?;
         let open = self.take()?;
-        self.held.let_go()?;
+        self.owner.let_go()?;
         let stream = self.behind(py, &open.lease, consumer.as_ref())?;
         Ok((open.slot, stream))
     }
 
     /// Whether it has neither been handed on nor discarded.
     pub fn is_open(&self) -> Outcome<bool> {
-        Ok(!self.held.is_released()?)
+        Ok(!self.owner.is_released()?)
     }
 
     /// How long it may take to be handed on.
@@ -95,15 +95,15 @@ impl Loan {
 
     /// For `__repr__`.
     pub fn described(&self) -> String {
-        self.held.described()
+        self.owner.described()
     }
 
     fn take(&self) -> Outcome<Open> {
-        self.open()?.take().ok_or_else(|| self.held.released())
+        self.open()?.take().ok_or_else(|| self.owner.released())
     }
 
     /// Behind all that fills it.
-    fn behind(&self, py: Python<'_>, lease: &Lease, stream: Option<&Consumer>) -> Outcome<warpipe::Stream> {
+    fn behind(&self, py: Python<'_>, lease: &LoanHolder, stream: Option<&Consumer>) -> Outcome<warpipe::Stream> {
         if let Some(consumer) = stream {
             lease.consumers.note(consumer);
         }
@@ -111,13 +111,13 @@ impl Loan {
     }
 
     fn stream_of(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Consumer>> {
-        stream.map(|stream| Consumer::from_argument(py, &self.held.device, stream)).transpose()
+        stream.map(|stream| Consumer::from_argument(py, &self.owner.device, stream)).transpose()
     }
 
     /// An array of whatever framework is at hand, for `out[...] = values`.
     fn array<'py>(slf: &Bound<'py, Loan>) -> PyResult<Bound<'py, PyAny>> {
         let (py, loan) = (slf.py(), slf.get());
-        if !is_cuda(&loan.held.device) {
+        if !is_cuda(&loan.owner.device) {
             return array::numpy(py, &loan.memory()?);
         }
         match framework(py)? {
@@ -155,8 +155,8 @@ impl Drop for Loan {
     fn drop(&mut self) {
         let open = self.open.get_mut().unwrap_or_else(PoisonError::into_inner);
         let Some(Open { slot, lease }) = open.take() else { return };
-        if self.held.check().is_ok() {
-            away(|| match lease.consumers.join(&self.stream) {
+        if self.owner.check().is_ok() {
+            detached(|| match lease.consumers.join(&self.stream) {
                 // If it cannot be enqueued, the slot is back all the same.
                 Ok(stream) => drop(slot.discard(&stream)),
                 // The device does not say when it is done: the slot must not be used again.
@@ -187,7 +187,7 @@ impl Loan {
     pub fn discard(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let consumer = self.stream_of(py, stream)?;
         let Some(open) = self.open()?.take() else { return Ok(()) };
-        self.held.let_go()?;
+        self.owner.let_go()?;
         let Open { slot, lease } = open;
         let stream = self.behind(py, &lease, consumer.as_ref())?;
         Ok(py.detach(|| slot.discard(&stream))?)
@@ -198,10 +198,10 @@ impl Loan {
     /// Raises ``LayoutError``, ``DTypeError``, ``WrongDeviceError``, ``ReleasedError``.
     fn copy_from(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let source =
-            Wanted { device: &self.held.device, stream: None, own: &self.stream, packed: true, lasting: false }
+            Wanted { device: &self.owner.device, stream: None, own: &self.stream, packed: true, lasting: false }
                 .find(tensor)?;
-        if source.layout != self.held.layout {
-            let said = format!("{:?} does not fit {:?}", source.layout, self.held.layout);
+        if source.layout != self.owner.layout {
+            let said = format!("{:?} does not fit {:?}", source.layout, self.owner.layout);
             return Err(Fault::layout(said).into());
         }
         // Taken out meanwhile: a lock is not held while the interpreter is let go.
@@ -216,9 +216,9 @@ impl Loan {
 
     fn __setitem__(slf: &Bound<'_, Loan>, key: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let (py, loan) = (slf.py(), slf.get());
-        if is_cuda(&loan.held.device) && is_everything(key)? && framework(py)?.is_none() {
+        if is_cuda(&loan.owner.device) && is_everything(key)? && framework(py)?.is_none() {
             // The values are the host's, and no kernel is at hand that could spread them on the GPU.
-            return loan.copy_from(py, &array::full(py, &loan.held.layout, value)?);
+            return loan.copy_from(py, &array::full(py, &loan.owner.layout, value)?);
         }
         Loan::array(slf)?.set_item(key, value)
     }
@@ -233,6 +233,6 @@ impl Loan {
     }
 
     fn __repr__(&self) -> String {
-        format!("Loan({})", self.held.described())
+        format!("Loan({})", self.owner.described())
     }
 }

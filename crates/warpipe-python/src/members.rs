@@ -9,9 +9,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
 use crate::domain::Domain;
-use crate::door::Door;
-use crate::ending::{self, Callback};
 use crate::errors::{Fault, Outcome};
+use crate::handle::CloseableHandle;
+use crate::interpreter_exit::{self, Callback};
 use crate::publisher::word_of;
 use crate::wait::{asking, hand_over, in_slices, optional};
 
@@ -21,7 +21,7 @@ use crate::wait::{asking, hand_over, in_slices, optional};
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Member {
-    door: Door<warpipe::Member>,
+    handle: CloseableHandle<warpipe::Member>,
     role: String,
     generation: [u8; 16],
 }
@@ -37,13 +37,13 @@ impl Member {
         let domain = Domain::from_argument(domain)?;
         let joined = py.detach(|| warpipe::Member::join(&domain, name, role)).map_err(Fault::from)?;
         let generation = joined.generation();
-        Ok(Member { door: Door::new("membership", name, joined), role: role.to_owned(), generation })
+        Ok(Member { handle: CloseableHandle::new("membership", name, joined), role: role.to_owned(), generation })
     }
 
     /// What it joined as.
     #[getter]
     fn name(&self) -> &str {
-        self.door.name()
+        self.handle.name()
     }
 
     /// What it says that it does.
@@ -61,12 +61,12 @@ impl Member {
     /// Whether it has left.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
-        Ok(self.door.is_closed()?)
+        Ok(self.handle.is_closed()?)
     }
 
     /// Leaves. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.door.close(py)
+        self.handle.close(py)
     }
 
     fn __enter__(slf: Py<Member>) -> Py<Member> {
@@ -169,7 +169,7 @@ impl Change {
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Members {
-    door: Door<warpipe::Members>,
+    handle: CloseableHandle<warpipe::Members>,
     /// What is called with changes and for deaths, to be seen by the garbage collector.
     callbacks: Mutex<Vec<Arc<Callback>>>,
 }
@@ -180,11 +180,11 @@ impl Members {
     }
 
     fn end(&self, py: Python<'_>) -> PyResult<()> {
-        if ending::is_anybody_stuck() {
+        if interpreter_exit::is_callback_stuck() {
             // Its thread would be waited for in vain.
-            return Ok(self.door.abandon()?);
+            return Ok(self.handle.abandon()?);
         }
-        self.door.close(py)
+        self.handle.close(py)
     }
 }
 
@@ -218,15 +218,15 @@ impl Members {
             builder = builder.on(move |change| callback.call(Change::of(change)));
         }
         let started = asking(py, move || builder.start())?;
-        let door = Door::unlisted("watch", domain.path().display().to_string(), started);
-        Ok(Members { door, callbacks: Mutex::new(callbacks) })
+        let handle = CloseableHandle::unlisted("watch", domain.path().display().to_string(), started);
+        Ok(Members { handle, callbacks: Mutex::new(callbacks) })
     }
 
     /// Everybody who is there now, sorted by name, with the endpoints that each one's process holds.
     ///
     /// Raises ``SystemCallError``, ``ClosedError``.
     fn list(&self, py: Python<'_>) -> PyResult<Vec<MemberInfo>> {
-        let members = self.door.get()?;
+        let members = self.handle.get()?;
         let list = py.detach(|| members.list()).map_err(Fault::from)?;
         Ok(list.iter().map(MemberInfo::of).collect())
     }
@@ -238,9 +238,9 @@ impl Members {
     fn changes(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Change>> {
         let timeout = optional(timeout, "timeout")?;
         // Asked for anew in each slice, so that a watch that is closed meanwhile ends the wait.
-        let found = in_slices(py, timeout, |slice| Ok(self.door.get()?.changes(slice)?))?;
+        let found = in_slices(py, timeout, |slice| Ok(self.handle.get()?.changes(slice)?))?;
         let put_back = |found: Option<warpipe::Change>| {
-            if let (Some(change), Ok(members)) = (found, self.door.get()) {
+            if let (Some(change), Ok(members)) = (found, self.handle.get()) {
                 // A watch of a parent's has no next.
                 let _ = py.detach(|| members.put_back(change));
             }
@@ -262,7 +262,7 @@ impl Members {
     ///
     /// Raises ``InvalidNameError``, ``ArgumentError`` beyond 4096 at a time, ``ClosedError``.
     fn on_death_of(&self, py: Python<'_>, name: &str, cleanup: Py<PyAny>) -> PyResult<()> {
-        let members = self.door.get()?;
+        let members = self.handle.get()?;
         let cleanup = Callback::new(cleanup);
         let called = cleanup.clone();
         let called = move |member: &warpipe::MemberInfo| called.call_once(MemberInfo::of(member));
@@ -278,7 +278,7 @@ impl Members {
     /// Raises ``ClosedError``.
     #[getter]
     fn merged(&self, py: Python<'_>) -> PyResult<u64> {
-        Ok(py.detach(|| Outcome::Ok(self.door.get()?.merged()))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.merged()))?)
     }
 
     /// How many names of members could not be followed when the directory was last looked at.
@@ -286,20 +286,20 @@ impl Members {
     /// Raises ``ClosedError``.
     #[getter]
     fn overlooked(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(py.detach(|| Outcome::Ok(self.door.get()?.overlooked()))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.overlooked()))?)
     }
 
     /// A descriptor that is readable while ``changes`` has something. Only to be polled.
     ///
     /// Raises ``ClosedError``.
     fn fileno(&self) -> PyResult<i32> {
-        Ok(self.door.get()?.as_fd().as_raw_fd())
+        Ok(self.handle.get()?.as_fd().as_raw_fd())
     }
 
     /// Whether it has been closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
-        Ok(self.door.is_closed()?)
+        Ok(self.handle.is_closed()?)
     }
 
     /// Ends the watch. Closing twice is no error.
@@ -349,6 +349,6 @@ impl Members {
     }
 
     fn __repr__(&self) -> String {
-        format!("Members({:?})", self.door.name())
+        format!("Members({:?})", self.handle.name())
     }
 }

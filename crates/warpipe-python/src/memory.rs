@@ -10,9 +10,9 @@ use pyo3::types::PyBytes;
 use warpipe::backend::DevicePtr;
 use warpipe::{Layout, LegacyMemory, Receipt, Sample, SlotHold};
 
-use crate::away::{Apart, away};
+use crate::detached::{DropDetached, detached};
 use crate::errors::{Fault, Outcome};
-use crate::held::{Held, download};
+use crate::memory_owner::{MemoryOwner, download};
 use crate::process::Home;
 use crate::rows::Scattered;
 use crate::stream::{Consumer, Consumers};
@@ -29,18 +29,18 @@ pub struct Memory {
     pub lowest: DevicePtr,
     pub device: warpipe::Device,
     pub read_only: bool,
-    pub hold: Hold,
+    pub hold: MemoryHolder,
 }
 
 /// What keeps memory there.
 #[derive(Debug, Clone)]
-pub enum Hold {
+pub enum MemoryHolder {
     /// A received sample.
-    Sample(Arc<Lent>),
+    Sample(Arc<SampleHolder>),
     /// A loan of a publisher of this process.
-    Loan(Arc<Lease>),
+    Loan(Arc<LoanHolder>),
     /// Memory of another kind than a channel's.
-    Held(Arc<Held>),
+    Owned(Arc<MemoryOwner>),
     /// A copy of our own.
     Copy(Arc<CopiedBytes>),
 }
@@ -98,7 +98,7 @@ impl Drop for CopiedBytes {
 /// A received sample: released behind all who used it, when the last array made of it has gone. That may be on any
 /// thread, and without the interpreter.
 #[derive(Debug)]
-pub struct Lent {
+pub struct SampleHolder {
     home: Home,
     /// `None` only while dropping.
     sample: Option<Sample>,
@@ -106,34 +106,40 @@ pub struct Lent {
     /// How long the CPU waits for its data.
     patience: Option<Duration>,
     /// Where the tensor is, if it is not in the slot. Dropped last: it is unmapped behind all who used it.
-    elsewhere: Option<Elsewhere>,
+    legacy_view: Option<LegacyView>,
 }
 
 /// A tensor that its sender sent where it lies.
 #[derive(Debug)]
-pub struct Elsewhere {
+pub struct LegacyView {
     pub layout: Layout,
     pub memory: LegacyMemory,
 }
 
 /// A loan's memory: mapped as long as any array made of it lives, whatever becomes of the loan.
 #[derive(Debug)]
-pub struct Lease {
+pub struct LoanHolder {
     pub consumers: Consumers,
-    _hold: Apart<SlotHold>,
+    _hold: DropDetached<SlotHold>,
 }
 
-impl Lease {
+impl LoanHolder {
     /// Of a loan that nobody uses yet.
-    pub fn new(hold: SlotHold) -> Lease {
-        Lease { consumers: Consumers::default(), _hold: Apart::new(hold) }
+    pub fn new(hold: SlotHold) -> LoanHolder {
+        LoanHolder { consumers: Consumers::default(), _hold: DropDetached::new(hold) }
     }
 }
 
-impl Lent {
+impl SampleHolder {
     /// Takes it over.
-    pub fn new(sample: Sample, elsewhere: Option<Elsewhere>, patience: Option<Duration>) -> Lent {
-        Lent { home: Home::here(), sample: Some(sample), consumers: Consumers::default(), patience, elsewhere }
+    pub fn new(sample: Sample, legacy_view: Option<LegacyView>, patience: Option<Duration>) -> SampleHolder {
+        SampleHolder {
+            home: Home::here(),
+            sample: Some(sample),
+            consumers: Consumers::default(),
+            patience,
+            legacy_view,
+        }
     }
 
     /// The sample.
@@ -149,7 +155,7 @@ impl Lent {
 
     /// Tells what is mapped beside the channel.
     fn used_by(&self, stream: &warpipe::Stream) {
-        if let Some(Elsewhere { memory, .. }) = &self.elsewhere {
+        if let Some(LegacyView { memory, .. }) = &self.legacy_view {
             // Only a forked child is refused, which uses nothing.
             let _ = memory.used_by(stream);
         }
@@ -157,9 +163,9 @@ impl Lent {
 
     /// The elements' bytes, complete already.
     fn to_bytes(&self) -> Outcome<Vec<u8>> {
-        match &self.elsewhere {
+        match &self.legacy_view {
             // SAFETY: mapped while `memory` is, and as long as its layout, which was checked when it was opened.
-            Some(Elsewhere { layout, memory }) => unsafe { download(memory.device(), memory.ptr(), layout.bytes()) },
+            Some(LegacyView { layout, memory }) => unsafe { download(memory.device(), memory.ptr(), layout.bytes()) },
             // There is nothing to wait for.
             None => Ok(self.sample().to_vec(crate::wait::SLICE)?),
         }
@@ -171,7 +177,7 @@ impl Lent {
     }
 
     /// Makes `consumer` wait, on the device, until the data is complete. For who does not have the interpreter.
-    fn hold_back(&self, consumer: &Consumer) -> Outcome<()> {
+    fn fence(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
         self.used_by(consumer.linked());
         if testing::waits_are_skipped() || self.sample().is_complete()? {
@@ -202,92 +208,92 @@ impl Lent {
     }
 }
 
-impl Lent {
+impl SampleHolder {
     fn let_go(&mut self, sample: Sample) {
         match self.consumers.join(sample.stream()) {
             // A release that fails closes the link; nobody is left to be told here.
             Ok(stream) => {
                 self.used_by(&stream);
                 drop(sample.release_on(&stream));
-                drop(self.elsewhere.take());
+                drop(self.legacy_view.take());
             }
             // The device does not say when the users are done: the slot must not be written again.
-            Err(_) => std::mem::forget((sample, self.elsewhere.take())),
+            Err(_) => std::mem::forget((sample, self.legacy_view.take())),
         }
     }
 }
 
-impl Drop for Lent {
+impl Drop for SampleHolder {
     fn drop(&mut self) {
         let Some(sample) = self.sample.take() else { return };
         if !self.home.is_here() {
             // The library keeps the parent's link out of the child's hands.
             return drop(sample);
         }
-        away(|| self.let_go(sample));
+        detached(|| self.let_go(sample));
     }
 }
 
-impl Hold {
+impl MemoryHolder {
     /// Who is asked before it is let go.
     fn consumers(&self) -> Option<&Consumers> {
         match self {
-            Hold::Sample(lent) => Some(&lent.consumers),
-            Hold::Loan(lease) => Some(&lease.consumers),
-            Hold::Held(held) => Some(held.consumers()),
-            Hold::Copy(_) => None,
+            MemoryHolder::Sample(lent) => Some(&lent.consumers),
+            MemoryHolder::Loan(lease) => Some(&lease.consumers),
+            MemoryHolder::Owned(owner) => Some(owner.consumers()),
+            MemoryHolder::Copy(_) => None,
         }
     }
 }
 
 /// An array on a stream that may end when the array has gone: until then the stream's work is put before the memory's end.
 #[derive(Debug)]
-pub struct Stay {
+pub struct ConsumerStay {
     home: Home,
-    hold: Hold,
+    hold: MemoryHolder,
     consumer: Consumer,
 }
 
-impl Stay {
-    fn of(hold: &Hold, consumer: &Consumer) -> Stay {
+impl ConsumerStay {
+    fn of(hold: &MemoryHolder, consumer: &Consumer) -> ConsumerStay {
         if let Some(consumers) = hold.consumers() {
             consumers.enter(consumer);
         }
-        Stay { home: Home::here(), hold: hold.clone(), consumer: consumer.clone() }
+        ConsumerStay { home: Home::here(), hold: hold.clone(), consumer: consumer.clone() }
     }
 }
 
-impl Drop for Stay {
+impl Drop for ConsumerStay {
     fn drop(&mut self) {
         if let Some(consumers) = self.hold.consumers().filter(|_| self.home.is_here()) {
-            away(|| consumers.leave(&self.consumer));
+            detached(|| consumers.leave(&self.consumer));
         }
     }
 }
 
 impl Memory {
     /// Of a received sample.
-    pub fn of_sample(lent: &Arc<Lent>, device: &warpipe::Device) -> Memory {
-        let (layout, lowest) = match &lent.elsewhere {
-            Some(Elsewhere { layout, memory }) => (*layout, memory.ptr()),
+    pub fn of_sample(lent: &Arc<SampleHolder>, device: &warpipe::Device) -> Memory {
+        let (layout, lowest) = match &lent.legacy_view {
+            Some(LegacyView { layout, memory }) => (*layout, memory.ptr()),
             None => (*lent.sample().layout(), lent.sample().slot_ptr()),
         };
-        let (address, device, hold) = (lowest + layout.offset(), device.clone(), Hold::Sample(lent.clone()));
+        let (address, device, hold) = (lowest + layout.offset(), device.clone(), MemoryHolder::Sample(lent.clone()));
         Memory { layout, address, lowest, device, read_only: true, hold }
     }
 
     /// Makes it ready for an array on a stream of its device. The stream may end once the array has gone, which the result
     /// tells.
-    pub fn admit(&self, py: Python<'_>, consumer: &Consumer) -> Outcome<Option<Stay>> {
+    pub fn admit(&self, py: Python<'_>, consumer: &Consumer) -> Outcome<Option<ConsumerStay>> {
         match &self.hold {
-            Hold::Sample(lent) => py.detach(|| lent.hold_back(consumer))?,
-            Hold::Loan(_) => {}
-            Hold::Held(held) => py.detach(|| held.hold_back(consumer))?,
-            Hold::Copy(_) => return Ok(None),
+            MemoryHolder::Sample(lent) => py.detach(|| lent.fence(consumer))?,
+            MemoryHolder::Loan(_) => {}
+            MemoryHolder::Owned(owner) => py.detach(|| owner.fence(consumer))?,
+            MemoryHolder::Copy(_) => return Ok(None),
         }
         // Also if the device could not be told of the wait: then nothing was enqueued, and nobody gets an array.
         if consumer.may_end() {
-            return Ok(Some(Stay::of(&self.hold, consumer)));
+            return Ok(Some(ConsumerStay::of(&self.hold, consumer)));
         }
         if let Some(consumers) = self.hold.consumers() {
             consumers.note(consumer);
@@ -298,8 +304,8 @@ impl Memory {
     /// Makes it ready for the CPU, which waits where it must.
     pub fn settle(&self, py: Python<'_>) -> PyResult<()> {
         match &self.hold {
-            Hold::Sample(lent) if !testing::waits_are_skipped() => lent.wait(py, lent.patience),
-            Hold::Held(held) => held.settle_soon(py),
+            MemoryHolder::Sample(lent) if !testing::waits_are_skipped() => lent.wait(py, lent.patience),
+            MemoryHolder::Owned(owner) => owner.settle_soon(py),
             _ => Ok(()),
         }
     }
@@ -314,21 +320,21 @@ impl Memory {
         // SAFETY: a copy's bytes stay as long as its hold, and its layout was checked against their length.
         let bytes = CopiedBytes::new(py.detach(|| unsafe { scattered.to_vec() })?);
         let (layout, lowest) = (scattered.packed(), bytes.address());
-        Ok(Memory { layout, address: lowest, lowest, hold: Hold::Copy(bytes), ..copied })
+        Ok(Memory { layout, address: lowest, lowest, hold: MemoryHolder::Copy(bytes), ..copied })
     }
 
     /// A copy on the host, once the data is complete.
     pub fn copied(&self, py: Python<'_>) -> PyResult<Memory> {
         self.settle(py)?;
         let bytes = match &self.hold {
-            Hold::Copy(bytes) => bytes.to_vec(),
-            Hold::Sample(lent) => py.detach(|| lent.to_bytes())?,
-            Hold::Held(_) => {
+            MemoryHolder::Copy(bytes) => bytes.to_vec(),
+            MemoryHolder::Sample(lent) => py.detach(|| lent.to_bytes())?,
+            MemoryHolder::Owned(_) => {
                 let (device, lowest, bytes) = (&self.device, self.lowest, self.layout.bytes());
                 // SAFETY: the hold keeps the memory mapped, and the layout was checked against its length.
                 py.detach(|| unsafe { download(device, lowest, bytes) })?
             }
-            Hold::Loan(_) => {
+            MemoryHolder::Loan(_) => {
                 let next = "a loan is there to be written; receive it to read it, or use a framework's array of it";
                 return Err(Fault::Own("ExportError", format!("no copy of a loan: {next}")).into());
             }
@@ -337,6 +343,6 @@ impl Memory {
         let lowest = bytes.address();
         let address = lowest + self.layout.offset();
         let device = warpipe::Device::host();
-        Ok(Memory { layout: self.layout, address, lowest, device, read_only: false, hold: Hold::Copy(bytes) })
+        Ok(Memory { layout: self.layout, address, lowest, device, read_only: false, hold: MemoryHolder::Copy(bytes) })
     }
 }

@@ -9,9 +9,9 @@ use warpipe::backend::Access;
 
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::door::Door;
 use crate::errors::{Fault, Outcome};
-use crate::held::Place;
+use crate::handle::CloseableHandle;
+use crate::memory_owner::OwnedMemory;
 use crate::ticket::Ticket;
 use crate::view::View;
 use crate::wait::{asking, attach, in_slices_that_ask, late, optional};
@@ -24,7 +24,7 @@ use crate::wait::{asking, attach, in_slices_that_ask, late, optional};
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Pool {
-    door: Door<warpipe::Pool>,
+    handle: CloseableHandle<warpipe::Pool>,
     device: warpipe::Device,
 }
 
@@ -112,13 +112,13 @@ impl Pool {
             .allow_uids(&allow_uids)
             .allow_gids(&allow_gids);
         let pool = py.detach(|| builder.build()).map_err(Fault::from)?;
-        Ok(Pool { door: Door::new("pool", name, pool), device })
+        Ok(Pool { handle: CloseableHandle::new("pool", name, pool), device })
     }
 
     /// Its name.
     #[getter]
     fn name(&self) -> &str {
-        self.door.name()
+        self.handle.name()
     }
 
     /// Its device.
@@ -134,9 +134,9 @@ impl Pool {
     #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
     fn allocate<'py>(&self, py: Python<'py>, nbytes: u64, timeout: Option<f64>) -> PyResult<Bound<'py, Buffer>> {
         let timeout = optional(timeout, "timeout")?;
-        let ask = |slice, _: &dyn Fn() -> bool| Ok(self.door.get()?.allocate_timeout(nbytes, slice)?);
+        let ask = |slice, _: &dyn Fn() -> bool| Ok(self.handle.get()?.allocate_timeout(nbytes, slice)?);
         let block = allocate(py, timeout, ask)?;
-        Bound::new(py, View::of("the block", Place::Block(block))?.add_subclass(Buffer))
+        Bound::new(py, View::of("the block", OwnedMemory::Block(block))?.add_subclass(Buffer))
     }
 
     /// What it has now.
@@ -144,7 +144,7 @@ impl Pool {
     /// Raises ``ClosedError``.
     #[getter]
     fn stats(&self, py: Python<'_>) -> PyResult<PoolStats> {
-        let stats = py.detach(|| Outcome::Ok(self.door.get()?.stats()))?;
+        let stats = py.detach(|| Outcome::Ok(self.handle.get()?.stats()))?;
         Ok(PoolStats {
             regions: stats.regions,
             total_nbytes: stats.total_bytes,
@@ -162,12 +162,12 @@ impl Pool {
     /// Whether it has been closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
-        Ok(self.door.is_closed()?)
+        Ok(self.handle.is_closed()?)
     }
 
     /// Gives the name up; blocks that somebody has stay good until they are let go. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.door.close(py)
+        self.handle.close(py)
     }
 
     fn __enter__(slf: Py<Pool>) -> Py<Pool> {
@@ -198,8 +198,8 @@ impl Buffer {
     /// Raises ``OwnerGoneError`` when the pool is closed, ``ReleasedError``.
     #[pyo3(signature = (*, writable = false))]
     fn lend(slf: &Bound<'_, Buffer>, writable: bool) -> PyResult<Ticket> {
-        let held = slf.as_super().get().held()?;
-        let Place::Block(block) = held.place() else { unreachable!("a Buffer holds a block") };
+        let owner = slf.as_super().get().owner()?;
+        let OwnedMemory::Block(block) = owner.memory() else { unreachable!("a Buffer holds a block") };
         let access = if writable { Access::ReadWrite } else { Access::Read };
         let inner = slf.py().detach(|| block.lend(access)).map_err(Fault::from)?;
         Ok(Ticket { inner })
@@ -210,7 +210,7 @@ impl Buffer {
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct PoolClient {
-    door: Door<warpipe::PoolClient>,
+    handle: CloseableHandle<warpipe::PoolClient>,
 }
 
 #[pymethods]
@@ -233,13 +233,13 @@ impl PoolClient {
         let called = name.to_owned();
         let open = move |slice| warpipe::PoolClient::open_timeout(&domain, &called, &device, slice);
         let client = attach(py, wait, open)?;
-        Ok(PoolClient { door: Door::new("visit to the pool", name, client) })
+        Ok(PoolClient { handle: CloseableHandle::new("visit to the pool", name, client) })
     }
 
     /// The pool's name.
     #[getter]
     fn name(&self) -> &str {
-        self.door.name()
+        self.handle.name()
     }
 
     /// The owner's process id.
@@ -247,7 +247,7 @@ impl PoolClient {
     /// Raises ``ClosedError``.
     #[getter]
     fn owner_pid(&self, py: Python<'_>) -> PyResult<i32> {
-        Ok(py.detach(|| Outcome::Ok(self.door.get()?.owner_pid()))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.owner_pid()))?)
     }
 
     /// Whether the owner has closed the pool, or has died. Blocks of it stay good.
@@ -255,7 +255,7 @@ impl PoolClient {
     /// Raises ``ClosedError``.
     #[getter]
     fn is_owner_gone(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(py.detach(|| Outcome::Ok(self.door.get()?.is_owner_gone()))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.is_owner_gone()))?)
     }
 
     /// A block of ``nbytes`` bytes of the owner's memory, for reading and writing, waiting up to ``timeout`` seconds (None:
@@ -267,7 +267,7 @@ impl PoolClient {
     fn allocate<'py>(&self, py: Python<'py>, nbytes: u64, timeout: Option<f64>) -> PyResult<Bound<'py, LentBuffer>> {
         let timeout = optional(timeout, "timeout")?;
         let ask = |slice, is_called_off: &dyn Fn() -> bool| {
-            Ok(self.door.get()?.allocate_unless(nbytes, slice, is_called_off)?)
+            Ok(self.handle.get()?.allocate_unless(nbytes, slice, is_called_off)?)
         };
         let block = allocate(py, timeout, ask)?;
         LentBuffer::make(py, block)
@@ -276,12 +276,12 @@ impl PoolClient {
     /// Whether it has been closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
-        Ok(self.door.is_closed()?)
+        Ok(self.handle.is_closed()?)
     }
 
     /// Ends the visit; blocks stay good. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.door.close(py)
+        self.handle.close(py)
     }
 
     fn __enter__(slf: Py<PoolClient>) -> Py<PoolClient> {
@@ -309,7 +309,7 @@ pub struct LentBuffer {
 impl LentBuffer {
     fn make(py: Python<'_>, block: warpipe::LentBuffer) -> PyResult<Bound<'_, LentBuffer>> {
         let name = block.name().to_owned();
-        Bound::new(py, View::of("the block", Place::Lent(block))?.add_subclass(LentBuffer { name }))
+        Bound::new(py, View::of("the block", OwnedMemory::SampleHolder(block))?.add_subclass(LentBuffer { name }))
     }
 }
 

@@ -3,7 +3,7 @@
 use warpipe::Error;
 
 use crate::errors::Outcome;
-use crate::parked;
+use crate::thread_exit;
 
 /// The process that something was made in.
 #[derive(Debug, Clone, Copy)]
@@ -12,7 +12,7 @@ pub struct Home(u32);
 impl Home {
     /// This one.
     pub fn here() -> Home {
-        parked::expect_end();
+        thread_exit::prepare_exit();
         Home(std::process::id())
     }
 
@@ -23,7 +23,7 @@ impl Home {
 
     /// An error in a forked child.
     pub fn check(self) -> Outcome<()> {
-        parked::expect_end();
+        thread_exit::prepare_exit();
         if self.is_here() { Ok(()) } else { Err(Error::Forked.into()) }
     }
 }

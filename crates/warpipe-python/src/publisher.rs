@@ -8,20 +8,20 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use warpipe::{Layout, PeerState, Policy};
 
-use crate::away::{Apart, OwnStream};
 use crate::copies::Copies;
+use crate::detached::{DropDetached, OwnStream};
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
-use crate::ending::{self, Closable};
 use crate::errors::{Fault, Outcome};
 use crate::in_place::{self, InPlace, ZeroCopy};
+use crate::interpreter_exit::{self, Closable};
 use crate::loan::Loan;
 use crate::metadata;
 use crate::outgoing::{HELD_UP, Outgoing, dispatch};
 use crate::process::Home;
 use crate::slot::{self, Slot};
-use crate::source::{Place, Source, Wanted};
+use crate::source::{Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
 use crate::wait::{SLICE, in_slices, late, none_if_late, optional, seconds};
 
@@ -124,7 +124,7 @@ fn policy(name: &str) -> Outcome<(&'static str, Policy)> {
 
 impl Publisher {
     /// The library's, until it is closed.
-    pub fn inner(&self) -> Outcome<Arc<Apart<warpipe::Publisher>>> {
+    pub fn inner(&self) -> Outcome<Arc<DropDetached<warpipe::Publisher>>> {
         self.home.check()?;
         self.inner.get().ok_or_else(|| Fault::closed("publisher", &self.name))
     }
@@ -133,7 +133,7 @@ impl Publisher {
     fn take(&self, py: Python<'_>, layout: &Layout) -> PyResult<Slot> {
         py.detach(|| self.in_place.sweep());
         let sample = slot::borrow(py, self.loan_timeout, || Ok(self.inner()?.loan(layout)?))?;
-        Ok(Slot::Sample(Apart::new(sample)))
+        Ok(Slot::Sample(DropDetached::new(sample)))
     }
 }
 
@@ -151,7 +151,7 @@ impl Publisher {
         };
         sample.set_metadata(carrier).map_err(Fault::from)?;
         let behind = match (&source.place, stream) {
-            (Place::Device(_, reader, _), _) => reader.follow(py)?.clone(),
+            (SourceLocation::Device(_, reader, _), _) => reader.follow(py)?.clone(),
             (_, Some(stream)) => stream.follow(py)?.clone(),
             (_, None) => (*self.stream).clone(),
         };
@@ -221,7 +221,7 @@ impl Publisher {
             .allow_gids(&allow_gids);
         let stream = OwnStream::new(py, &device)?;
         let inner = Arc::new(Closable::new(py.detach(|| builder.build()).map_err(Fault::from)?));
-        ending::close_at_end(&inner);
+        interpreter_exit::close_at_exit(&inner);
         Ok(Publisher {
             home: Home::here(),
             name: name.to_owned(),

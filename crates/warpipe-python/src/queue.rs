@@ -12,15 +12,15 @@ use crate::domain::Domain;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::job::{JobHandle, Results};
+use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
-use crate::office::{End, Office};
 use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
 
 /// Hands jobs to workers, each to one, and gets each one's result once, whoever dies: see ``Worker``.
 ///
 /// ``name``: as a publisher's, at most 56 bytes. ``device``: whose memory the inputs lie in (default: the first GPU, else
-/// the host). ``credits``: jobs that one worker may hold at once, 1 to 256. ``max_attempts``: how often a job is tried
-/// before it is buried. ``lease_timeout``: seconds that a worker may hold jobs without answering any; then they go to
+/// the host). ``prefetch``: jobs that one worker may hold at once, 1 to 256. ``max_attempts``: how often a job is tried
+/// before it is dead-lettered. ``lease_timeout``: seconds that a worker may hold jobs without answering any; then they go to
 /// others (None: wait for its death). ``order``: of ``results()``, ``"submission"`` or ``"completion"`` (also
 /// ``"completed"``). ``limit``: the most jobs whose outcome was not taken. ``submit_timeout``: seconds to wait for room, and
 /// for memory (None: as long as it takes). ``memory_limit``: bytes of device memory for inputs.
@@ -33,7 +33,7 @@ use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, secon
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Queue {
-    office: Arc<Office>,
+    endpoint: Arc<JobEndpoint>,
     submit_timeout: Option<Duration>,
 }
 
@@ -47,14 +47,14 @@ pub struct QueueState {
     pub waiting: usize,
     /// Jobs that workers hold.
     pub leased: usize,
-    /// Jobs that are done or buried, and whose outcome was not taken.
+    /// Jobs that are done or dead-lettered, and whose outcome was not taken.
     pub finished: usize,
 }
 
 impl QueueState {
     /// Of a queue or a client.
-    pub fn of(office: &Office) -> Outcome<QueueState> {
-        let warpipe::QueueState { workers, waiting, leased, finished } = office.end()?.state()?;
+    pub fn of(endpoint: &JobEndpoint) -> Outcome<QueueState> {
+        let warpipe::QueueState { workers, waiting, leased, finished } = endpoint.end()?.state()?;
         Ok(QueueState { workers, waiting, leased, finished })
     }
 }
@@ -78,10 +78,10 @@ fn order(name: &str) -> Outcome<Order> {
 #[pymethods]
 impl Queue {
     #[new]
-    #[pyo3(signature = (name, *, domain = None, device = None, credits = 2, max_attempts = 3, lease_timeout = None,
+    #[pyo3(signature = (name, *, domain = None, device = None, prefetch = 2, max_attempts = 3, lease_timeout = None,
         order = "submission", limit = 1024, submit_timeout = Some(5.0), memory_limit = 4 << 30, workers_max = 256,
         spin = None, handshake_timeout = 5.0),
-        text_signature = "(name, *, domain=None, device=None, credits=2, max_attempts=3, lease_timeout=None, \
+        text_signature = "(name, *, domain=None, device=None, prefetch=2, max_attempts=3, lease_timeout=None, \
         order='submission', limit=1024, submit_timeout=5.0, memory_limit=4294967296, workers_max=256, spin=None, \
         handshake_timeout=5.0)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
@@ -90,7 +90,7 @@ impl Queue {
         name: &str,
         domain: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
-        credits: u32,
+        prefetch: u32,
         max_attempts: u32,
         lease_timeout: Option<f64>,
         order: &str,
@@ -106,7 +106,7 @@ impl Queue {
         let builder = warpipe::Queue::builder(name)
             .domain(&domain)
             .device(&device)
-            .credits(credits)
+            .prefetch(prefetch)
             .max_attempts(max_attempts)
             .lease_timeout(optional(lease_timeout, "lease_timeout")?)
             .order(self::order(order)?)
@@ -119,26 +119,26 @@ impl Queue {
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let builder = spin.into_iter().fold(builder, warpipe::QueueBuilder::spin);
         let queue = py.detach(|| builder.build()).map_err(Fault::from)?;
-        let office = Office::open(py, "queue", name, &device, submit_timeout, End::Queue(queue))?;
-        Ok(Queue { office, submit_timeout })
+        let endpoint = JobEndpoint::open(py, "queue", name, &device, submit_timeout, QueueOrClient::Queue(queue))?;
+        Ok(Queue { endpoint, submit_timeout })
     }
 
     /// Its name.
     #[getter]
     fn name(&self) -> &str {
-        &self.office.name
+        &self.endpoint.name
     }
 
     /// Its device.
     #[getter]
     fn device(&self) -> Device {
-        self.office.device()
+        self.endpoint.device()
     }
 
     /// Whether it has been closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
-        Ok(self.office.is_closed()?)
+        Ok(self.endpoint.is_closed()?)
     }
 
     /// Hands in a job: copies a tensor into the queue's memory, as ``Publisher.send`` does, or takes a ``loan`` of this queue
@@ -160,11 +160,11 @@ impl Queue {
         stream: Option<&Bound<'_, PyAny>>,
         timeout: Timeout,
     ) -> PyResult<JobHandle> {
-        let input = self.office.input(py, tensor, metadata, stream)?;
-        let handle = self.office.submit(py, input, timeout.or(self.submit_timeout), |end, loan, stream| {
+        let input = self.endpoint.input(py, tensor, metadata, stream)?;
+        let handle = self.endpoint.submit(py, input, timeout.or(self.submit_timeout), |end, loan, stream| {
             end.queue().submit_timeout(loan, stream, Duration::ZERO)
         })?;
-        Ok(JobHandle::new(&self.office, handle))
+        Ok(JobHandle::new(&self.endpoint, handle))
     }
 
     /// Lends memory for a job's input, to be filled in place and given to ``submit``: no copy.
@@ -179,29 +179,29 @@ impl Queue {
         dtype: &Bound<'_, PyAny>,
         metadata: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Py<Loan>> {
-        self.office.loan(py, &dtype::layout(shape, dtype)?, metadata)
+        self.endpoint.loan(py, &dtype::layout(shape, dtype)?, metadata)
     }
 
     /// Iterates, with ``for`` or ``async for``, over the results that no handle has taken, in the queue's ``order``. It ends
     /// when there is no job left; with ``follow``, only once ``shutdown`` was called, too, so that another thread may go on
-    /// submitting. Each is waited for at most ``timeout`` seconds (None: as long as it takes). A job that was buried or
+    /// submitting. Each is waited for at most ``timeout`` seconds (None: as long as it takes). A job that was dead-lettered or
     /// rejected raises in its place; the same iterator can go on with the others.
     ///
-    /// Raises ``BuriedError``, ``RejectedError``, ``TimeoutError``, ``ClosedError``.
+    /// Raises ``DeadLetteredError``, ``RejectedError``, ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (timeout = None, *, follow = false))]
     fn results(&self, timeout: Option<f64>, follow: bool) -> PyResult<Results> {
-        Ok(Results::new(&self.office, optional(timeout, "timeout")?, follow))
+        Ok(Results::new(&self.endpoint, optional(timeout, "timeout")?, follow))
     }
 
-    /// Waits until every job is done or buried, at most ``timeout`` seconds (None: as long as it takes). Their outcomes stay
+    /// Waits until every job is done or dead-lettered, at most ``timeout`` seconds (None: as long as it takes). Their outcomes stay
     /// to be taken.
     ///
     /// Raises ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (timeout = None))]
     fn drain(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
-        let drained = in_slices(py, timeout, |slice| none_if_late(self.office.end()?.queue().drain(slice)))?;
-        Ok(drained.ok_or_else(|| late(format!("the end of the jobs of {:?}", self.office.name), timeout))?)
+        let drained = in_slices(py, timeout, |slice| none_if_late(self.endpoint.end()?.queue().drain(slice)))?;
+        Ok(drained.ok_or_else(|| late(format!("the end of the jobs of {:?}", self.endpoint.name), timeout))?)
     }
 
     /// Takes no more jobs, and waits as ``drain``. Outcomes can be taken until the queue is closed.
@@ -209,8 +209,8 @@ impl Queue {
     /// Raises ``TimeoutError`` (it is shut all the same), ``ClosedError``.
     #[pyo3(signature = (timeout = None))]
     fn shutdown(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let shut = py.detach(|| none_if_late(self.office.end()?.queue().shutdown(Duration::ZERO)))?;
-        self.office.shut();
+        let shut = py.detach(|| none_if_late(self.endpoint.end()?.queue().shutdown(Duration::ZERO)))?;
+        self.endpoint.shut();
         if shut.is_some() { Ok(()) } else { self.drain(py, timeout) }
     }
 
@@ -219,7 +219,7 @@ impl Queue {
     /// Raises ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (count = 1, timeout = Some(10.0)), text_signature = "($self, count=1, timeout=10.0)")]
     fn wait_for_workers(&self, py: Python<'_>, count: usize, timeout: Option<f64>) -> PyResult<()> {
-        self.office.wait_for(py, "worker", count, timeout)
+        self.endpoint.wait_for(py, "worker", count, timeout)
     }
 
     /// How it fares just now.
@@ -227,7 +227,7 @@ impl Queue {
     /// Raises ``ClosedError``.
     #[getter]
     fn state(&self, py: Python<'_>) -> PyResult<QueueState> {
-        Ok(py.detach(|| QueueState::of(&self.office))?)
+        Ok(py.detach(|| QueueState::of(&self.endpoint))?)
     }
 
     /// Device memory taken for inputs so far and its limit, in bytes.
@@ -235,12 +235,12 @@ impl Queue {
     /// Raises ``ClosedError``.
     #[getter]
     fn memory_in_use(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
-        Ok(py.detach(|| Outcome::Ok(self.office.end()?.queue().memory_in_use()))?)
+        Ok(py.detach(|| Outcome::Ok(self.endpoint.end()?.queue().memory_in_use()))?)
     }
 
     /// Ends it: workers are told, and whoever waits for a job. Results that were received stay. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.office.close(py)
+        self.endpoint.close(py)
     }
 
     fn __enter__(slf: Py<Queue>) -> Py<Queue> {
@@ -253,12 +253,12 @@ impl Queue {
     }
 
     fn __repr__(&self) -> String {
-        format!("Queue({:?}, {})", self.office.name, self.office.device)
+        format!("Queue({:?}, {})", self.endpoint.name, self.endpoint.device)
     }
 }
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        self.office.abandon();
+        self.endpoint.abandon();
     }
 }

@@ -6,14 +6,14 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::away::{Apart, away};
+use crate::detached::{DropDetached, detached};
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::door::Door;
 use crate::errors::{Fault, Outcome};
+use crate::handle::CloseableHandle;
 use crate::process::Home;
 use crate::stream::Consumer;
-use crate::wait::{attach, elsewhere, optional};
+use crate::wait::{attach, legacy_view, optional};
 
 /// As long as it takes, in words that a clock knows.
 const VERY_LONG: Duration = Duration::from_secs(1 << 32);
@@ -26,7 +26,7 @@ const VERY_LONG: Duration = Duration::from_secs(1 << 32);
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Semaphore {
-    door: Door<warpipe::Semaphore>,
+    handle: CloseableHandle<warpipe::Semaphore>,
     device: warpipe::Device,
 }
 
@@ -42,12 +42,12 @@ pub struct Permit {
     consumer: Option<Consumer>,
     passed: u64,
     /// `None` once it is released.
-    inner: Mutex<Option<Apart<warpipe::Permit>>>,
+    inner: Mutex<Option<DropDetached<warpipe::Permit>>>,
 }
 
 impl Semaphore {
     fn new(inner: warpipe::Semaphore, device: warpipe::Device) -> Semaphore {
-        Semaphore { door: Door::new("semaphore", inner.name().to_owned(), inner), device }
+        Semaphore { handle: CloseableHandle::new("semaphore", inner.name().to_owned(), inner), device }
     }
 
     fn consumer(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Consumer>> {
@@ -55,7 +55,7 @@ impl Semaphore {
     }
 
     fn permit(&self, py: Python<'_>, inner: warpipe::Permit, consumer: Option<Consumer>) -> PyResult<Permit> {
-        let inner = Apart::new(inner);
+        let inner = DropDetached::new(inner);
         if let Some(consumer) = &consumer {
             consumer.lead(py)?;
         }
@@ -81,13 +81,13 @@ fn take_now(
 /// semaphore is closed meanwhile. Then the thread gives its place up; a permit that has come by then is handed on.
 fn line_up(
     py: Python<'_>,
-    door: &Door<warpipe::Semaphore>,
+    handle: &CloseableHandle<warpipe::Semaphore>,
     consumer: Option<Consumer>,
     timeout: Duration,
 ) -> PyResult<warpipe::Permit> {
-    let semaphore = door.get()?;
-    let goes_on = || door.get().map(drop);
-    elsewhere(py, "warpipe-permit", goes_on, move |call_off| {
+    let semaphore = handle.get()?;
+    let goes_on = || handle.get().map(drop);
+    legacy_view(py, "warpipe-permit", goes_on, move |call_off| {
         let stream = consumer.as_ref().map(Consumer::linked);
         Ok(semaphore.acquire_unless(stream, timeout, call_off.flag())?)
     })
@@ -136,7 +136,7 @@ impl Semaphore {
     /// Its name.
     #[getter]
     fn name(&self) -> &str {
-        self.door.name()
+        self.handle.name()
     }
 
     /// The device whose streams take permits.
@@ -150,7 +150,7 @@ impl Semaphore {
     /// Raises ``ClosedError``.
     #[getter]
     fn permits(&self, py: Python<'_>) -> PyResult<u32> {
-        Ok(py.detach(|| Outcome::Ok(self.door.get()?.permits()))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.permits()))?)
     }
 
     /// How many are free at this moment, for people.
@@ -158,7 +158,7 @@ impl Semaphore {
     /// Raises ``ClosedError``.
     #[getter]
     fn available(&self, py: Python<'_>) -> PyResult<u32> {
-        Ok(py.detach(|| Outcome::Ok(self.door.get()?.available()))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.available()))?)
     }
 
     /// How many wait at this moment, for people.
@@ -166,7 +166,7 @@ impl Semaphore {
     /// Raises ``ClosedError``.
     #[getter]
     fn waiting(&self, py: Python<'_>) -> PyResult<u32> {
-        Ok(py.detach(|| Outcome::Ok(self.door.get()?.waiting()))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.waiting()))?)
     }
 
     /// Waits up to ``timeout`` seconds (None: as long as it takes) for a permit. With ``stream``, that stream waits on the
@@ -175,13 +175,13 @@ impl Semaphore {
     /// Raises ``TimeoutError``, ``OwnerGoneError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (stream = None, timeout = Some(10.0)), text_signature = "($self, stream=None, timeout=10.0)")]
     fn acquire(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>, timeout: Option<f64>) -> PyResult<Permit> {
-        let (semaphore, consumer) = (self.door.get()?, self.consumer(py, stream)?);
+        let (semaphore, consumer) = (self.handle.get()?, self.consumer(py, stream)?);
         let timeout = optional(timeout, "timeout")?.unwrap_or(VERY_LONG);
         if let Some(permit) = take_now(py, &semaphore, consumer.as_ref())? {
             return self.permit(py, permit, consumer);
         }
         drop(semaphore);
-        let permit = line_up(py, &self.door, consumer.clone(), timeout)?;
+        let permit = line_up(py, &self.handle, consumer.clone(), timeout)?;
         self.permit(py, permit, consumer)
     }
 
@@ -190,19 +190,19 @@ impl Semaphore {
     /// Raises as ``acquire``, without the timeout.
     #[pyo3(signature = (stream = None))]
     fn try_acquire(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Permit>> {
-        let (semaphore, consumer) = (self.door.get()?, self.consumer(py, stream)?);
+        let (semaphore, consumer) = (self.handle.get()?, self.consumer(py, stream)?);
         take_now(py, &semaphore, consumer.as_ref())?.map(|permit| self.permit(py, permit, consumer)).transpose()
     }
 
     /// Whether it has been closed here.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
-        Ok(self.door.is_closed()?)
+        Ok(self.handle.is_closed()?)
     }
 
     /// Lets go of it; its maker ends it, once its permits are back here. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.door.close(py)
+        self.handle.close(py)
     }
 
     fn __enter__(slf: Py<Semaphore>) -> Py<Semaphore> {
@@ -220,13 +220,13 @@ impl Semaphore {
 }
 
 impl Permit {
-    fn lock(&self) -> Outcome<MutexGuard<'_, Option<Apart<warpipe::Permit>>>> {
+    fn lock(&self) -> Outcome<MutexGuard<'_, Option<DropDetached<warpipe::Permit>>>> {
         self.home.check()?;
         Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Gives it back behind the consumer's work; of the CPU at once. For who does not have the interpreter.
-    fn give_back(permit: Apart<warpipe::Permit>, consumer: Option<&Consumer>) -> Outcome<()> {
+    fn give_back(permit: DropDetached<warpipe::Permit>, consumer: Option<&Consumer>) -> Outcome<()> {
         match consumer {
             // If the stream cannot be followed, the permit is dropped, which gives it back behind the linked one.
             Some(consumer) => Ok(permit.into_inner().release(consumer.followed()?)?),
@@ -243,7 +243,7 @@ impl Drop for Permit {
         let inner = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(permit) = inner.filter(|_| self.home.is_here()) {
             // Nobody is here to be told.
-            let _ = away(|| Permit::give_back(permit, self.consumer.as_ref()));
+            let _ = detached(|| Permit::give_back(permit, self.consumer.as_ref()));
         }
     }
 }

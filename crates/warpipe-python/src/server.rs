@@ -12,7 +12,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::Fault;
 use crate::inbox::{Calls, Inbox};
-use crate::lease::{Bench, Lease};
+use crate::lease::{Lease, LeaseContext};
 use crate::stream::stream_of;
 use crate::wait::{SLICE, Timeout, optional, seconds};
 
@@ -34,18 +34,18 @@ use crate::wait::{SLICE, Timeout, optional, seconds};
 #[derive(Debug)]
 pub struct Server {
     inbox: Inbox<warpipe::Server, Request>,
-    bench: Bench,
+    context: LeaseContext,
 }
 
 impl Server {
     fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Request>> {
-        let take = |inner: &mut warpipe::Server, limit| inner.accept(&self.bench.stream, limit);
+        let take = |inner: &mut warpipe::Server, limit| inner.accept(&self.context.stream, limit);
         self.inbox.next(py, timeout, "a request to", take, |request| self.request(py, request))
     }
 
     fn request(&self, py: Python<'_>, request: warpipe::Request) -> PyResult<Py<Request>> {
         let ours = Request { client_pid: request.client_pid() };
-        Py::new(py, Lease::parts(request.into_lease(), &self.bench).add_subclass(ours))
+        Py::new(py, Lease::parts(request.into_lease(), &self.context).add_subclass(ours))
     }
 }
 
@@ -83,9 +83,9 @@ impl Server {
         let builder = spin.into_iter().fold(builder, warpipe::ServerBuilder::spin);
         let stream = stream_of(py, &device, stream)?;
         let server = py.detach(|| builder.build()).map_err(Fault::from)?;
-        let bench = Bench { device, stream, copies: Arc::new(Copies::default()), patience };
+        let context = LeaseContext { device, stream, copies: Arc::new(Copies::default()), patience };
         let calls = Calls { ring: warpipe::Server::ring, take_back: Lease::return_all };
-        Ok(Server { inbox: Inbox::new("server", service, timeout, server, calls), bench })
+        Ok(Server { inbox: Inbox::new("server", service, timeout, server, calls), context })
     }
 
     /// The service's name.
@@ -97,7 +97,7 @@ impl Server {
     /// The device that it works with.
     #[getter]
     fn device(&self) -> Device {
-        Device::of(&self.bench.device)
+        Device::of(&self.context.device)
     }
 
     /// Whether it has been closed.
@@ -133,7 +133,7 @@ impl Server {
     ///
     /// Raises as ``accept``, without the timeout.
     fn try_accept(&self, py: Python<'_>) -> PyResult<Option<Py<Request>>> {
-        let take = |server: &mut warpipe::Server| server.try_accept(&self.bench.stream);
+        let take = |server: &mut warpipe::Server| server.try_accept(&self.context.stream);
         self.inbox.try_next(py, take, |request| self.request(py, request))
     }
 
@@ -148,7 +148,7 @@ impl Server {
     /// Takes no more requests. Those that were accepted can still be answered. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.inbox.close(py)?;
-        self.bench.copies.settle(py, self.bench.patience)
+        self.context.copies.settle(py, self.context.patience)
     }
 
     fn __iter__(slf: Py<Self>) -> Py<Self> {
@@ -170,7 +170,7 @@ impl Server {
     }
 
     fn __repr__(&self) -> String {
-        format!("Server({:?}, {})", self.inbox.name, self.bench.device)
+        format!("Server({:?}, {})", self.inbox.name, self.context.device)
     }
 }
 

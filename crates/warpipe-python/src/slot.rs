@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use warpipe::backend::DevicePtr;
 use warpipe::{Error, Layout, SampleMut, SlotHold, Stream};
 
-use crate::away::Apart;
+use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
 use crate::metadata;
 use crate::wait::{in_slices, late};
@@ -15,9 +15,9 @@ use crate::wait::{in_slices, late};
 #[derive(Debug)]
 pub enum Slot {
     /// A publisher's, to be sent.
-    Sample(Apart<SampleMut>),
+    Sample(DropDetached<SampleMut>),
     /// A queue's, to be submitted, or a worker's, to complete a job with.
-    Work(Apart<warpipe::Loan>),
+    Work(DropDetached<warpipe::Loan>),
 }
 
 impl Slot {

@@ -18,27 +18,27 @@ use crate::stream::{Consumer, cupy_stream, imported, torch_stream};
 #[derive(Debug)]
 pub struct Source {
     pub layout: Layout,
-    pub place: Place,
+    pub place: SourceLocation,
 }
 
 /// Where its bytes are: `layout.bytes()` of them.
 #[derive(Debug)]
-pub enum Place {
+pub enum SourceLocation {
     /// In memory of the host, from this address on.
-    Host(u64, #[allow(dead_code, reason = "held, not used")] Keep),
+    Host(u64, #[allow(dead_code, reason = "held, not used")] SourceOwner),
     /// In a buffer of our own.
     Bytes(Vec<u8>),
     /// In memory of the host, with gaps or in another order than is sent.
-    Rows(Box<Scattered>, #[allow(dead_code, reason = "held, not used")] Keep),
+    Rows(Box<Scattered>, #[allow(dead_code, reason = "held, not used")] SourceOwner),
     /// On the publisher's GPU from this address on, to be read on this stream.
-    Device(u64, Consumer, Keep),
+    Device(u64, Consumer, SourceOwner),
     /// On the publisher's GPU, with gaps or in another order than is sent, to be read on this stream.
-    DeviceRows(Box<Scattered>, Consumer, Keep),
+    DeviceRows(Box<Scattered>, Consumer, SourceOwner),
 }
 
 /// What keeps a foreign tensor where it is.
 #[derive(Debug)]
-pub enum Keep {
+pub enum SourceOwner {
     /// The right that came with a capsule.
     Capsule(#[allow(dead_code, reason = "held, not used")] Box<Imported>),
     /// The object itself.
@@ -63,7 +63,7 @@ pub struct Wanted<'a> {
 }
 
 /// Shape, strides and address as an object states them.
-struct Stated {
+struct ArrayDescription {
     dtype: DType,
     shape: Vec<u64>,
     /// In elements.
@@ -72,7 +72,7 @@ struct Stated {
 }
 
 /// How a tensor's elements lie in memory.
-struct Extent {
+struct ByteExtent {
     /// From the element with all indices 0 down to the lowest byte.
     below: u64,
     /// From the lowest byte to one past the highest.
@@ -99,7 +99,10 @@ impl Wanted<'_> {
             );
         }
         if let Some(interface) = interface(found, "__array_interface__")? {
-            return self.of_host(&Stated::of_interface(found, &interface)?, Keep::Object(found.clone().unbind()));
+            return self.of_host(
+                &ArrayDescription::of_interface(found, &interface)?,
+                SourceOwner::Object(found.clone().unbind()),
+            );
         }
         if found.hasattr("__dlpack__")? && found.hasattr("__dlpack_device__")? {
             return self.of_dlpack(found);
@@ -117,9 +120,10 @@ impl Wanted<'_> {
     fn of_numpy(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
         let array = found.py().import("numpy")?.call_method1("asarray", (found,))?;
         match interface(&array, "__array_interface__")? {
-            Some(interface) => {
-                self.of_host(&Stated::of_interface(&array, &interface)?, Keep::Object(array.clone().unbind()))
-            }
+            Some(interface) => self.of_host(
+                &ArrayDescription::of_interface(&array, &interface)?,
+                SourceOwner::Object(array.clone().unbind()),
+            ),
             None => Err(Fault::layout("NumPy makes no array of it").into()),
         }
     }
@@ -138,80 +142,83 @@ impl Wanted<'_> {
                 Err(error) => return Err(error),
             };
             if !matches!(tensor.device.0, dlpack::CPU | dlpack::CUDA_HOST) {
-                return Err(elsewhere(&place_of(tensor.device), device));
+                return Err(legacy_view(&location_of(tensor.device), device));
             }
-            let stated = Stated::of_import(&tensor);
-            return self.of_host(&stated, Keep::Capsule(Box::new(tensor)));
+            let array_description = ArrayDescription::of_import(&tensor);
+            return self.of_host(&array_description, SourceOwner::Capsule(Box::new(tensor)));
         }
         if !matches!(kind, dlpack::CUDA | dlpack::CUDA_MANAGED) || (dlpack::CUDA, ordinal) != dlpack::device_of(device)
         {
-            return Err(elsewhere(&place_of((kind, ordinal)), device));
+            return Err(legacy_view(&location_of((kind, ordinal)), device));
         }
         let (reader, is_current) = reader(found, device, stream, own)?;
         let tensor = dlpack::import(&capsule(found, Some(reader.number()))?)?;
         if tensor.device != (kind, ordinal) {
-            return Err(elsewhere(&place_of(tensor.device), device));
+            return Err(legacy_view(&location_of(tensor.device), device));
         }
-        let stated = Stated::of_import(&tensor);
+        let array_description = ArrayDescription::of_import(&tensor);
         let keep = if is_current && !self.lasting && is_from(found, "torch")? {
-            Keep::Nothing
+            SourceOwner::Nothing
         } else {
-            Keep::Capsule(Box::new(tensor))
+            SourceOwner::Capsule(Box::new(tensor))
         };
-        self.of_device(&stated, reader, keep)
+        self.of_device(&array_description, reader, keep)
     }
 
     fn of_cuda_interface(self, found: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>) -> PyResult<Source> {
         let Wanted { device, stream, own, .. } = self;
         if !is_cuda(device) {
-            return Err(elsewhere(&place_of((dlpack::CUDA, 0)), device));
+            return Err(legacy_view(&location_of((dlpack::CUDA, 0)), device));
         }
-        let stated = Stated::of_interface(found, interface)?;
-        check_owner(found.py(), &stated, device)?;
+        let array_description = ArrayDescription::of_interface(found, interface)?;
+        check_owner(found.py(), &array_description, device)?;
         let (reader, _) = reader(found, device, stream, own)?;
         if let Some(written_on) = interface.get_item("stream")?.filter(|stream| !stream.is_none()) {
             let writer = Consumer::foreign(found.py(), device, written_on.extract()?)?;
             found.py().detach(|| reader.stream.wait_for(&writer.stream)).map_err(Fault::from)?;
         }
-        self.of_device(&stated, reader, Keep::Object(found.clone().unbind()))
+        self.of_device(&array_description, reader, SourceOwner::Object(found.clone().unbind()))
     }
 
-    fn of_device(self, stated: &Stated, reader: Consumer, keep: Keep) -> PyResult<Source> {
-        let (layout, lowest, must_gather) = stated.lie(self)?;
+    fn of_device(self, array_description: &ArrayDescription, reader: Consumer, keep: SourceOwner) -> PyResult<Source> {
+        let (layout, lowest, must_gather) = array_description.lie(self)?;
         if must_gather {
             let scattered = Box::new(Scattered::new(layout, lowest)?);
-            return Ok(Source { layout: scattered.packed(), place: Place::DeviceRows(scattered, reader, keep) });
+            return Ok(Source {
+                layout: scattered.packed(),
+                place: SourceLocation::DeviceRows(scattered, reader, keep),
+            });
         }
-        Ok(Source { layout, place: Place::Device(lowest, reader, keep) })
+        Ok(Source { layout, place: SourceLocation::Device(lowest, reader, keep) })
     }
 
-    fn of_host(self, stated: &Stated, keep: Keep) -> PyResult<Source> {
-        let (layout, lowest, must_gather) = stated.lie(self)?;
+    fn of_host(self, array_description: &ArrayDescription, keep: SourceOwner) -> PyResult<Source> {
+        let (layout, lowest, must_gather) = array_description.lie(self)?;
         if must_gather {
             let scattered = Box::new(Scattered::new(layout, lowest)?);
-            return Ok(Source { layout: scattered.packed(), place: Place::Rows(scattered, keep) });
+            return Ok(Source { layout: scattered.packed(), place: SourceLocation::Rows(scattered, keep) });
         }
-        Ok(Source { layout, place: Place::Host(lowest, keep) })
+        Ok(Source { layout, place: SourceLocation::Host(lowest, keep) })
     }
 }
 
 impl Source {
     fn bytes(bytes: Vec<u8>) -> PyResult<Source> {
         let layout = Layout::bytes_only(bytes.len() as u64).map_err(Fault::from)?;
-        Ok(Source { layout, place: Place::Bytes(bytes) })
+        Ok(Source { layout, place: SourceLocation::Bytes(bytes) })
     }
 
     /// Whether it lies on the host.
     pub fn is_of_host(&self) -> bool {
-        !matches!(self.place, Place::Device(..) | Place::DeviceRows(..))
+        !matches!(self.place, SourceLocation::Device(..) | SourceLocation::DeviceRows(..))
     }
 
     /// Whether any of it may lie among the `bytes` from `lowest` on.
     pub fn meets(&self, lowest: u64, bytes: u64) -> bool {
         let (ours, length) = match &self.place {
-            Place::Bytes(_) => return false,
-            Place::Host(address, _) | Place::Device(address, ..) => (*address, self.layout.bytes()),
-            Place::Rows(scattered, _) | Place::DeviceRows(scattered, ..) => scattered.extent(),
+            SourceLocation::Bytes(_) => return false,
+            SourceLocation::Host(address, _) | SourceLocation::Device(address, ..) => (*address, self.layout.bytes()),
+            SourceLocation::Rows(scattered, _) | SourceLocation::DeviceRows(scattered, ..) => scattered.extent(),
         };
         ours < lowest.saturating_add(bytes) && lowest < ours.saturating_add(length)
     }
@@ -219,21 +226,21 @@ impl Source {
     /// Its bytes, if they are on the host as they are sent.
     pub fn host_bytes(&self) -> Option<&[u8]> {
         match &self.place {
-            Place::Bytes(bytes) => Some(bytes),
-            Place::Host(..) if self.layout.bytes() == 0 => Some(&[]),
-            Place::Host(address, _) => {
+            SourceLocation::Bytes(bytes) => Some(bytes),
+            SourceLocation::Host(..) if self.layout.bytes() == 0 => Some(&[]),
+            SourceLocation::Host(address, _) => {
                 // SAFETY: the object says that its tensor lies there, the extent was worked out from the same shape and
-                // strides, and `Keep` holds it. That nobody writes it during the call is the caller's part, as with every
+                // strides, and `SourceOwner` holds it. That nobody writes it during the call is the caller's part, as with every
                 // array library.
                 Some(unsafe { std::slice::from_raw_parts(*address as *const u8, self.layout.bytes() as usize) })
             }
-            Place::Rows(..) | Place::Device(..) | Place::DeviceRows(..) => None,
+            SourceLocation::Rows(..) | SourceLocation::Device(..) | SourceLocation::DeviceRows(..) => None,
         }
     }
 }
 
-impl Stated {
-    fn new(dtype: DType, shape: Vec<u64>, mut strides: Vec<i64>, address: u64) -> Stated {
+impl ArrayDescription {
+    fn new(dtype: DType, shape: Vec<u64>, mut strides: Vec<i64>, address: u64) -> ArrayDescription {
         // Where no step is ever taken, any stride is right, and one is as good as another.
         let is_empty = shape.contains(&0);
         for ((stride, plain), &length) in strides.iter_mut().zip(dlpack::row_major(&shape)).zip(&shape) {
@@ -241,27 +248,27 @@ impl Stated {
                 *stride = plain;
             }
         }
-        Stated { dtype, shape, strides, address }
+        ArrayDescription { dtype, shape, strides, address }
     }
 
-    fn of_import(tensor: &Imported) -> Stated {
-        Stated::new(tensor.dtype, tensor.shape.clone(), tensor.strides.clone(), tensor.address)
+    fn of_import(tensor: &Imported) -> ArrayDescription {
+        ArrayDescription::new(tensor.dtype, tensor.shape.clone(), tensor.strides.clone(), tensor.address)
     }
 
     /// Reads `__array_interface__` or `__cuda_array_interface__`, versions 2 and 3.
-    fn of_interface(owner: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>) -> PyResult<Stated> {
+    fn of_interface(owner: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>) -> PyResult<ArrayDescription> {
         let missing = |key: &str| Fault::layout(format!("its array interface has no {key}"));
         let get = |key: &str| interface.get_item(key).map(|found| found.filter(|value| !value.is_none()));
         if get("mask")?.is_some() {
             return Err(Fault::layout("it is masked; fill it first").into());
         }
         let typestr = get("typestr")?.ok_or_else(|| missing("typestr"))?;
-        let typestr: String = stated("typestr", &typestr, typestr.extract())?;
+        let typestr: String = array_description("typestr", &typestr, typestr.extract())?;
         let named =
             || owner.getattr("dtype").and_then(|dtype| dtype.getattr("name")).and_then(|name| name.extract()).ok();
         let dtype = dtype::from_typestr(&typestr, named)?;
         let shape = get("shape")?.ok_or_else(|| missing("shape"))?;
-        let shape = stated("shape", &shape, dtype::shape(&shape))?;
+        let shape = array_description("shape", &shape, dtype::shape(&shape))?;
         let data = get("data")?.ok_or_else(|| missing("data"))?;
         let Ok(data) = data.cast::<PyTuple>() else {
             return Err(
@@ -269,10 +276,10 @@ impl Stated {
             );
         };
         let address = data.get_item(0).and_then(|address| address.extract());
-        let address: Option<u64> = stated("data", data, address)?;
+        let address: Option<u64> = array_description("data", data, address)?;
         let strides = match get("strides")? {
             None => dlpack::row_major(&shape),
-            Some(strides) => stated("strides", &strides, in_elements(&strides, &shape, dtype))?,
+            Some(strides) => array_description("strides", &strides, in_elements(&strides, &shape, dtype))?,
         };
         if strides.len() != shape.len() {
             return Err(Fault::layout(format!("{} dimensions but {} strides", shape.len(), strides.len())).into());
@@ -281,12 +288,12 @@ impl Stated {
         if address == 0 && !shape.contains(&0) {
             return Err(Fault::layout("its data is null").into());
         }
-        Ok(Stated::new(dtype, shape, strides, address))
+        Ok(ArrayDescription::new(dtype, shape, strides, address))
     }
 
-    fn extent(&self, wanted: Wanted<'_>) -> Outcome<Extent> {
+    fn extent(&self, wanted: Wanted<'_>) -> Outcome<ByteExtent> {
         if self.shape.contains(&0) {
-            return Ok(Extent { below: 0, bytes: 0, must_gather: false });
+            return Ok(ByteExtent { below: 0, bytes: 0, must_gather: false });
         }
         let too_far = || Fault::layout("it reaches further than an address can");
         let width = i128::from(self.dtype.bytes());
@@ -309,7 +316,7 @@ impl Stated {
         let bytes = u64::try_from(high - low).ok().filter(|&bytes| bytes < 1 << 62).ok_or_else(too_far)?;
         let lowest = self.address.checked_sub(below).ok_or_else(too_far)?;
         lowest.checked_add(bytes).ok_or_else(too_far)?;
-        Ok(Extent { below, bytes, must_gather: i128::from(bytes) > elements * width || is_reversed || is_turned })
+        Ok(ByteExtent { below, bytes, must_gather: i128::from(bytes) > elements * width || is_reversed || is_turned })
     }
 
     /// The layout of the tensor in a slot that begins with its lowest byte, the address of that, and whether it is to be
@@ -325,7 +332,7 @@ impl Stated {
 }
 
 /// What an interface says under a key, as it was read; a value that is none of its kind is said to be that.
-fn stated<T>(key: &str, value: &Bound<'_, PyAny>, read: PyResult<T>) -> PyResult<T> {
+fn array_description<T>(key: &str, value: &Bound<'_, PyAny>, read: PyResult<T>) -> PyResult<T> {
     let py = value.py();
     read.map_err(|error| {
         let wrong = error.is_instance_of::<PyTypeError>(py)
@@ -419,21 +426,21 @@ fn reader(
 
 /// Refuses a tensor that an array interface, which names no device, places on another GPU than `device`: a kernel there does
 /// not reach it.
-fn check_owner(py: Python<'_>, stated: &Stated, device: &warpipe::Device) -> PyResult<()> {
-    if stated.shape.contains(&0) {
+fn check_owner(py: Python<'_>, array_description: &ArrayDescription, device: &warpipe::Device) -> PyResult<()> {
+    if array_description.shape.contains(&0) {
         return Ok(());
     }
-    let found = py.detach(|| device.backend().locate(stated.address)).map_err(Fault::from)?;
+    let found = py.detach(|| device.backend().locate(array_description.address)).map_err(Fault::from)?;
     match found.kind {
         PointerKind::Device | PointerKind::Pool if found.owner != device.info().id => {
             // By its number, if it has one here. It is not opened for that.
             let is_owner = |&ordinal: &u32| cuda::device_uuid(ordinal).is_ok_and(|uuid| uuid == found.owner.uuid);
             let ordinal = py.detach(|| (0..cuda::device_count().unwrap_or(0)).find(is_owner));
             let place = ordinal.map_or_else(String::new, |ordinal| format!("cuda:{ordinal}, "));
-            Err(elsewhere(&format!("{place}{}", found.owner), device))
+            Err(legacy_view(&format!("{place}{}", found.owner), device))
         }
         PointerKind::Unknown => {
-            let said = format!("its array interface gives {:#x}, where there is no memory", stated.address);
+            let said = format!("its array interface gives {:#x}, where there is no memory", array_description.address);
             Err(Fault::layout(said).into())
         }
         _ => Ok(()),
@@ -447,7 +454,7 @@ fn is_from(found: &Bound<'_, PyAny>, package: &str) -> PyResult<bool> {
     Ok(root == package || (package == "jax" && root == "jaxlib"))
 }
 
-fn elsewhere(place: &str, device: &warpipe::Device) -> PyErr {
+fn legacy_view(place: &str, device: &warpipe::Device) -> PyErr {
     let here = if is_cuda(device) {
         format!("cuda:{}, {}", device.info().ordinal, device.info().id)
     } else {
@@ -459,7 +466,7 @@ fn elsewhere(place: &str, device: &warpipe::Device) -> PyErr {
 }
 
 /// A device in DLPack's words, for people.
-fn place_of(found: (i32, i32)) -> String {
+fn location_of(found: (i32, i32)) -> String {
     match found {
         (dlpack::CPU, _) => "the host".to_owned(),
         (dlpack::CUDA | dlpack::CUDA_MANAGED, ordinal) => format!("cuda:{ordinal}"),

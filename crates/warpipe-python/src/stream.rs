@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyInt};
 
-use crate::away::OwnStream;
+use crate::detached::OwnStream;
 use crate::device::{Device, is_cuda};
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::away::OwnStream;
+use crate::detached::OwnStream;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::frame::Frame;

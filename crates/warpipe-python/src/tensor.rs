@@ -11,7 +11,7 @@ use crate::array::{self, Request};
 use crate::device::Device;
 use crate::dlpack;
 use crate::errors::{Fault, Outcome};
-use crate::memory::{Hold, Memory};
+use crate::memory::{Memory, MemoryHolder};
 use crate::process::Home;
 
 /// A tensor's memory, until it is let go.
@@ -105,7 +105,7 @@ impl Holding {
     /// The elements as bytes in row-major order, copied, once nobody writes them any more.
     pub fn bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         match &self.memory()?.packed(py)?.hold {
-            Hold::Copy(bytes) => bytes.to_python(py),
+            MemoryHolder::Copy(bytes) => bytes.to_python(py),
             _ => unreachable!("a copy is a copy"),
         }
     }
@@ -119,13 +119,13 @@ impl Holding {
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Tensor", weakref)]
 #[derive(Debug)]
 pub struct Tensor {
-    held: Arc<Holding>,
+    owner: Arc<Holding>,
 }
 
 impl Tensor {
     /// The base of whatever holds it.
-    pub fn of(held: &Arc<Holding>) -> PyClassInitializer<Tensor> {
-        PyClassInitializer::from(Tensor { held: held.clone() })
+    pub fn of(owner: &Arc<Holding>) -> PyClassInitializer<Tensor> {
+        PyClassInitializer::from(Tensor { owner: owner.clone() })
     }
 }
 
@@ -134,43 +134,43 @@ impl Tensor {
     /// The dimensions, outermost first, in elements.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.held.layout.shape())
+        PyTuple::new(py, self.owner.layout.shape())
     }
 
     /// The strides, in elements.
     #[getter]
     fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.held.layout.strides())
+        PyTuple::new(py, self.owner.layout.strides())
     }
 
     /// The element type's name, as NumPy and ml_dtypes write it: ``"float32"``, ``"bfloat16"``.
     #[getter]
     fn dtype(&self) -> &'static str {
-        self.held.layout.dtype().name()
+        self.owner.layout.dtype().name()
     }
 
     /// The number of dimensions.
     #[getter]
     fn ndim(&self) -> usize {
-        self.held.layout.shape().len()
+        self.owner.layout.shape().len()
     }
 
     /// The number of elements.
     #[getter]
     fn size(&self) -> u64 {
-        self.held.layout.elements()
+        self.owner.layout.elements()
     }
 
     /// What the elements take, in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
-        self.held.layout.elements().saturating_mul(self.held.layout.dtype().bytes())
+        self.owner.layout.elements().saturating_mul(self.owner.layout.dtype().bytes())
     }
 
     /// The device that it is used with.
     #[getter]
     fn device(&self) -> Device {
-        Device::of(&self.held.device)
+        Device::of(&self.owner.device)
     }
 
     /// The device address of the element with all indices 0, while it is held.
@@ -178,13 +178,13 @@ impl Tensor {
     /// Raises ``ReleasedError``.
     #[getter]
     fn ptr(&self) -> PyResult<u64> {
-        Ok(self.held.memory()?.address)
+        Ok(self.owner.memory()?.address)
     }
 
     /// Whether it has been given up: released, handed on or discarded, or its ``with`` block has ended.
     #[getter]
     fn released(&self) -> PyResult<bool> {
-        Ok(self.held.is_released()?)
+        Ok(self.owner.is_released()?)
     }
 
     /// A NumPy array: in place for memory of the host, and read only where that is; of a GPU's memory a copy, except of a
@@ -193,7 +193,7 @@ impl Tensor {
     ///
     /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DTypeError``, ``ExportError``.
     fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        array::numpy(py, &self.held.memory()?)
+        array::numpy(py, &self.owner.memory()?)
     }
 
     /// A PyTorch tensor in place; PyTorch's current stream waits for the data. What it is given from then on comes before
@@ -201,7 +201,7 @@ impl Tensor {
     ///
     /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
     fn torch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        crate::torch::tensor(py, &self.held.memory()?)
+        crate::torch::tensor(py, &self.owner.memory()?)
     }
 
     /// A CuPy array in place; CuPy's current stream waits for the data. What it is given from then on comes before the
@@ -225,24 +225,24 @@ impl Tensor {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Py<PyAny>> {
-        array::dlpack(py, &self.held.memory()?, Request { stream, max_version, dl_device, copy })
+        array::dlpack(py, &self.owner.memory()?, Request { stream, max_version, dl_device, copy })
     }
 
     /// DLPack: ``(1, 0)`` for the host, ``(2, ordinal)`` for a GPU.
     fn __dlpack_device__(&self) -> (i32, i32) {
-        dlpack::device_of(&self.held.device)
+        dlpack::device_of(&self.owner.device)
     }
 
     /// NumPy's array interface, on the host only; waits for the data. Who uses it keeps this object.
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        array::array_interface(py, &self.held.pinned()?)
+        array::array_interface(py, &self.owner.pinned()?)
     }
 
     /// The CUDA array interface, version 3, on a GPU only. Who uses it keeps this object.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        array::cuda_array_interface(py, &self.held.pinned()?)
+        array::cuda_array_interface(py, &self.owner.pinned()?)
     }
 
     fn __enter__(slf: Py<Tensor>) -> Py<Tensor> {

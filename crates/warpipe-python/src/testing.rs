@@ -12,8 +12,8 @@ use warpipe::{DType, Layout};
 
 use crate::device::Device;
 use crate::errors::Fault;
-use crate::held::{Place, Plain};
 use crate::loan::Loan;
+use crate::memory_owner::{DeviceMalloc, OwnedMemory};
 use crate::publisher::Publisher;
 use crate::stream::{Consumer, Stream};
 use crate::view::View;
@@ -119,7 +119,7 @@ impl Adder {
 #[pyfunction]
 fn _allocate_plain(nbytes: u64, device: &Bound<'_, PyAny>) -> PyResult<Py<View>> {
     let on = Device::from_argument(Some(device))?.inner;
-    Py::new(device.py(), View::of("the allocation", Place::Plain(Plain::allocate(&on, nbytes)?))?)
+    Py::new(device.py(), View::of("the allocation", OwnedMemory::Malloc(DeviceMalloc::allocate(&on, nbytes)?))?)
 }
 
 /// Fills the launch queue of ``stream`` on a thread of its own, until it is dropped: a call that gives the stream more work,
@@ -137,7 +137,7 @@ impl Filler {
     #[new]
     fn new(stream: &Bound<'_, Stream>) -> PyResult<Filler> {
         let stream = stream.get().inner()?.clone();
-        let word = Plain::allocate(stream.device(), 8)?;
+        let word = DeviceMalloc::allocate(stream.device(), 8)?;
         let (given, ends) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let (tell, told) = channel();
         let (counted, ended) = (given.clone(), ends.clone());

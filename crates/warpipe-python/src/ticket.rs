@@ -9,7 +9,7 @@ use warpipe::backend::{DeviceId, DeviceKind};
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::Fault;
-use crate::faces::SharedMemory;
+use crate::shared_memory::SharedMemory;
 use crate::wait::{attach, in_slices, late, none_if_late, optional};
 
 /// Names memory of a process on this machine: a text that goes through a file, a pipe, an environment variable, or pickled.

@@ -5,8 +5,8 @@ use pyo3::types::PyTuple;
 
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::door::Door;
 use crate::errors::{Fault, Outcome};
+use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
 use crate::wait::{attach, in_slices, in_turn, late, none_if_late, optional};
 
@@ -18,7 +18,7 @@ use crate::wait::{attach, in_slices, in_turn, late, none_if_late, optional};
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Timeline {
-    door: Door<warpipe::Timeline>,
+    handle: CloseableHandle<warpipe::Timeline>,
     device: warpipe::Device,
     is_owner: bool,
 }
@@ -26,7 +26,7 @@ pub struct Timeline {
 impl Timeline {
     fn new(inner: warpipe::Timeline) -> Timeline {
         let (device, is_owner) = (inner.device().clone(), inner.is_owner());
-        Timeline { door: Door::new("timeline", inner.name().to_owned(), inner), device, is_owner }
+        Timeline { handle: CloseableHandle::new("timeline", inner.name().to_owned(), inner), device, is_owner }
     }
 }
 
@@ -75,7 +75,7 @@ impl Timeline {
     /// Its name.
     #[getter]
     fn name(&self) -> &str {
-        self.door.name()
+        self.handle.name()
     }
 
     /// The device whose streams signal and wait.
@@ -93,7 +93,7 @@ impl Timeline {
     /// Whether it has been closed here.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
-        Ok(self.door.is_closed()?)
+        Ok(self.handle.is_closed()?)
     }
 
     /// The value now; the last one, when the owner is gone.
@@ -101,7 +101,7 @@ impl Timeline {
     /// Raises ``ClosedError``.
     #[getter]
     fn value(&self, py: Python<'_>) -> PyResult<u64> {
-        Ok(py.detach(|| Outcome::Ok(self.door.get()?.value()))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.value()))?)
     }
 
     /// Signals ``value`` behind the work on ``stream`` so far, and returns at once; without a stream now, from the CPU.
@@ -110,12 +110,12 @@ impl Timeline {
     /// ``ArgumentError``, ``TimeoutError`` after 10 s behind another thread's signal, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (value, stream = None))]
     fn signal(&self, py: Python<'_>, value: u64, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        self.door.get()?;
+        self.handle.get()?;
         let consumer = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
-        let turn = |slice| Ok(self.door.get()?.wait_for_turn(slice)?);
-        in_turn(py, "signal", turn, || {
+        let exclusive = |slice| Ok(self.handle.get()?.wait_for_turn(slice)?);
+        in_turn(py, "signal", exclusive, || {
             let stream = consumer.as_ref().map(Consumer::followed).transpose()?;
-            Ok(self.door.get()?.try_signal(stream, value)?.then_some(()))
+            Ok(self.handle.get()?.try_signal(stream, value)?.then_some(()))
         })
     }
 
@@ -132,7 +132,7 @@ impl Timeline {
         stream: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
-        let (timeline, timeout) = (self.door.get()?, optional(timeout, "timeout")?);
+        let (timeline, timeout) = (self.handle.get()?, optional(timeout, "timeout")?);
         if let Some(stream) = stream {
             let consumer = Consumer::from_argument(py, &self.device, stream)?;
             py.detach(|| timeline.wait(consumer.linked(), value)).map_err(Fault::from)?;
@@ -140,7 +140,7 @@ impl Timeline {
         }
         drop(timeline);
         // Asked for anew in each slice, so that one that is closed meanwhile ends the wait.
-        let come = in_slices(py, timeout, |slice| none_if_late(self.door.get()?.wait_host(value, slice)))?;
+        let come = in_slices(py, timeout, |slice| none_if_late(self.handle.get()?.wait_host(value, slice)))?;
         Ok(come.ok_or_else(|| late(format!("value {value} of timeline {:?}", self.name()), timeout))?)
     }
 
@@ -148,12 +148,12 @@ impl Timeline {
     ///
     /// Raises ``OwnerGoneError``: it has not been and never will be. ``ClosedError``.
     fn check(&self, py: Python<'_>, value: u64) -> PyResult<bool> {
-        Ok(py.detach(|| Outcome::Ok(self.door.get()?.check(value)?))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.check(value)?))?)
     }
 
     /// Lets go of it; the owner also gives the name up. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.door.close(py)
+        self.handle.close(py)
     }
 
     fn __enter__(slf: Py<Timeline>) -> Py<Timeline> {

@@ -1,4 +1,4 @@
-//! Memory as a tensor: what all faces that hold memory can do.
+//! Memory as a tensor: what all wrappers that hold memory can do.
 //! **This module is marked for unsafe**: it writes memory by address.
 
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use warpipe::{DType, Layout};
 use crate::array;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
-use crate::held::{COPIES, Held, Place, Range, await_copy};
-use crate::memory::{Hold, Memory};
+use crate::memory::{Memory, MemoryHolder};
+use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range, await_copy};
 use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
@@ -32,10 +32,10 @@ pub struct View {
 
 impl View {
     /// All of it, as bytes.
-    pub fn of(what: &'static str, place: Place) -> Outcome<PyClassInitializer<View>> {
+    pub fn of(what: &'static str, place: OwnedMemory) -> Outcome<PyClassInitializer<View>> {
         let (lowest, device, read_only) = (place.ptr(), place.device().clone(), place.is_read_only());
         let layout = Layout::contiguous(DType::U8, &[place.bytes()])?;
-        let hold = Hold::Held(Arc::new(Held::new(place)));
+        let hold = MemoryHolder::Owned(Arc::new(MemoryOwner::new(place)));
         Ok(View::over(what, Memory { layout, address: lowest, lowest, device, read_only, hold }))
     }
 
@@ -49,9 +49,9 @@ impl View {
     }
 
     /// What is held.
-    pub fn held(&self) -> Outcome<Arc<Held>> {
+    pub fn owner(&self) -> Outcome<Arc<MemoryOwner>> {
         match self.memory()?.hold {
-            Hold::Held(held) => Ok(held),
+            MemoryHolder::Owned(owner) => Ok(owner),
             _ => unreachable!("a view is of held memory"),
         }
     }
@@ -114,11 +114,11 @@ impl View {
     #[pyo3(signature = (tensor, stream = None))]
     fn copy_from(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         self.check_writable()?;
-        let (memory, held) = (self.memory()?, self.held()?);
+        let (memory, owner) = (self.memory()?, self.owner()?);
         let consumer = self.consumer(py, stream)?;
         let own = match &consumer {
             Some(consumer) => consumer.follow(py)?.clone(),
-            None => py.detach(|| held.stream().cloned())?,
+            None => py.detach(|| owner.stream().cloned())?,
         };
         let wanted =
             Wanted { device: &self.tensor.device, stream: consumer.as_ref(), own: &own, packed: true, lasting: false };
@@ -129,12 +129,12 @@ impl View {
                 Fault::layout(format!("{:?} does not fit {:?}; {next}", source.layout, self.tensor.layout)).into()
             );
         }
-        held.admit(py, &Consumer::own(&own))?;
+        owner.admit(py, &Consumer::own(&own))?;
         let is_to_be_awaited = consumer.is_none() && source.is_of_host();
         // SAFETY: the view's range, which the hold keeps until the streams that it is told of are past the copy.
         let mut range = unsafe { Range::new(&self.tensor.device, memory.lowest, self.tensor.layout.bytes()) };
         let filled_on = COPIES.fill(py, &mut range, source, &own, None)?;
-        held.admit(py, &Consumer::own(&filled_on))?;
+        owner.admit(py, &Consumer::own(&filled_on))?;
         if is_to_be_awaited {
             return await_copy(py, &filled_on);
         }
@@ -156,7 +156,7 @@ impl View {
     ) -> PyResult<()> {
         use crate::copies::Target;
         self.check_writable()?;
-        let (memory, held, bytes) = (self.memory()?, self.held()?, data.as_bytes());
+        let (memory, owner, bytes) = (self.memory()?, self.owner()?, data.as_bytes());
         let (length, available) = (bytes.len() as u64, self.tensor.layout.bytes());
         if offset.checked_add(length).is_none_or(|end| end > available) {
             let name = self.tensor.what().to_owned();
@@ -165,9 +165,9 @@ impl View {
         let consumer = self.consumer(py, stream)?;
         let own = match &consumer {
             Some(consumer) => consumer.follow(py)?.clone(),
-            None => py.detach(|| held.stream().cloned())?,
+            None => py.detach(|| owner.stream().cloned())?,
         };
-        held.admit(py, &Consumer::own(&own))?;
+        owner.admit(py, &Consumer::own(&own))?;
         // SAFETY: inside of the view's range, which the hold keeps until the stream that it was told of is past the copy.
         let mut range = unsafe { Range::new(&self.tensor.device, memory.lowest + offset, length) };
         py.detach(|| range.write(&own, bytes))?;
@@ -182,7 +182,7 @@ impl View {
     ///
     /// Raises ``ArgumentError`` for a stream of another device, ``ReleasedError``.
     fn used_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
-        Ok(self.held()?.admit(py, &Consumer::from_argument(py, &self.tensor.device, stream)?)?)
+        Ok(self.owner()?.admit(py, &Consumer::from_argument(py, &self.tensor.device, stream)?)?)
     }
 
     /// Waits on the CPU until the streams that were given work on this memory are past it, at most ``timeout`` seconds
@@ -191,7 +191,7 @@ impl View {
     /// Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        self.held()?.settle(py, optional(timeout, "timeout")?)
+        self.owner()?.settle(py, optional(timeout, "timeout")?)
     }
 
     /// Gives up this object's part of the memory, which is let go when no view or array of it is left. With ``stream``, not
@@ -202,8 +202,8 @@ impl View {
     fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let consumer = self.consumer(py, stream)?;
         let Some(memory) = self.tensor.let_go()? else { return Ok(()) };
-        if let (Some(consumer), Hold::Held(held)) = (&consumer, &memory.hold) {
-            held.admit(py, consumer)?;
+        if let (Some(consumer), MemoryHolder::Owned(owner)) = (&consumer, &memory.hold) {
+            owner.admit(py, consumer)?;
         }
         py.detach(|| drop(memory));
         Ok(())

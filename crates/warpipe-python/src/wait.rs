@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyEllipsis;
 use warpipe::Error;
 
-use crate::away::Apart;
+use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
 
 /// How long a signal may go unseen.
@@ -184,7 +184,7 @@ impl Drop for CallOff {
 
 /// Has `call` made on a thread of its own, which may wait for another process for long, while this one looks at signals, and
 /// whether it `goes_on`. A wait that ends before leaves the call to end by itself: what it gives then is dropped there.
-pub fn elsewhere<T: Send + 'static>(
+pub fn legacy_view<T: Send + 'static>(
     py: Python<'_>,
     thread: &str,
     goes_on: impl Fn() -> Outcome<()> + Send + Sync,
@@ -193,7 +193,7 @@ pub fn elsewhere<T: Send + 'static>(
     let (hand, taken) = channel();
     let call_off = CallOff(Arc::default());
     let told = CallOff(call_off.0.clone());
-    let run = move || drop(hand.send(call(&told).map(Apart::new)));
+    let run = move || drop(hand.send(call(&told).map(DropDetached::new)));
     std::thread::Builder::new().name(thread.into()).spawn(run)?;
     // Shared with the closure that runs without the interpreter.
     let taken = Mutex::new(taken);
@@ -203,7 +203,7 @@ pub fn elsewhere<T: Send + 'static>(
             Err(RecvTimeoutError::Timeout) => goes_on().map(|()| None),
             Err(RecvTimeoutError::Disconnected) => Err(Fault::Own("Error", "the thread that waited has gone".into())),
         })?;
-    Ok(come.map(Apart::into_inner).ok_or_else(|| Fault::Own("Error", "a wait without end has ended".into()))?)
+    Ok(come.map(DropDetached::into_inner).ok_or_else(|| Fault::Own("Error", "a wait without end has ended".into()))?)
 }
 
 /// A call of the library's that asks another process, and waits for its answer however long that takes.
@@ -211,7 +211,7 @@ pub fn asking<T: Send + 'static>(
     py: Python<'_>,
     call: impl FnOnce() -> Result<T, Error> + Send + 'static,
 ) -> PyResult<T> {
-    elsewhere(py, "warpipe-asks", || Ok(()), |_| Ok(call()?))
+    legacy_view(py, "warpipe-asks", || Ok(()), |_| Ok(call()?))
 }
 
 /// Opens what another process keeps, waiting up to `wait` (None: as long as it takes) for that to be there. `open` waits no
@@ -221,7 +221,7 @@ pub fn attach<T: Send + 'static>(
     wait: Option<Duration>,
     mut open: impl FnMut(Duration) -> Result<T, Error> + Send + 'static,
 ) -> PyResult<T> {
-    elsewhere(
+    legacy_view(
         py,
         "warpipe-opens",
         || Ok(()),

@@ -11,7 +11,7 @@ use crate::copies::Copies;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::inbox::{Calls, Inbox};
-use crate::lease::{Bench, Lease};
+use crate::lease::{Lease, LeaseContext};
 use crate::stream::stream_of;
 use crate::subscriber::end_if_graceful;
 use crate::wait::{SLICE, Timeout, attach, optional, seconds};
@@ -33,13 +33,13 @@ use crate::wait::{SLICE, Timeout, attach, optional, seconds};
 pub struct Worker {
     inbox: Inbox<warpipe::Worker, Lease>,
     queue_pid: i32,
-    bench: Bench,
+    context: LeaseContext,
 }
 
 impl Worker {
     fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Lease>> {
-        let take = |inner: &mut warpipe::Worker, limit| inner.lease_timeout(&self.bench.stream, limit);
-        self.inbox.next(py, timeout, "a job of", take, |lease| Py::new(py, Lease::parts(lease, &self.bench)))
+        let take = |inner: &mut warpipe::Worker, limit| inner.lease_timeout(&self.context.stream, limit);
+        self.inbox.next(py, timeout, "a job of", take, |lease| Py::new(py, Lease::parts(lease, &self.context)))
     }
 }
 
@@ -79,11 +79,11 @@ impl Worker {
         let stream = stream_of(py, &device, stream)?;
         let worker =
             attach(py, wait, move |slice| builder.clone().wait_for_queue((!slice.is_zero()).then_some(slice)).build())?;
-        let bench = Bench { device, stream, copies: Arc::new(Copies::default()), patience };
+        let context = LeaseContext { device, stream, copies: Arc::new(Copies::default()), patience };
         let queue_pid = worker.queue_pid();
         let calls = Calls { ring: warpipe::Worker::ring, take_back: Lease::return_all };
         let inbox = Inbox::new("worker", queue, timeout, worker, calls);
-        Ok(Worker { inbox, queue_pid, bench })
+        Ok(Worker { inbox, queue_pid, context })
     }
 
     /// The queue's name.
@@ -101,7 +101,7 @@ impl Worker {
     /// The device that it works with.
     #[getter]
     fn device(&self) -> Device {
-        Device::of(&self.bench.device)
+        Device::of(&self.context.device)
     }
 
     /// Whether it has been closed.
@@ -128,8 +128,8 @@ impl Worker {
     ///
     /// Raises as ``lease``, without the timeout.
     fn try_lease(&self, py: Python<'_>) -> PyResult<Option<Py<Lease>>> {
-        let take = |worker: &mut warpipe::Worker| worker.try_lease(&self.bench.stream);
-        self.inbox.try_next(py, take, |lease| Py::new(py, Lease::parts(lease, &self.bench)))
+        let take = |worker: &mut warpipe::Worker| worker.try_lease(&self.context.stream);
+        self.inbox.try_next(py, take, |lease| Py::new(py, Lease::parts(lease, &self.context)))
     }
 
     /// A descriptor that is readable when ``try_lease`` is worth a call (an epoll descriptor, which nests). Lease until it
@@ -143,7 +143,7 @@ impl Worker {
     /// Takes no more jobs. Leases stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.inbox.close(py)?;
-        self.bench.copies.settle(py, self.bench.patience)
+        self.context.copies.settle(py, self.context.patience)
     }
 
     fn __iter__(slf: Py<Self>) -> Py<Self> {
@@ -165,6 +165,6 @@ impl Worker {
     }
 
     fn __repr__(&self) -> String {
-        format!("Worker({:?}, {})", self.inbox.name, self.bench.device)
+        format!("Worker({:?}, {})", self.inbox.name, self.context.device)
     }
 }

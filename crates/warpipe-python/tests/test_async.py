@@ -35,7 +35,7 @@ def no_loop_is_kept():
 
 @pytest.fixture
 def queue(domain, device):
-    with warpipe.Queue("jobs", domain=domain, device=device, credits=64) as queue:
+    with warpipe.Queue("jobs", domain=domain, device=device, prefetch=64) as queue:
         yield queue
 
 

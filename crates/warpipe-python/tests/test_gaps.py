@@ -249,7 +249,7 @@ def run(code, domain, device, **environment):
 def test_an_interface_that_leads_to_another_gpu_is_refused_with_both_names(domain, device):
     if device.kind == "host":
         pytest.skip("there is one host")
-    done = run(ANOTHER_GPU, domain, device, CUDA_DOUBLE_DEVICES="2")
+    done = run(ANOTHER_GPU, domain, device, FAKE_CUDA_DEVICES="2")
     if done.returncode == 77:
         pytest.skip("there is one GPU")
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
@@ -295,7 +295,7 @@ print("went on")
 
 
 def test_other_threads_run_while_a_gather_waits_for_room_in_the_launch_queue(domain, device):
-    if not device.name.startswith("CUDA double"):
+    if not device.name.startswith("Fake CUDA"):
         pytest.skip("how many launches fill a stream's queue is the driver's affair")
     try:
         done = run(FULL_QUEUE, domain, device)

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 from conftest import LIMIT_SECONDS, until
-from labour import complete_one_and_hang, double, own_a_queue, take_one_and_hang
+from workers import complete_one_and_hang, double, own_a_queue, take_one_and_hang
 from peers import kill, process, said
 from test_processes import kills, place  # noqa: F401
 from test_waits import Interrupted, a_signal_soon
@@ -130,7 +130,7 @@ def test_arrays_of_a_lease_and_of_a_result_outlive_them(open_queue, open_worker)
 
 def test_results_come_as_the_jobs_were_submitted_or_as_they_are_done(open_queue, open_worker):
     for order, expected in (("submission", [1, 2, 3]), ("completion", [3, 2, 1])):
-        queue = open_queue(order=order, credits=3)
+        queue = open_queue(order=order, prefetch=3)
         worker = open_worker()
         for number in range(3):
             queue.submit(bytes([number]))
@@ -174,15 +174,15 @@ def test_an_exception_fails_the_lease_and_the_reasons_come_with_the_burial(open_
     worker.lease().fail("tired")
     worker.lease()
     gc.collect()
-    with pytest.raises(warpipe.BuriedError, match="cannot digest") as buried:
+    with pytest.raises(warpipe.DeadLetteredError, match="cannot digest") as dead_lettered:
         handle.result(LIMIT_SECONDS)
-    reasons = buried.value.reasons
-    assert (buried.value.job, buried.value.endpoint, len(reasons)) == (handle.job, "jobs", 3)
+    reasons = dead_lettered.value.reasons
+    assert (dead_lettered.value.job, dead_lettered.value.endpoint, len(reasons)) == (handle.job, "jobs", 3)
     assert "ValueError: cannot digest this" in reasons[0] and "tired" in reasons[1] and "without an answer" in reasons[2]
 
 
 def test_a_rejected_job_and_a_buried_one_stand_in_their_places_among_the_results(open_queue, open_worker):
-    queue, worker = open_queue(max_attempts=1, credits=4), open_worker()
+    queue, worker = open_queue(max_attempts=1, prefetch=4), open_worker()
     for number in range(4):
         queue.submit(bytes([number]))
     first, second, third, fourth = [worker.lease() for _ in range(4)]
@@ -198,8 +198,8 @@ def test_a_rejected_job_and_a_buried_one_stand_in_their_places_among_the_results
             break
         except warpipe.RejectedError as rejected:
             found.append((rejected.job, rejected.reason))
-        except warpipe.BuriedError as buried:
-            found.append((buried.job, len(buried.reasons)))
+        except warpipe.DeadLetteredError as dead_lettered:
+            found.append((dead_lettered.job, len(dead_lettered.reasons)))
     assert found == [b"1", (2, "not this one"), (3, 1), b"4"]
 
 
@@ -243,7 +243,7 @@ def test_a_full_queue_says_so_and_a_job_that_is_called_off_makes_room(open_queue
 
 
 def test_what_cannot_be_is_an_error_at_once(open_queue, domain, device):
-    for options, error in [({"order": "random"}, ValueError), ({"credits": 0}, ValueError), ({"max_attempts": 0}, ValueError),
+    for options, error in [({"order": "random"}, ValueError), ({"prefetch": 0}, ValueError), ({"max_attempts": 0}, ValueError),
                            ({"lease_timeout": -1.0}, ValueError)]:
         with pytest.raises(error):
             open_queue(**options)
@@ -258,7 +258,7 @@ def test_what_cannot_be_is_an_error_at_once(open_queue, domain, device):
 
 
 def test_a_hung_worker_loses_its_job_and_its_late_answer_does_not_count(open_queue, open_worker):
-    queue = open_queue(lease_timeout=0.2, credits=1, max_attempts=1000)
+    queue = open_queue(lease_timeout=0.2, prefetch=1, max_attempts=1000)
     slow = open_worker()
     handle = queue.submit(b"x")
     lease = slow.lease()
@@ -305,7 +305,7 @@ def test_an_await_sees_burials_can_be_cancelled_and_ends_with_the_queue(open_que
             await asyncio.wait_for(_of(handle), 0.05)
         lease = await worker.lease_async()
         lease.fail("no")
-        with pytest.raises(warpipe.BuriedError):
+        with pytest.raises(warpipe.DeadLetteredError):
             await handle
         with pytest.raises(warpipe.TimeoutError):
             await worker.lease_async(timeout=0.05)
@@ -365,7 +365,7 @@ def test_two_event_loops_wait_for_one_queue(open_queue, doubling):
 
 
 def test_many_threads_submit_and_many_work(open_queue, doubling):
-    queue = open_queue(credits=4)
+    queue = open_queue(prefetch=4)
     seen = doubling()
     for _ in range(2):
         doubling()
@@ -416,7 +416,7 @@ def test_a_signal_ends_every_wait_of_a_queue(open_queue, open_worker, domain, de
 
 def test_a_worker_whose_results_are_all_held_gets_its_next_job_once_they_are_released(open_queue, open_worker):
     # 64 results that the owner holds take all places of their worker's ring.
-    queue, worker = open_queue(credits=1), open_worker()
+    queue, worker = open_queue(prefetch=1), open_worker()
     held = []
     for _ in range(64):
         handle = queue.submit(b"x")
@@ -499,9 +499,9 @@ def test_a_job_that_kills_every_worker_is_buried(open_queue, place):  # noqa: F8
         with process(take_one_and_hang, *place) as (victim, pipe):
             assert (said(pipe), said(pipe)) == ("ready", (1, attempt))
             kill(victim)
-    with pytest.raises(warpipe.BuriedError) as buried:
+    with pytest.raises(warpipe.DeadLetteredError) as dead_lettered:
         handle.result(LIMIT_SECONDS)
-    assert len(buried.value.reasons) == 2 and all("died" in reason for reason in buried.value.reasons)
+    assert len(dead_lettered.value.reasons) == 2 and all("died" in reason for reason in dead_lettered.value.reasons)
 
 
 @kills
@@ -517,7 +517,7 @@ def test_a_result_outlives_its_worker(open_queue, place):  # noqa: F811
     assert result.numpy().tolist() == [0, 1, 2, 3]
 
 
-def test_a_queue_that_says_goodbye_ends_the_loop_of_its_worker(open_worker, place):  # noqa: F811
+def test_a_queue_that_closes_gracefully_ends_the_loop_of_its_worker(open_worker, place):  # noqa: F811
     with process(own_a_queue, *place, 2) as (_owner, pipe):
         assert said(pipe) == "ready"
         worker = open_worker(wait=LIMIT_SECONDS)

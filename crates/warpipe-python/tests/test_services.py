@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 from conftest import LIMIT_SECONDS
-from labour import accept_and_hang, serve
+from workers import accept_and_hang, serve
 from peers import kill, process, said
 from test_processes import kills, place  # noqa: F401
 from test_waits import Interrupted, a_signal_soon
@@ -102,9 +102,9 @@ def test_failures_are_buried_with_their_reasons(open_client, server):
     for reason in ("first", "second"):
         with pytest.raises(ValueError), server.accept():
             raise ValueError(reason)
-    with pytest.raises(warpipe.BuriedError) as buried:
+    with pytest.raises(warpipe.DeadLetteredError) as dead_lettered:
         pending.result()
-    assert [reason in said for reason, said in zip(("first", "second"), buried.value.reasons, strict=True)] == [True] * 2
+    assert [reason in said for reason, said in zip(("first", "second"), dead_lettered.value.reasons, strict=True)] == [True] * 2
 
 
 def test_requests_are_awaited(open_client, tripling):

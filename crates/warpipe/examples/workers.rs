@@ -28,7 +28,7 @@ const TASKS: u64 = 200;
 const FLOATS: u64 = 1024;
 const WORKERS: usize = 3;
 /// Tasks that a worker may hold at once: what a death costs at most.
-const CREDITS: u32 = 4;
+const PREFETCH: u32 = 4;
 
 fn main() -> ExitCode {
     play(&[], |stage| match stage.role() {
@@ -67,7 +67,7 @@ fn work(stage: &Stage) -> Outcome<String> {
 
 /// Hands out the tasks and verifies the results. With workers of its own, kills one half-way.
 fn master(stage: &Stage, mut workers: Vec<Actor>) -> Outcome<String> {
-    let queue = Queue::builder(NAME).domain(&stage.domain).device(&stage.device).credits(CREDITS).build()?;
+    let queue = Queue::builder(NAME).domain(&stage.domain).device(&stage.device).prefetch(PREFETCH).build()?;
     let stream = stage.device.stream()?;
     for number in 0..TASKS {
         queue.submit(task(&queue, &stream, number)?, &stream)?;
@@ -89,7 +89,7 @@ fn master(stage: &Stage, mut workers: Vec<Actor>) -> Outcome<String> {
         *by_process.entry(result.worker_pid()).or_insert(0) += 1;
     }
     by_process.iter().for_each(|(process, tasks)| println!("process {process} did {tasks} tasks"));
-    ensure(killed == 0 || redone <= CREDITS.into(), || format!("{redone} tasks were redone for {killed} deaths"))?;
+    ensure(killed == 0 || redone <= PREFETCH.into(), || format!("{redone} tasks were redone for {killed} deaths"))?;
     // The workers see the queue's end, and end.
     drop(queue);
     workers.into_iter().try_for_each(Actor::finish)?;

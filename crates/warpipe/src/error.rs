@@ -448,10 +448,10 @@ pub enum Error {
     },
     /// Every attempt at a job failed.
     #[error(
-        "job {job} of {name:?} was buried after {} attempts ({}); see to the cause and submit it again",
+        "job {job} of {name:?} was dead-lettered after {} attempts ({}); see to the cause and submit it again",
         .reasons.len(), .reasons.join("; ")
     )]
-    Buried {
+    DeadLettered {
         /// The queue's name.
         name: String,
         /// The job's number.

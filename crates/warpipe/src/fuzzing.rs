@@ -6,16 +6,16 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use crate::backend::pointer::mapping_of;
 use crate::backend::{Access, DeviceId, DeviceKind};
-use crate::domain::EndpointName;
-use crate::link::entry::{Allegation, Completion, Description, Metadata};
-use crate::link::limits::PeerLimit;
-use crate::link::message::{self, Farewell, Message};
-use crate::link::segment::{META_BYTES_MAX, Segment, VERSION};
+use crate::ipc::domain::EndpointName;
+use crate::ipc::limits::PeerLimit;
+use crate::ipc::message::{self, CloseReason, Message};
+use crate::ipc::{self, Kind};
 use crate::memory::{legacy, ticket};
+use crate::pubsub::entry::{Completion, Description, Metadata, UntrustedEntry};
 use crate::queue::wire;
-use crate::rendezvous::{self, Kind};
+use crate::shm::segment::{META_BYTES_MAX, Segment, VERSION};
 use crate::tensor::RANK_MAX;
-use crate::{DType, Device, EventHandle, Layout, LegacyHandle, Ticket, event, origin};
+use crate::{DType, Device, EventHandle, Layout, LegacyHandle, Ticket, origin, sync::event};
 
 /// A parser: its name, what tries it, and bytes that get far.
 #[derive(Debug, Clone, Copy)]
@@ -62,16 +62,16 @@ pub(crate) fn messages(number: u64) -> Vec<Message> {
         Message::Welcome { generation, device, depth: small, access: Access::Read, lossless: true, regions: small },
         Message::Region { id: small, bytes: number },
         Message::Attached,
-        Message::Bye(Farewell::Closed),
-        Message::Bye(Farewell::Evicted("too slow".into())),
-        Message::Bye(Farewell::Failed("it broke the protocol".into())),
+        Message::Close(CloseReason::Closed),
+        Message::Close(CloseReason::Evicted("too slow".into())),
+        Message::Close(CloseReason::Failed("it broke the protocol".into())),
         Message::Refused { denied: false, text: text.clone() },
-        Message::Visit { generation, device: Some(device), kind: Kind::Pool, body: body.clone() },
-        Message::Granted { generation, body: body.clone(), fds: number as u8 },
+        Message::OpenSession { generation, device: Some(device), kind: Kind::Pool, body: body.clone() },
+        Message::SessionOpened { generation, body: body.clone(), fds: number as u8 },
         Message::OtherKind { found: Kind::Queue },
-        Message::Ask { serial: number, body: body.clone() },
-        Message::Answer { serial: number, body, fds: number as u8 },
-        Message::Declined { serial: number, text },
+        Message::Request { serial: number, body: body.clone() },
+        Message::Reply { serial: number, body, fds: number as u8 },
+        Message::RequestFailed { serial: number, text },
         Message::Completions { bytes: number },
         Message::Full { limit: PeerLimit::User, max: small },
     ]
@@ -93,16 +93,16 @@ fn packets(bytes: &[u8]) {
 /// What goes inside: every face's questions and answers.
 fn bodies(bytes: &[u8]) {
     let faces = [
-        crate::event::try_messages,
+        crate::sync::event::try_messages,
         crate::members::try_messages,
         crate::memory::try_messages,
         crate::pool::try_messages,
-        crate::semaphore::try_messages,
-        crate::timeline::try_messages,
+        crate::sync::semaphore::try_messages,
+        crate::sync::timeline::try_messages,
     ];
     faces.into_iter().for_each(|face| face(bytes));
     // What others may send of ours, by serde.
-    if let Ok(dtype) = rendezvous::decode::<DType>(bytes, "any") {
+    if let Ok(dtype) = ipc::decode::<DType>(bytes, "any") {
         assert_eq!(DType::from_name(dtype.name()), Some(dtype));
     }
 }
@@ -115,14 +115,14 @@ fn body_seeds() -> Vec<Vec<u8>> {
 
 /// What is written beside the tensors of jobs and results.
 fn queue(bytes: &[u8]) {
-    if let Ok(ticket) = wire::Ticket::decode(bytes) {
-        let again = ticket.encode(wire::user_of_job(bytes)).map(|metadata| metadata.as_bytes().to_vec());
+    if let Ok(tag) = wire::DeliveryTag::decode(bytes) {
+        let again = tag.encode(wire::user_of_job(bytes)).map(|metadata| metadata.as_bytes().to_vec());
         assert_eq!(again.ok().as_deref(), Some(bytes));
     }
     if let Ok(answer) = wire::Answer::decode(bytes) {
         // A reason is cleaned and cut; what it says then stays.
         let user = wire::user_of_answer(bytes);
-        let user = if answer.verdict == wire::Verdict::Completed { user } else { &[] };
+        let user = if answer.kind == wire::AnswerKind::Completed { user } else { &[] };
         if let Ok(metadata) = answer.encode(user) {
             let again = wire::Answer::decode(metadata.as_bytes()).ok();
             assert!(again.is_some_and(|again| (again.job, again.number) == (answer.job, answer.number)));
@@ -197,7 +197,7 @@ fn entries(bytes: &[u8]) {
         let mut words = words.iter().map(|&word| u64::from_le_bytes(word)).chain(std::iter::repeat(0));
         let region_bytes = words.next().unwrap_or_default();
         entry.words.iter().zip(words).for_each(|(to, word)| to.store(word, Relaxed));
-        let mut copy = Allegation::default();
+        let mut copy = UntrustedEntry::default();
         copy.copy(entry);
         let Ok(description) = copy.check(region_bytes) else { return };
         assert_promises(&description.layout);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, SyncOnDrop};
 
-use crate::backend::cuda::ending;
+use crate::backend::cuda::shutdown_gate;
 use crate::backend::{DeviceId, DeviceKind, DevicePtr, RawStream};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -34,7 +34,7 @@ struct Kept(Option<Arc<CudaStream>>);
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        let _inside = ending::enter();
+        let _guard = shutdown_gate::enter();
         drop(self.0.take());
     }
 }

@@ -23,9 +23,9 @@
 //! # Ok::<(), warpipe::Error>(())
 //! ```
 //!
-//! # The house
+//! # Modules
 //!
-//! | room | what is in it |
+//! | items | what they are |
 //! | --- | --- |
 //! | [`Publisher`], [`Subscriber`] | the channel: loan, send, receive, release; one [`Policy`] for each subscriber |
 //! | [`SampleMut`], [`Sample`], [`Receipt`] | a tensor on its way: lent, received, given back |
@@ -33,7 +33,7 @@
 //! | [`Event`], [`EventHandle`] | interprocess events that tell never recorded and lost from complete |
 //! | [`Layout`], [`DType`] ([`tensor`]) | what a slot holds: element type, shape, strides, offset, in DLPack's terms |
 //! | [`Device`], [`Stream`], [`Kernel`] ([`device`], [`kernel`]) | where memory lies, the order of its work, and what runs there |
-//! | [`LegacyHandle`], [`LegacyMemory`] | a second door, for memory that another allocator made |
+//! | [`LegacyHandle`], [`LegacyMemory`] | legacy CUDA IPC handles, for memory that another allocator made |
 //! | [`Semaphore`], [`Permit`] | so many at once, on streams and on the CPU, between processes |
 //! | [`Memory`], [`Ticket`], [`SharedMemory`], [`Published`] | memory that others open by a descriptor or by a text |
 //! | [`Pool`], [`Buffer`], [`PoolClient`], [`LentBuffer`] | blocks handed out, lent, and back when their last user is done |
@@ -47,9 +47,9 @@
 //! | [`clock`] | the clock that all processes of one machine share |
 //! | [`Error`], [`HandshakeFault`] | everything that can go wrong, each with the next step |
 //!
-//! Not public, and each explained at the head of its module: `link` (the memory and the socket that two processes share,
-//! the watcher of deaths), `memory` (regions and slots), `fork`, `os`. The bytes that two processes share are drawn in
-//! `docs/design/link.md`, what each death leaves behind in `docs/design/recovery.md`, and `ARCHITECTURE.md` is the map.
+//! Not public, and each explained at the head of its module: `ipc` (what processes say to each other), `shm`
+//! (memory that they share), `runtime` (the threads of a process), `memory` (regions and slots), `fork`, `os`. The bytes
+//! that two processes share are drawn in `docs/design/link.md`, what each death leaves behind in `docs/design/recovery.md`, and `ARCHITECTURE.md` is the map.
 //!
 //! # What is promised
 //!
@@ -69,7 +69,7 @@
 //!
 //! A [`Publisher`] may be used from any number of threads at once. A [`Subscriber`] belongs to one at a time; its
 //! samples may go anywhere. The first endpoint of a process starts four threads, one of each for all endpoints: a
-//! watcher that sees sockets and deaths, an attendant that makes links, a prover that asks whether memory is still in use,
+//! reactor that sees sockets and deaths, a control thread that makes links, a fence thread that asks whether memory is still in use,
 //! a reaper that gives it back to the driver.
 //! On the host device each [`Stream`] is a thread, too, and each [`Queue`] has one, which sleeps while nothing happens.
 //!
@@ -89,12 +89,9 @@
 
 mod atomic;
 pub mod backend;
-mod channel;
 pub mod clock;
 pub mod device;
-mod domain;
 mod error;
-mod event;
 mod fork;
 #[cfg(any(test, feature = "testing"))]
 #[doc(hidden)]
@@ -103,53 +100,52 @@ pub mod fuzzing;
 mod hostile;
 #[cfg(feature = "cudarc")]
 pub mod interop_cudarc;
+mod ipc;
 pub mod kernel;
-mod link;
 pub mod members;
 mod memory;
 pub mod nvtx;
 mod origin;
 mod os;
 mod pool;
+mod pubsub;
 mod queue;
-mod rendezvous;
 mod rows;
-mod semaphore;
-mod service;
-mod spin;
+mod rpc;
+mod runtime;
+mod shm;
 mod stats;
 mod stream;
+mod sync;
 pub mod tensor;
-mod timed;
-mod timeline;
 
-pub use channel::{
-    Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut, Samples, SendError,
-    SlotHold, SlotReturn, Subscriber, SubscriberBuilder, SubscriberInfo,
-};
 pub use device::Device;
-pub use domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
 pub use error::{Error, Expiry, HandshakeFault, Holder, LegacyFault, Result, TicketFault};
-pub use event::{Event, EventHandle, EventHandleFault, Recording};
+pub use ipc::Kind;
+pub use ipc::PeerState;
+pub use ipc::domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
+pub use ipc::limits::PeerLimit;
 pub use kernel::Kernel;
-pub use link::PeerState;
-pub use link::closer::pending_closes;
-pub use link::limits::PeerLimit;
 pub use members::{Change, Member, MemberInfo, Members, MembersBuilder};
 pub use memory::legacy::{LegacyHandle, LegacyMemory};
 pub use memory::{Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket};
 pub use pool::{Buffer, LentBuffer, Pool, PoolBuilder, PoolClient, PoolStats};
+pub use pubsub::{
+    Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut, Samples, SendError,
+    SlotHold, SlotReturn, Subscriber, SubscriberBuilder, SubscriberInfo,
+};
 pub use queue::{
     AnswerError, Duty, JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState, QueueWatch,
     SubmitError, Worker, WorkerBuilder,
 };
-pub use rendezvous::Kind;
-pub use semaphore::{Permit, Semaphore};
-pub use service::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
+pub use rpc::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
+pub use runtime::closer::pending_closes;
 pub use stats::{ProcessStats, process_stats};
 pub use stream::Stream;
+pub use sync::event::{Event, EventHandle, EventHandleFault, Recording};
+pub use sync::semaphore::{Permit, Semaphore};
+pub use sync::timeline::Timeline;
 pub use tensor::{DType, Layout};
-pub use timeline::Timeline;
 
 /// The examples of the README are tests, too.
 #[cfg(doctest)]

@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use libloading::Library;
 
 use crate::error::Error;
-use crate::fork::own::Own;
+use crate::fork::per_process::PerProcess;
 
 /// A sample is handed to its subscribers.
 pub(crate) const SEND: &CStr = c"warpipe.send";
@@ -71,7 +71,7 @@ pub enum State {
 pub fn state() -> &'static State {
     // A forked child goes on with what its parent found, and finds out itself if that was under way.
     static STATE: AtomicPtr<State> = AtomicPtr::new(ptr::null_mut());
-    static STARTING: Own<Mutex<()>> = Own::new();
+    static STARTING: PerProcess<Mutex<()>> = PerProcess::new();
     // SAFETY: what is published here is never freed, and never written through.
     let known = || unsafe { STATE.load(Ordering::Acquire).as_ref() };
     known().unwrap_or_else(|| {

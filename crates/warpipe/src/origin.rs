@@ -7,11 +7,11 @@ use std::io;
 use std::sync::Mutex;
 
 use crate::error::{Error, Result};
-use crate::fork::own::Own;
+use crate::fork::per_process::PerProcess;
 
 /// A process, told apart from every other one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Origin {
+pub(crate) struct ProcessOrigin {
     /// The boot of the machine: a hash of `/proc/sys/kernel/random/boot_id`.
     pub(crate) host: u64,
     /// The PID namespace in which `pid` counts: the inode of `/proc/self/ns/pid`.
@@ -24,44 +24,44 @@ pub(crate) struct Origin {
 
 /// What can be known of another process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Life {
+pub(crate) enum Liveness {
     Alive,
     Gone,
     /// It counts in another PID namespace, or on another machine.
     Unknown,
 }
 
-impl Origin {
+impl ProcessOrigin {
     /// This process; read once, and again after a fork.
-    pub(crate) fn here() -> Result<Origin> {
-        static HERE: Own<Mutex<Option<Origin>>> = Own::new();
+    pub(crate) fn here() -> Result<ProcessOrigin> {
+        static HERE: PerProcess<Mutex<Option<ProcessOrigin>>> = PerProcess::new();
         let mut here = HERE.lock();
         match *here {
             Some(origin) if origin.pid == std::process::id() as i32 => Ok(origin),
-            _ => Ok(*here.insert(Origin::read()?)),
+            _ => Ok(*here.insert(ProcessOrigin::read()?)),
         }
     }
 
-    fn read() -> Result<Origin> {
+    fn read() -> Result<ProcessOrigin> {
         let failed = |what: &'static str| move |error: io::Error| Error::os("read", what, error);
         let boot =
             std::fs::read("/proc/sys/kernel/random/boot_id").map_err(failed("/proc/sys/kernel/random/boot_id"))?;
         let namespace = rustix::fs::stat("/proc/self/ns/pid").map_err(|e| Error::os("stat", "/proc/self/ns/pid", e))?;
         let pid = std::process::id() as i32;
         let started = Stat::at("/proc/self/stat").map_err(failed("/proc/self/stat"))?.started;
-        Ok(Origin { host: hash(boot.trim_ascii()), namespace: namespace.st_ino, started, pid })
+        Ok(ProcessOrigin { host: hash(boot.trim_ascii()), namespace: namespace.st_ino, started, pid })
     }
 
     /// Whether the process still lives, as seen from `here`. A zombie does not: its memory is gone.
-    pub(crate) fn life(&self, here: &Origin) -> Life {
+    pub(crate) fn life(&self, here: &ProcessOrigin) -> Liveness {
         if (self.host, self.namespace) != (here.host, here.namespace) || !is_proc_of(here.pid) {
-            return Life::Unknown;
+            return Liveness::Unknown;
         }
         match Stat::of(self.pid) {
-            Ok(stat) if stat.started == self.started && !matches!(stat.state, b'Z' | b'X') => Life::Alive,
-            Ok(_) => Life::Gone,
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => Life::Gone,
-            Err(_) => Life::Unknown,
+            Ok(stat) if stat.started == self.started && !matches!(stat.state, b'Z' | b'X') => Liveness::Alive,
+            Ok(_) => Liveness::Gone,
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => Liveness::Gone,
+            Err(_) => Liveness::Unknown,
         }
     }
 }
@@ -117,23 +117,23 @@ mod tests {
 
     #[test]
     fn this_process_lives_and_one_with_its_number_that_started_earlier_is_gone() {
-        let here = Origin::here().unwrap();
-        assert_eq!(here.life(&here), Life::Alive);
-        assert_eq!(Origin { started: here.started - 1, ..here }.life(&here), Life::Gone);
-        assert_eq!(Origin { namespace: 1, ..here }.life(&here), Life::Unknown);
-        assert_eq!(Origin { host: 1, ..here }.life(&here), Life::Unknown);
+        let here = ProcessOrigin::here().unwrap();
+        assert_eq!(here.life(&here), Liveness::Alive);
+        assert_eq!(ProcessOrigin { started: here.started - 1, ..here }.life(&here), Liveness::Gone);
+        assert_eq!(ProcessOrigin { namespace: 1, ..here }.life(&here), Liveness::Unknown);
+        assert_eq!(ProcessOrigin { host: 1, ..here }.life(&here), Liveness::Unknown);
     }
 
     #[test]
     fn a_killed_child_is_gone_before_its_parent_has_asked_for_it() {
-        let here = Origin::here().unwrap();
+        let here = ProcessOrigin::here().unwrap();
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = child.id() as i32;
-        let origin = Origin { pid, started: Stat::of(pid).unwrap().started, ..here };
-        assert_eq!(origin.life(&here), Life::Alive);
+        let origin = ProcessOrigin { pid, started: Stat::of(pid).unwrap().started, ..here };
+        assert_eq!(origin.life(&here), Liveness::Alive);
         child.kill().unwrap();
         child.wait().unwrap();
-        assert_eq!(origin.life(&here), Life::Gone);
+        assert_eq!(origin.life(&here), Liveness::Gone);
     }
 
     #[test]

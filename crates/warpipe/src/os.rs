@@ -8,7 +8,7 @@ use rustix::io::Errno;
 /// A descriptor, as far as it can be known without asking a file system: a file on FUSE would have its server asked, which
 /// answers as late as it likes.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Kind {
+pub(crate) struct FdKind {
     pub(crate) file: FileType,
     /// Of the file system, not of a device file.
     pub(crate) device: (u32, u32),
@@ -18,10 +18,10 @@ pub(crate) struct Kind {
 
 /// What a descriptor is that a peer sent. Before that is known, nothing else is to be asked of it: `fstat`, `fstatfs`,
 /// `poll`, `ioctl` and `mmap` may all ask a file system.
-pub(crate) fn kind_of(fd: BorrowedFd<'_>) -> Result<Kind, Errno> {
+pub(crate) fn kind_of(fd: BorrowedFd<'_>) -> Result<FdKind, Errno> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let status = rustix::fs::statx(fd, c"", flags, StatxFlags::TYPE)?;
-    Ok(Kind {
+    Ok(FdKind {
         file: FileType::from_raw_mode(status.stx_mode.into()),
         device: (status.stx_dev_major, status.stx_dev_minor),
         flags: rustix::fs::fcntl_getfl(fd)?,

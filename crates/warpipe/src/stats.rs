@@ -1,9 +1,10 @@
 //! What the library does in this process, in numbers.
 
-use crate::backend::kept;
+use crate::backend::unreclaimed;
 use crate::fork::lifeline;
-use crate::link::watcher::Watcher;
-use crate::link::{peer, proof};
+use crate::ipc::peer;
+use crate::runtime::fence;
+use crate::runtime::reactor::Reactor;
 
 /// What the library does in this process: [`process_stats`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -39,8 +40,8 @@ pub struct ProcessStats {
 /// assert_eq!(warpipe::process_stats().overdue, 0);
 /// ```
 pub fn process_stats() -> ProcessStats {
-    let (dropping, overdue) = Watcher::running().map_or((0, 0), |watcher| watcher.counts());
-    let (kept, kept_bytes) = kept::kept();
+    let (dropping, overdue) = Reactor::running().map_or((0, 0), |reactor| reactor.counts());
+    let (kept, kept_bytes) = unreclaimed::totals();
     let (orphaned, is_proof_prompt) = (peer::orphaned(), lifeline::is_prompt());
-    ProcessStats { dropping, overdue, kept, kept_bytes, unanswered: proof::unanswered(), orphaned, is_proof_prompt }
+    ProcessStats { dropping, overdue, kept, kept_bytes, unanswered: fence::unanswered(), orphaned, is_proof_prompt }
 }

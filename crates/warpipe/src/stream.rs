@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::backend::{Backend, DevicePtr, RawStream, Rows, StreamOp};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::Home;
+use crate::fork::OwnerProcess;
 use crate::kernel::Kernel;
 use crate::tensor::Layout;
 
@@ -16,15 +16,15 @@ use crate::tensor::Layout;
 /// with its last clone (work already enqueued still runs).
 #[derive(Debug, Clone)]
 pub struct Stream {
-    inner: Arc<Inner>,
+    inner: Arc<StreamInner>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct StreamInner {
     device: Device,
     raw: RawStream,
     owned: bool,
-    home: Home,
+    owner_process: OwnerProcess,
     /// Keeps somebody else's stream alive for as long as ours refers to it.
     _keep: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -33,7 +33,13 @@ impl Stream {
     pub(crate) fn new(device: &Device) -> Result<Stream> {
         let raw = device.backend().create_stream()?;
         Ok(Stream {
-            inner: Arc::new(Inner { device: device.clone(), raw, owned: true, home: Home::here(), _keep: None }),
+            inner: Arc::new(StreamInner {
+                device: device.clone(),
+                raw,
+                owned: true,
+                owner_process: OwnerProcess::current(),
+                _keep: None,
+            }),
         })
     }
 
@@ -44,14 +50,28 @@ impl Stream {
     /// The stream outlives every clone of the result, and everything sent or received with it.
     pub unsafe fn borrow_raw(device: &Device, stream: *mut c_void) -> Stream {
         let raw = RawStream(stream);
-        Stream { inner: Arc::new(Inner { device: device.clone(), raw, owned: false, home: Home::here(), _keep: None }) }
+        Stream {
+            inner: Arc::new(StreamInner {
+                device: device.clone(),
+                raw,
+                owned: false,
+                owner_process: OwnerProcess::current(),
+                _keep: None,
+            }),
+        }
     }
 
     /// A stream that lives as long as `keep` does.
     #[cfg(feature = "cudarc")]
     pub(crate) fn borrow_kept(device: &Device, raw: RawStream, keep: Arc<dyn Any + Send + Sync>) -> Stream {
         Stream {
-            inner: Arc::new(Inner { device: device.clone(), raw, owned: false, home: Home::here(), _keep: Some(keep) }),
+            inner: Arc::new(StreamInner {
+                device: device.clone(),
+                raw,
+                owned: false,
+                owner_process: OwnerProcess::current(),
+                _keep: Some(keep),
+            }),
         }
     }
 
@@ -194,7 +214,7 @@ impl Stream {
     #[inline]
     pub(crate) fn check_not_capturing(&self) -> Result<()> {
         // A forked child must not call the driver.
-        self.inner.home.check()?;
+        self.inner.owner_process.check()?;
         // SAFETY: the stream is live as long as self.
         if unsafe { self.backend().is_capturing(self.raw()) }? { Err(self.capturing()) } else { Ok(()) }
     }
@@ -303,10 +323,10 @@ impl Stream {
     }
 }
 
-impl Drop for Inner {
+impl Drop for StreamInner {
     fn drop(&mut self) {
         // In a forked child the stream's thread, or its context, is not there; its lock may be held for ever.
-        if self.owned && self.home.is_here() {
+        if self.owned && self.owner_process.is_current() {
             // SAFETY: created in `new`, destroyed here only; nobody holds a clone any more.
             let _ = unsafe { self.device.backend().destroy_stream(self.raw) };
         }

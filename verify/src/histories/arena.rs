@@ -148,7 +148,7 @@ impl Play {
         if taken.holders == 0 {
             self.taken.swap_remove(index);
         }
-        self.arena.let_go(id);
+        self.arena.release(id);
         Ok(())
     }
 

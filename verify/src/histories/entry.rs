@@ -4,8 +4,8 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::Draw;
-use crate::link::entry::{Allegation, Completion, Description, Metadata};
-use crate::link::segment::Segment;
+use crate::pubsub::entry::{Completion, Description, Metadata, UntrustedEntry};
+use crate::shm::segment::Segment;
 use crate::tensor::{DType, Layout};
 
 const REGION_BYTES: u64 = 1 << 40;
@@ -13,12 +13,12 @@ const REGION_BYTES: u64 = 1 << 40;
 /// An entry that is written, spoilt and read again and again, with one copy, as a receiver does.
 pub struct Play {
     segment: Segment,
-    copy: Allegation,
+    copy: UntrustedEntry,
 }
 
 impl Default for Play {
     fn default() -> Play {
-        Play { segment: Segment::new(1), copy: Allegation::default() }
+        Play { segment: Segment::new(1), copy: UntrustedEntry::default() }
     }
 }
 

@@ -1,23 +1,23 @@
-//! A pool whose peers, owner and scrubber have devices that work late, each in its own order. A block is used by what was
+//! A pool whose peers, owner and clearing stream have devices that work late, each in its own order. A block is used by what was
 //! enqueued while somebody had it; it may be lent again when all of that is done, and shows nobody another user's bytes.
 //!
-//! The books are the library's ([`State`], [`Borrower`], [`Arena`], [`Marks`]); what binds them together stands here as
-//! `pool/core.rs` and `pool/counter.rs` have it.
+//! The books are the library's ([`PoolState`], [`Borrower`], [`Arena`], [`LastWriters`]); what binds them together stands here as
+//! `pool/allocator.rs` and `pool/server.rs` have it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::block::{Block, Borrower, Lend};
-use super::core::State;
-use super::marks::{Mark, Marks};
+use super::allocator::PoolState;
+use super::block::{BlockUsers, Borrower, LentBlock};
+use super::last_writers::{LastWriter, LastWriters};
 use super::{PAGE_BYTES, cleared_at, released_at};
 use crate::backend::{Access, TimelineWord};
 use crate::device::Device;
 use crate::histories::Draw;
 use crate::histories::memory::{Memory, Place};
-use crate::link::peer::Process;
+use crate::ipc::peer::Process;
 use crate::memory::arena::{Arena, SlotId};
-use crate::memory::page::Page;
+use crate::shm::page::SharedPage;
 
 const LIMIT: u64 = 4 << 20;
 /// The owner's user.
@@ -71,7 +71,7 @@ enum Job {
     Release { pair: u32, value: u64 },
 }
 
-/// What the owner's device has to do, on a stream or on the scrubber.
+/// What the owner's device has to do, on a stream or on the clearing stream.
 #[derive(Debug, Clone, Copy)]
 enum Work {
     Use(Lent),
@@ -83,7 +83,7 @@ enum Work {
 #[derive(Debug)]
 struct Peer {
     number: u64,
-    page: Arc<Page>,
+    page: Arc<SharedPage>,
     process: Arc<Process>,
     hands: Vec<Hand>,
     device: VecDeque<Job>,
@@ -94,7 +94,7 @@ struct Peer {
 /// A pool, and the truth about it.
 pub struct Play {
     fault: Fault,
-    state: State,
+    state: PoolState,
     memory: Memory,
     words: Vec<TimelineWord>,
     peers: [Option<Peer>; USERS.len()],
@@ -110,8 +110,8 @@ pub struct Play {
 impl Play {
     pub fn new(fault: Fault) -> Play {
         let arena = Arena::new(&Device, LIMIT);
-        let (blocks, lends, borrowers, counts, marks) = Default::default();
-        let state = State { arena, blocks, lends, borrowers, counts, marks };
+        let (blocks, lent_blocks, borrowers, counts, last_writers) = Default::default();
+        let state = PoolState { arena, blocks, lent_blocks, borrowers, counts, last_writers };
         let (memory, words, peers, owned, stream, scrubber, pending) = Default::default();
         Play { fault, state, memory, words, peers, owned, stream, scrubber, pending, fences: 0, numbers: 0 }
     }
@@ -147,7 +147,7 @@ impl Play {
         }
         self.numbers += 1;
         let process = Arc::new(Process::default());
-        let borrower = Borrower::new(Page::new(PAGE_BYTES), process.clone());
+        let borrower = Borrower::new(SharedPage::new(PAGE_BYTES), process.clone());
         let (number, page) = (self.numbers, borrower.page.clone());
         self.state.borrowers.insert(number, borrower);
         let (hands, device) = Default::default();
@@ -167,8 +167,8 @@ impl Play {
         lent.place.offset..lent.place.offset + lent.place.bytes
     }
 
-    /// As `Core::take`: the block, and the fence behind which it is clear.
-    fn take(&mut self, bytes: u64, user: u64, block: Block) -> Result<Option<(Lent, Option<u64>)>, String> {
+    /// As `PoolAllocator::take`: the block, and the fence behind which it is clear.
+    fn take(&mut self, bytes: u64, user: u64, block: BlockUsers) -> Result<Option<(Lent, Option<u64>)>, String> {
         self.reclaim();
         let slot = match self.state.arena.take(bytes) {
             Some(slot) => slot,
@@ -177,7 +177,7 @@ impl Play {
                 let made = growth.make(&Device);
                 let region = self.state.arena.adopt(growth, made).map_err(|error| error.to_string())?;
                 self.memory.add(self.state.arena.chunks()[region as usize].region.bytes());
-                self.state.marks.push(Marks::default());
+                self.state.last_writers.push(LastWriters::default());
                 self.state.arena.take(bytes).ok_or("a new region has no room")?
             }
         };
@@ -189,11 +189,11 @@ impl Play {
         Ok(Some((lent, cleared_at)))
     }
 
-    /// As `Core::clear_for`.
+    /// As `PoolAllocator::clear_for`.
     fn clear_for(&mut self, lent: &Lent, user: u64) -> Option<u64> {
-        let marks = &mut self.state.marks[lent.place.region as usize];
-        let is_foreign = marks.are_foreign_to(user as u32, &Play::range(lent));
-        marks.set(Play::range(lent), Mark::User(user as u32));
+        let last_writers = &mut self.state.last_writers[lent.place.region as usize];
+        let is_foreign = last_writers.are_foreign_to(user as u32, &Play::range(lent));
+        last_writers.set(Play::range(lent), LastWriter::User(user as u32));
         is_foreign.then(|| {
             self.fences += 1;
             let value = self.fences;
@@ -218,21 +218,21 @@ impl Play {
         late.map_or(Ok(()), |late| Err(format!("{lent:?} is lent, and a device has still to use {late:?}")))
     }
 
-    /// As `Core::hand_new`.
+    /// As `PoolAllocator::hand_new`.
     fn ask(&mut self, peer: usize, bytes: u64) -> Result<(), String> {
         let Some(number) = self.alive(peer).map(|peer| peer.number) else { return Ok(()) };
         self.reclaim();
         if self.state.borrowers[&number].is_full() {
             return Ok(());
         }
-        if let Some((lent, cleared_at)) = self.take(bytes, USERS[peer], Block::borrowed())? {
-            self.hand_over(peer, lent, cleared_at.is_some(), false);
+        if let Some((lent, cleared_at)) = self.take(bytes, USERS[peer], BlockUsers::borrowed())? {
+            self.grant_block(peer, lent, cleared_at.is_some(), false);
         }
         Ok(())
     }
 
-    /// As `Core::hand_over`. Whoever gets a block uses it at once.
-    fn hand_over(&mut self, peer: usize, lent: Lent, is_being_cleared: bool, is_shared: bool) {
+    /// As `PoolAllocator::grant_block`. Whoever gets a block uses it at once.
+    fn grant_block(&mut self, peer: usize, lent: Lent, is_being_cleared: bool, is_shared: bool) {
         let Some(Peer { number, hands, device, .. }) = &mut self.peers[peer] else { return };
         let Some(borrower) = self.state.borrowers.get_mut(number) else { return };
         let (pair, value) = borrower.open(lent.slot).expect("it was asked");
@@ -245,25 +245,25 @@ impl Play {
         device.push_back(Job::Use(hand));
     }
 
-    /// As `Core::hand_lent`.
+    /// As `PoolAllocator::hand_lent`.
     fn open(&mut self, peer: usize, which: usize) -> Result<(), String> {
         let Some(number) = self.alive(peer).map(|peer| peer.number) else { return Ok(()) };
         self.reclaim();
-        let lends: Vec<SlotId> = self.state.lends.values().map(|lend| lend.slot).collect();
-        if lends.is_empty() || self.state.borrowers[&number].is_full() {
+        let lent_blocks: Vec<SlotId> = self.state.lent_blocks.values().map(|lend| lend.slot).collect();
+        if lent_blocks.is_empty() || self.state.borrowers[&number].is_full() {
             return Ok(());
         }
-        let slot = lends.into_iter().min_by_key(|&slot| (slot as usize + which) % 4).unwrap_or_default();
+        let slot = lent_blocks.into_iter().min_by_key(|&slot| (slot as usize + which) % 4).unwrap_or_default();
         let lent = self.lent(slot);
         if !self.owned.contains(&lent) {
             return Err(format!("{lent:?} can be opened, and its owner has let it go"));
         }
-        self.hand_over(peer, lent, false, true);
+        self.grant_block(peer, lent, false, true);
         if self.fault != Fault::ForgetsBorrowers {
             self.state.borrow(slot);
         }
         if USERS[peer] != OWNER && self.fault != Fault::NotesOneUser {
-            self.state.marks[lent.place.region as usize].set(Play::range(&lent), Mark::Several);
+            self.state.last_writers[lent.place.region as usize].set(Play::range(&lent), LastWriter::Several);
         }
         Ok(())
     }
@@ -334,7 +334,7 @@ impl Play {
             borrower.is_leaving = true;
         }
         if fault == Fault::FreesAtGoodbye {
-            self.free_soon(number);
+            self.free_deferred(number);
         }
         self.reclaim();
     }
@@ -344,31 +344,31 @@ impl Play {
         peer.is_dead = true;
         let number = peer.number;
         if self.fault == Fault::FreesAtDeath {
-            self.free_soon(number);
+            self.free_deferred(number);
         }
     }
 
-    /// From here on nothing of a dead peer's runs. As `Core::gone`.
+    /// From here on nothing of a dead peer's runs. As `PoolAllocator::gone`.
     fn prove(&mut self, peer: usize) {
         if let Some(Peer { number, process, is_leaving, .. }) = self.peers[peer].take_if(|peer| peer.is_dead) {
             process.prove();
             self.reclaim();
             if !is_leaving {
-                self.free_soon(number);
+                self.free_deferred(number);
             }
         }
     }
 
-    /// As `Core::free_soon`, up to its proof.
-    fn free_soon(&mut self, number: u64) {
+    /// As `PoolAllocator::free_deferred`, up to its proof.
+    fn free_deferred(&mut self, number: u64) {
         if let Some(borrower) = self.state.borrowers.remove(&number) {
             self.pending.extend(borrower.into_slots().1);
         }
     }
 
-    /// As `Core::allocate`: the owner waits until it is clear.
+    /// As `PoolAllocator::allocate`: the owner waits until it is clear.
     fn own(&mut self, bytes: u64) -> Result<Option<Lent>, String> {
-        let Some((lent, cleared_at)) = self.take(bytes, OWNER, Block::owned())? else { return Ok(None) };
+        let Some((lent, cleared_at)) = self.take(bytes, OWNER, BlockUsers::owned())? else { return Ok(None) };
         if cleared_at.is_some() {
             while !self.scrubber.is_empty() {
                 self.work(false)?;
@@ -384,8 +384,8 @@ impl Play {
 
     fn lend(&mut self, which: usize) {
         if let Some(&Lent { slot, place, .. }) = self.owned.get(which % self.owned.len().max(1)) {
-            let lend = Lend { slot, bytes: place.bytes, access: Access };
-            self.state.lends.insert(slot.into(), lend);
+            let lend = LentBlock { slot, bytes: place.bytes, access: Access };
+            self.state.lent_blocks.insert(slot.into(), lend);
         }
     }
 
@@ -395,7 +395,7 @@ impl Play {
         }
     }
 
-    /// As `Core::let_go_behind`.
+    /// As `PoolAllocator::release_behind`.
     fn let_go(&mut self, which: usize) {
         if self.owned.is_empty() {
             return;
@@ -406,10 +406,10 @@ impl Play {
         if self.fault != Fault::ForgetsFence {
             self.state.arena.fence(slot, self.fences);
         }
-        self.state.owner_lets_go(slot);
+        self.state.release_owner(slot);
     }
 
-    /// The owner's stream, or the scrubber, makes its next step.
+    /// The owner's stream, or the clearing stream, makes its next step.
     fn work(&mut self, is_stream: bool) -> Result<(), String> {
         let queue = if is_stream { &mut self.stream } else { &mut self.scrubber };
         match queue.pop_front() {
@@ -429,21 +429,21 @@ impl Play {
         Ok(())
     }
 
-    /// As `Core::tick`, and what waits for the owner's streams.
+    /// As `PoolAllocator::tick`, and what waits for the owner's streams.
     fn tick(&mut self) {
         self.reclaim();
-        let gone = self.state.borrowers.iter().filter(|(_, borrower)| borrower.is_dead_and_gone());
+        let gone = self.state.borrowers.iter().filter(|(_, borrower)| borrower.has_left_and_died());
         let gone: Vec<u64> = gone.map(|(&number, _)| number).collect();
-        gone.into_iter().for_each(|number| self.free_soon(number));
+        gone.into_iter().for_each(|number| self.free_deferred(number));
         if self.stream.is_empty() && self.scrubber.is_empty() {
-            std::mem::take(&mut self.pending).into_iter().for_each(|slot| self.state.borrower_lets_go(slot));
+            std::mem::take(&mut self.pending).into_iter().for_each(|slot| self.state.release_borrower(slot));
         }
         for peer in &mut self.peers {
             peer.take_if(|peer| peer.is_leaving && !peer.is_dead && peer.device.is_empty());
         }
     }
 
-    /// As `Core::reclaim`.
+    /// As `PoolAllocator::reclaim`.
     fn reclaim(&mut self) {
         self.state.collect_released();
         self.state.borrowers.retain(|_, borrower| !borrower.is_done());

@@ -4,7 +4,7 @@
 //! Who only reads is begun as a thread, and who writes is the model's first: loom finds that a load could have come behind
 //! a later change only where the changing thread has not itself looked in between.
 
-pub mod lane;
+pub mod counter;
 pub mod ring;
 pub mod sleep;
 pub mod timeline;
@@ -17,7 +17,7 @@ use loom::sync::{Condvar, Mutex};
 
 use crate::atomic::{self, Fences, Way};
 // Where they see what they check.
-pub use crate::channel::inlet::model as rescue;
+pub use crate::pubsub::publisher_link::model as rescue;
 pub use crate::semaphore::model as room;
 
 /// A model, and how often threads may be put aside in it: `VERIFY_DEEPER` of the environment comes on top.

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::Weak;
 use std::time::Duration;
 
-use super::vigil::Vigil;
-use crate::link::segment::Segment;
-use crate::link::wake::Bell;
-use crate::link::watcher::Watched;
+use super::monitor::PublisherMonitor;
 use crate::models::Model;
+use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::reactor::EventSource;
+use crate::shm::segment::Segment;
 
 pub const LET_GO: Model = Model { name: "a stream that waits for the dead is let go", bound: 4, body: let_go };
 pub const WHOLE: Model =
@@ -17,28 +17,28 @@ pub const LOST: Model = Model { name: "what was not complete is lost to everybod
 
 const POSITION: u64 = 1;
 
-fn vigil(segment: &Arc<Segment>) -> Arc<Vigil> {
-    let vigil = Vigil::new(segment, &Arc::new(Bell::default()), None);
-    vigil.read_by(Weak::new());
+fn monitor(segment: &Arc<Segment>) -> Arc<PublisherMonitor> {
+    let monitor = PublisherMonitor::new(segment, &Arc::new(LocalDoorbell::default()), None);
+    monitor.read_by(Weak::new());
     // Its words are made.
-    vigil.hold(0, 0);
-    let _ = (vigil.has_lost(0, POSITION), vigil.standing());
-    Arc::new(vigil)
+    monitor.hold(0, 0);
+    let _ = (monitor.has_lost(0, POSITION), monitor.link_state());
+    Arc::new(monitor)
 }
 
-/// As `Inlet::admit` does: whether the sample is handed out.
-fn admit(vigil: &Vigil) -> bool {
-    if vigil.hold(0, POSITION) {
-        vigil.let_go(0, POSITION);
-        return !vigil.has_lost(0, POSITION);
+/// As `PublisherLink::admit` does: whether the sample is handed out.
+fn admit(monitor: &PublisherMonitor) -> bool {
+    if monitor.hold(0, POSITION) {
+        monitor.release_wait(0, POSITION);
+        return !monitor.has_lost(0, POSITION);
     }
     true
 }
 
-/// As `Inlet::completion`: `None` if it is lost.
-fn completion(vigil: &Vigil, segment: &Segment) -> Option<bool> {
+/// As `PublisherLink::completion`: `None` if it is lost.
+fn completion(monitor: &PublisherMonitor, segment: &Segment) -> Option<bool> {
     let reached = segment.entry(POSITION).ready.reached(POSITION);
-    if vigil.has_lost(0, POSITION) { None } else { Some(reached) }
+    if monitor.has_lost(0, POSITION) { None } else { Some(reached) }
 }
 
 fn await_ready(segment: &Segment) {
@@ -49,34 +49,34 @@ fn await_ready(segment: &Segment) {
 
 fn let_go() {
     let segment = Arc::new(Segment::new(1).touched());
-    let vigil = vigil(&segment);
-    let watcher = vigil.clone();
+    let monitor = monitor(&segment);
+    let reactor = monitor.clone();
     let thread = loom::thread::spawn(move || {
-        watcher.on_ready(0);
+        reactor.on_ready(0);
     });
-    if admit(&vigil) {
+    if admit(&monitor) {
         await_ready(&segment);
-        assert_eq!(completion(&vigil, &segment), None, "its data was never complete");
+        assert_eq!(completion(&monitor, &segment), None, "its data was never complete");
     }
-    thread.join().expect("the watcher");
+    thread.join().expect("the reactor");
 }
 
 /// The proof comes behind all that the publisher did; `is_complete` says whether that was all of it.
 fn whole(is_complete: bool) {
     let segment = Arc::new(Segment::new(1).touched());
-    let vigil = vigil(&segment);
-    let (watcher, words) = (vigil.clone(), segment.clone());
+    let monitor = monitor(&segment);
+    let (reactor, words) = (monitor.clone(), segment.clone());
     let thread = loom::thread::spawn(move || {
         if is_complete {
             words.entry(POSITION).ready.store(POSITION);
         }
-        watcher.on_ready(0);
+        reactor.on_ready(0);
     });
-    let is_handed_out = admit(&vigil);
+    let is_handed_out = admit(&monitor);
     if is_handed_out {
         await_ready(&segment);
     }
-    let found = if is_handed_out { completion(&vigil, &segment) } else { None };
+    let found = if is_handed_out { completion(&monitor, &segment) } else { None };
     assert_eq!(found, is_complete.then_some(true));
-    thread.join().expect("the watcher");
+    thread.join().expect("the reactor");
 }

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use crate::link::entry::{Description, Metadata};
-use crate::link::ring::{ReceiverRing, Room, SenderRing};
-use crate::link::segment::Segment;
 use crate::models::Model;
+use crate::pubsub::entry::{Description, Metadata};
+use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing};
+use crate::shm::segment::Segment;
 use crate::tensor::Layout;
 
 pub const ONE_PIECE: Model = Model { name: "a sample that is taken is of one piece", bound: 4, body: one_piece };
@@ -40,7 +40,7 @@ impl Sender {
 
     /// Publishes the next sample, whose data is complete at once, if there is room.
     fn send(&mut self) {
-        if let Room::At(position) = self.ring.room() {
+        if let RingSpace::At(position) = self.ring.space() {
             self.sequence += 1;
             self.ring.publish(position, &description(self.sequence));
             self.published.push((position, self.sequence));

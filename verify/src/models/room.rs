@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::room::{LOOK, Look, Room, bytes_for};
+use super::page::{RECHECK_INTERVAL, SemaphorePage, WaitProgress, bytes_for};
 use crate::atomic::{AtomicU32, AtomicU64};
 use crate::backend::TimelineWord;
-use crate::memory::page::Page;
 use crate::models::Model;
+use crate::shm::page::SharedPage;
 
 pub const HANDED_ON: Model = Model { name: "who waits for a permit gets it", bound: 4, body: handed_on };
 pub const WITHDRAWN: Model = Model { name: "a wait that ends has a permit or none", bound: 4, body: withdrawn };
@@ -16,8 +16,8 @@ const HOLDER: u32 = 1;
 const WAITER: u32 = 2;
 
 /// A room of one permit, with the words that two members use made.
-fn room() -> Arc<Room> {
-    let page = Page::new(bytes_for(1));
+fn room() -> Arc<SemaphorePage> {
+    let page = SharedPage::new(bytes_for(1));
     let word = |offset| page.at::<AtomicU64>(offset).touch();
     [0, 8, 64, 72, 80, 88].into_iter().for_each(word);
     for place in 0..2 {
@@ -28,20 +28,20 @@ fn room() -> Arc<Room> {
     let permit = bytes_for(1) - 4096;
     [permit, permit + 8].into_iter().for_each(word);
     page.at::<TimelineWord>(permit + 16).store(0);
-    Arc::new(Room::new(page, 1))
+    Arc::new(SemaphorePage::new(page, 1))
 }
 
 /// As `Core::wait_at` does, without a limit.
-fn wait(room: &Room) -> u32 {
-    let place = room.line_up(WAITER).expect("places are free");
-    room.serve(WAITER);
+fn wait(room: &SemaphorePage) -> u32 {
+    let place = room.begin_wait(WAITER).expect("places are free");
+    room.match_waiters(WAITER);
     loop {
-        match room.look(place, WAITER) {
-            Look::Granted { permit, .. } => return permit,
-            Look::Lost => panic!("its place is its own"),
-            Look::Waiting => {
-                room.sleep(place, LOOK, || false);
-                room.serve(WAITER);
+        match room.check_wait(place, WAITER) {
+            WaitProgress::Granted { permit, .. } => return permit,
+            WaitProgress::Lost => panic!("its place is its own"),
+            WaitProgress::Waiting => {
+                room.sleep(place, RECHECK_INTERVAL, || false);
+                room.match_waiters(WAITER);
             }
         }
     }
@@ -54,20 +54,20 @@ fn handed_on() {
     let thread = loom::thread::spawn(move || wait(&theirs));
     room.hand_on(permit, HOLDER);
     assert_eq!(thread.join().expect("the waiter"), permit);
-    assert!(room.has(WAITER) && !room.has(HOLDER) && !room.has_waiters());
+    assert!(room.holds(WAITER) && !room.holds(HOLDER) && !room.has_waiters());
 }
 
 fn withdrawn() {
     let room = room();
     let permit = room.take_free(HOLDER, 0).expect("a free permit");
-    let place = room.line_up(WAITER).expect("places are free");
+    let place = room.begin_wait(WAITER).expect("places are free");
     let theirs = room.clone();
     let thread = loom::thread::spawn(move || theirs.hand_on(permit, HOLDER));
-    let look = room.withdraw(place, WAITER);
+    let look = room.cancel_wait(place, WAITER);
     thread.join().expect("the holder");
-    assert_eq!(matches!(look, Look::Granted { .. }), room.has(WAITER));
-    assert_eq!(room.available(), u32::from(look == Look::Waiting));
-    assert!(!room.has(HOLDER) && !room.has_waiters());
+    assert_eq!(matches!(look, WaitProgress::Granted { .. }), room.holds(WAITER));
+    assert_eq!(room.available(), u32::from(look == WaitProgress::Waiting));
+    assert!(!room.holds(HOLDER) && !room.has_waiters());
 }
 
 fn taken() {

@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering::Acquire;
 
 use super::Socket;
 use super::ring::description;
-use crate::link::ring::{ReceiverRing, Room, SenderRing, count_release};
-use crate::link::segment::Segment;
 use crate::models::Model;
+use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing, count_release};
+use crate::shm::segment::Segment;
 
 pub const RECEIVER: Model = Model { name: "a receiver that sleeps is woken by a sample", bound: 4, body: receiver };
 pub const SENDER: Model = Model { name: "a sender that sleeps is woken by a release", bound: 4, body: sender };
@@ -18,7 +18,7 @@ pub const UNTOLD: Model =
     Model { name: "a receiver that sleeps and does not say so is not woken", bound: 4, body: || newcomer(false) };
 
 fn publish(ring: &mut SenderRing, sequence: u64, socket: &Socket) {
-    let Room::At(position) = ring.room() else { panic!("an empty ring") };
+    let RingSpace::At(position) = ring.space() else { panic!("an empty ring") };
     if ring.publish(position, &description(sequence)) {
         socket.ring();
     }

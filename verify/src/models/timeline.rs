@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::TimelineWord;
-use crate::link::segment::touch;
 use crate::models::Model;
+use crate::shm::segment::touch;
 
 pub const PARKED: Model = Model { name: "who parks on a word goes on when it is reached", bound: 4, body: parked };
 pub const ADVANCED: Model =

@@ -1,12 +1,12 @@
 //! Stands for a pool: who has which block, and which user had which bytes, are the library's.
 
+pub(crate) mod allocator;
 #[path = "../../../crates/warpipe/src/pool/block.rs"]
 pub(crate) mod block;
-pub(crate) mod core;
 #[path = "../histories/pool.rs"]
 pub mod histories;
-#[path = "../../../crates/warpipe/src/pool/marks.rs"]
-pub(crate) mod marks;
+#[path = "../../../crates/warpipe/src/pool/last_writers.rs"]
+pub(crate) mod last_writers;
 #[path = "../states/pool.rs"]
 pub mod states;
 

@@ -1,18 +1,18 @@
-//! Stands for a queue: its books, its seats, how jobs are given out and what is written beside them are the library's.
+//! Stands for a queue: its job table, its sessions, how jobs are given out and what is written beside them are the library's.
 
-pub(crate) mod desk;
-#[path = "../../../crates/warpipe/src/queue/giving.rs"]
-pub(crate) mod giving;
-#[path = "../../../crates/warpipe/src/queue/ledger.rs"]
-pub(crate) mod ledger;
-#[path = "../../../crates/warpipe/src/queue/seat.rs"]
-pub(crate) mod seat;
+#[path = "../../../crates/warpipe/src/queue/delivery.rs"]
+pub(crate) mod delivery;
+pub(crate) mod dispatcher;
+#[path = "../../../crates/warpipe/src/queue/job_table.rs"]
+pub(crate) mod job_table;
 #[path = "../states/queue.rs"]
 pub mod states;
 #[path = "../../../crates/warpipe/src/queue/wire.rs"]
 pub(crate) mod wire;
+#[path = "../../../crates/warpipe/src/queue/worker_session.rs"]
+pub(crate) mod worker_session;
 
-pub(crate) mod handle {
+pub(crate) mod job_handle {
     #[derive(Debug)]
     pub(crate) struct JobResult(pub(crate) u64);
 
@@ -24,14 +24,14 @@ pub(crate) mod handle {
 }
 
 pub(crate) mod loan {
-    use super::desk::Sample;
-    use super::wire::Ticket;
+    use super::dispatcher::Sample;
+    use super::wire::DeliveryTag;
 
     #[derive(Debug)]
     pub(crate) struct Loan {
         pub(crate) sample: Sample,
         pub(crate) metadata: Vec<u8>,
-        pub(crate) lease: Option<Ticket>,
+        pub(crate) lease: Option<DeliveryTag>,
     }
 
     impl Loan {

@@ -1,6 +1,6 @@
 //! A pool's grants: peers take blocks, give them back by words that their devices write *later*, say goodbye, die, and are
-//! proven dead, in any order. The books are the library's ([`State`], [`Borrower`], [`Arena`], [`Marks`]); what binds them
-//! together stands here as `pool/core.rs` and `pool/counter.rs` have it.
+//! proven dead, in any order. The books are the library's ([`PoolState`], [`Borrower`], [`Arena`], [`LastWriters`]); what binds them
+//! together stands here as `pool/allocator.rs` and `pool/server.rs` have it.
 //!
 //! What is shown: a block is nobody's before whoever had it is past it. A dead peer's device may write until its death is
 //! proven; a peer that lies spoils its own blocks alone.
@@ -9,15 +9,15 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use super::block::{Block, Borrower, Counts, Lend};
-use super::core::State;
-use super::marks::{Mark, Marks};
+use super::allocator::PoolState;
+use super::block::{BlockUsers, Borrower, LentBlock, PoolCounts};
+use super::last_writers::{LastWriter, LastWriters};
 use super::{PAGE_BYTES, PAIRS_MAX, released_at};
 use crate::backend::{Access, TimelineWord};
 use crate::device::Device;
-use crate::link::peer::Process;
+use crate::ipc::peer::Process;
 use crate::memory::arena::{Arena, SlotId};
-use crate::memory::page::Page;
+use crate::shm::page::SharedPage;
 
 /// The owner's user; peer `n` is of user `n`.
 const OWNER: u32 = 0;
@@ -44,14 +44,14 @@ pub enum Act {
     /// It writes into its page what comes to its mind.
     Lie(u8),
     /// The owner takes a block and lends it.
-    Lend,
+    LentBlock,
     /// The owner lets it go.
     LetGo,
     /// Streams of the owner's are past what they were given.
     Pass,
-    /// What the scrubber was to clear is cleared.
+    /// What the clearing stream was to clear is cleared.
     Clear,
-    /// The watcher looks.
+    /// The reactor looks.
     Tick,
 }
 
@@ -97,9 +97,9 @@ struct Peer {
 /// A pool, and the truth about it.
 pub struct Play {
     fault: Fault,
-    state: State,
+    state: PoolState,
     peers: Vec<Peer>,
-    pages: HashMap<u64, Arc<Page>>,
+    pages: HashMap<u64, Arc<SharedPage>>,
     processes: HashMap<u64, Arc<Process>>,
     next_number: u64,
     lent: Option<SlotId>,
@@ -119,12 +119,12 @@ impl Play {
     /// A pool of one region of two blocks, and peers that have not come yet.
     pub fn new(peers: usize, fault: Fault) -> Play {
         let arena = Arena::new(&Device, 2 * BLOCK);
-        let (blocks, lends, borrowers, counts, marks) = Default::default();
-        let _: &Counts = &counts;
-        let mut state = State { arena, blocks, lends, borrowers, counts, marks };
+        let (blocks, lent_blocks, borrowers, counts, last_writers) = Default::default();
+        let _: &PoolCounts = &counts;
+        let mut state = PoolState { arena, blocks, lent_blocks, borrowers, counts, last_writers };
         let growth = state.arena.plan(BLOCK, 0).expect("room");
         state.arena.adopt(growth, growth.make(&Device)).expect("memory");
-        state.marks.push(Marks::default());
+        state.last_writers.push(LastWriters::default());
         Play {
             fault,
             state,
@@ -146,7 +146,7 @@ impl Play {
         let each =
             [Act::Come, Act::Ask, Act::Open, Act::GiveBack, Act::Land, Act::Leave, Act::Die, Act::Prove, Act::Lie];
         let of_peers = (0..peers).flat_map(|peer| each.map(|act| act(peer)));
-        of_peers.chain([Act::Lend, Act::LetGo, Act::Pass, Act::Clear, Act::Tick]).collect()
+        of_peers.chain([Act::LentBlock, Act::LetGo, Act::Pass, Act::Clear, Act::Tick]).collect()
     }
 
     /// Makes it happen.
@@ -169,15 +169,15 @@ impl Play {
             Act::Die(peer) => self.die(peer.into()),
             Act::Prove(peer) => self.prove(peer.into()),
             Act::Lie(peer) => self.lie(peer.into()),
-            Act::Lend => self.lend()?,
+            Act::LentBlock => self.lend()?,
             Act::LetGo => {
                 if let Some(slot) = self.lent.take() {
-                    self.state.owner_lets_go(slot);
+                    self.state.release_owner(slot);
                 }
             }
             Act::Pass => {
                 let freed = std::mem::take(&mut self.pending);
-                freed.into_iter().flatten().for_each(|slot| self.state.borrower_lets_go(slot));
+                freed.into_iter().flatten().for_each(|slot| self.state.release_borrower(slot));
             }
             Act::Clear => self.cleared = self.fences,
             Act::Tick => self.reclaim(),
@@ -189,7 +189,7 @@ impl Play {
         if self.peers[peer].is_here {
             return;
         }
-        let (number, page) = (self.next_number, Page::new(PAGE_BYTES));
+        let (number, page) = (self.next_number, SharedPage::new(PAGE_BYTES));
         self.next_number += 1;
         let process = Arc::new(Process::default());
         let borrower = Borrower::new(page, process.clone());
@@ -209,8 +209,8 @@ impl Play {
         (slot.region, slot.offset)
     }
 
-    /// As `Core::take`.
-    fn take(&mut self, user: u32, block: Block) -> Result<Option<SlotId>, String> {
+    /// As `PoolAllocator::take`.
+    fn take(&mut self, user: u32, block: BlockUsers) -> Result<Option<SlotId>, String> {
         self.reclaim();
         let Some(slot) = self.state.arena.take(BLOCK) else { return Ok(None) };
         let place = self.place(slot);
@@ -226,8 +226,8 @@ impl Play {
             return Err(format!("the block at {place:?} is lent again before it is cleared"));
         }
         let range = place.1..place.1 + BLOCK;
-        let marks = &mut self.state.marks[0];
-        if marks.are_foreign_to(user, &range) && self.fault != Fault::ClearsNothing {
+        let last_writers = &mut self.state.last_writers[0];
+        if last_writers.are_foreign_to(user, &range) && self.fault != Fault::ClearsNothing {
             self.fences += 1;
             self.clearing.insert(place, self.fences);
             if self.fault != Fault::GivesUncleared {
@@ -236,7 +236,7 @@ impl Play {
             // Whoever gets it waits for that; what was there is not seen.
             self.written.remove(&place);
         }
-        marks.set(range, Mark::User(user));
+        last_writers.set(range, LastWriter::User(user));
         if let Some(&other) = self.written.get(&place).filter(|&&other| other != user) {
             return Err(format!("user {user} sees what user {other} left at {place:?}"));
         }
@@ -249,13 +249,13 @@ impl Play {
         if !self.is_alive(peer) || self.state.borrowers[&number].is_full() {
             return Ok(());
         }
-        if let Some(slot) = self.take(peer as u32 + 1, Block::borrowed())? {
-            self.hand_over(peer, slot);
+        if let Some(slot) = self.take(peer as u32 + 1, BlockUsers::borrowed())? {
+            self.grant_block(peer, slot);
         }
         Ok(())
     }
 
-    fn hand_over(&mut self, peer: usize, slot: SlotId) {
+    fn grant_block(&mut self, peer: usize, slot: SlotId) {
         let place = self.place(slot);
         let Peer { number, hands, .. } = &mut self.peers[peer];
         let borrower = self.state.borrowers.get_mut(number).expect("it is here");
@@ -269,13 +269,13 @@ impl Play {
         if !self.is_alive(peer) || self.state.borrowers[&number].is_full() {
             return;
         }
-        self.hand_over(peer, slot);
+        self.grant_block(peer, slot);
         if self.fault != Fault::ForgetsBorrowers {
             self.state.borrow(slot);
         }
         if self.fault != Fault::NotesOneUser {
             let (region, offset) = self.place(slot);
-            self.state.marks[region as usize].set(offset..offset + BLOCK, Mark::Several);
+            self.state.last_writers[region as usize].set(offset..offset + BLOCK, LastWriter::Several);
         }
     }
 
@@ -320,10 +320,10 @@ impl Play {
 
     fn state_passes(&mut self) {
         let freed = std::mem::take(&mut self.pending);
-        freed.into_iter().flatten().for_each(|slot| self.state.borrower_lets_go(slot));
+        freed.into_iter().flatten().for_each(|slot| self.state.release_borrower(slot));
     }
 
-    /// As `Core::free_soon`.
+    /// As `PoolAllocator::free_deferred`.
     fn free(&mut self, number: u64) {
         if let Some(borrower) = self.state.borrowers.remove(&number) {
             let (_, slots) = borrower.into_slots();
@@ -356,23 +356,23 @@ impl Play {
 
     fn lend(&mut self) -> Result<(), String> {
         if self.lent.is_none()
-            && let Some(slot) = self.take(OWNER, Block::owned())?
+            && let Some(slot) = self.take(OWNER, BlockUsers::owned())?
         {
             self.lent = Some(slot);
             let place = self.place(slot);
             self.written.insert(place, OWNER);
-            let lend = Lend { slot, bytes: BLOCK, access: Access };
-            self.state.lends.insert(1, lend);
+            let lend = LentBlock { slot, bytes: BLOCK, access: Access };
+            self.state.lent_blocks.insert(1, lend);
         }
         Ok(())
     }
 
-    /// As `Core::reclaim`.
+    /// As `PoolAllocator::reclaim`.
     fn reclaim(&mut self) {
         self.state.collect_released();
         self.state.borrowers.retain(|_, borrower| !borrower.is_done());
         let dead: Vec<u64> =
-            self.state.borrowers.iter().filter(|(_, b)| b.is_dead_and_gone()).map(|(&number, _)| number).collect();
+            self.state.borrowers.iter().filter(|(_, b)| b.has_left_and_died()).map(|(&number, _)| number).collect();
         dead.into_iter().for_each(|number| self.free(number));
         let cleared = self.cleared;
         self.state.arena.collect(|_, value| value <= cleared);
@@ -434,7 +434,7 @@ impl Play {
         let behind = self.fences - self.cleared;
         format!(
             "{blocks:?} {written:?} {peers:?} {:?} {:?} {waiting} {behind} {:?}",
-            self.lent, self.pending, self.state.marks
+            self.lent, self.pending, self.state.last_writers
         )
     }
 }

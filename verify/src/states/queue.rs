@@ -1,5 +1,5 @@
 //! A queue's table: jobs are given out, taken, answered, failed, called off and left undone by workers that leave, or are
-//! killed at any step, also while a job is on its way to them. The books, the seats and the giving are the library's.
+//! killed at any step, also while a job is on its way to them. The job table, the sessions and the giving are the library's.
 //!
 //! What is shown: each job has one outcome; a job that is open waits or is leased, once; what a worker had not taken
 //! costs no attempt; and when all that lived are gone, one worker can do everything that is left.
@@ -11,12 +11,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::desk::Desk;
-use super::ledger::{Outcome, Rules};
+use super::dispatcher::Dispatcher;
+use super::job_table::{Outcome, QueueRules};
 use super::loan::Loan;
 use super::owner::Order;
-use super::wire::{Answer, Ticket, Verdict};
-use crate::channel::{Data, Line};
+use super::wire::{Answer, AnswerKind, DeliveryTag};
+use crate::pubsub::{Data, Line};
 use crate::stream::Stream;
 
 /// Workers at a time.
@@ -93,9 +93,9 @@ pub(crate) fn now() -> Duration {
 struct Worker {
     id: u64,
     /// Put there, and not taken.
-    ring: VecDeque<(u64, Ticket)>,
+    ring: VecDeque<(u64, DeliveryTag)>,
     positions: u64,
-    taken: VecDeque<Ticket>,
+    taken: VecDeque<DeliveryTag>,
     line: Rc<RefCell<Line>>,
     under_way: VecDeque<Rc<RefCell<Data>>>,
     is_dead: bool,
@@ -122,7 +122,7 @@ struct Truth {
     is_called_off: bool,
 }
 
-/// Everything but the books.
+/// Everything but the job table.
 #[derive(Debug, Default)]
 pub struct World {
     workers: [Option<Worker>; WORKERS],
@@ -132,7 +132,7 @@ pub struct World {
     meanwhile: VecDeque<Act>,
     wrong: Option<String>,
     /// The last act gave a job out.
-    gave: bool,
+    finish_delivery: bool,
 }
 
 impl World {
@@ -147,21 +147,21 @@ impl World {
     }
 
     pub(crate) fn put(&mut self, id: u64, told: &[u8]) -> Option<u64> {
-        self.gave = true;
-        let ticket = Ticket::decode(told).expect("what was encoded");
-        let truth = self.jobs.entry(ticket.job).or_default();
-        if ticket.attempt - 1 > truth.taken + truth.expired {
-            self.wrong = Some(format!("{ticket:?} counts attempts that nobody made: {truth:?}"));
+        self.finish_delivery = true;
+        let tag = DeliveryTag::decode(told).expect("what was encoded");
+        let truth = self.jobs.entry(tag.job).or_default();
+        if tag.attempt - 1 > truth.taken + truth.expired {
+            self.wrong = Some(format!("{tag:?} counts attempts that nobody made: {truth:?}"));
         }
         if truth.outcomes > 0 || truth.is_called_off {
-            self.wrong = Some(format!("{ticket:?} is given out, and is over: {truth:?}"));
+            self.wrong = Some(format!("{tag:?} is given out, and is over: {truth:?}"));
         }
         let worker = self.worker(id).filter(|worker| !worker.has_left && !worker.is_proven && !worker.is_expelled)?;
         if worker.ring.len() >= DEPTH {
             return None;
         }
         worker.positions += 1;
-        worker.ring.push_back((worker.positions, ticket));
+        worker.ring.push_back((worker.positions, tag));
         Some(worker.positions)
     }
 
@@ -178,8 +178,8 @@ impl World {
         }
     }
 
-    /// As `Publisher::take_departures`.
-    pub(crate) fn take_departures(&mut self) -> Vec<(u64, u64)> {
+    /// As `Publisher::take_disconnects`.
+    pub(crate) fn take_disconnects(&mut self) -> Vec<(u64, u64)> {
         let gone = self.workers.iter().flatten().filter(|worker| worker.has_left || worker.is_proven);
         let gone: Vec<u64> = gone.map(|worker| worker.id).collect();
         gone.into_iter().for_each(|id| self.expel(id));
@@ -205,7 +205,7 @@ impl World {
             let is_over = |worker: &Worker| worker.is_proven || worker.has_left && worker.under_way.is_empty();
             let is_free = self.workers[index].as_ref().is_none_or(is_over);
             if is_free && self.members < MEMBERS_MAX {
-                self.take_departures_of(index);
+                self.take_disconnects_of(index);
                 self.members += 1;
                 self.workers[index] = Some(Worker { id: self.members, ..Worker::default() });
             }
@@ -215,14 +215,14 @@ impl World {
         let Some(worker) = &mut workers[index] else { return };
         match act {
             Act::Take(_) if worker.is_able() => {
-                if let Some((_, ticket)) = worker.ring.pop_front() {
-                    jobs.entry(ticket.job).or_default().taken += 1;
-                    worker.taken.push_back(ticket);
+                if let Some((_, tag)) = worker.ring.pop_front() {
+                    jobs.entry(tag.job).or_default().taken += 1;
+                    worker.taken.push_back(tag);
                 }
             }
-            Act::Done(_) => worker.answer(Verdict::Completed),
-            Act::Fail(_) => worker.answer(Verdict::Failed("by itself".into())),
-            Act::Return(_) => worker.answer(Verdict::Returned),
+            Act::Done(_) => worker.answer(AnswerKind::Completed),
+            Act::Fail(_) => worker.answer(AnswerKind::Failed("by itself".into())),
+            Act::Return(_) => worker.answer(AnswerKind::Returned),
             Act::Complete(_) if !worker.is_proven => {
                 if let Some(data) = worker.under_way.pop_front() {
                     *data.borrow_mut() = Data::Complete;
@@ -246,7 +246,7 @@ impl World {
     }
 
     /// What a worker leaves in its ring stays known when another comes to its place.
-    fn take_departures_of(&mut self, index: usize) {
+    fn take_disconnects_of(&mut self, index: usize) {
         if let Some(id) = self.workers[index].as_ref().map(|worker| worker.id) {
             self.expel(id);
         }
@@ -254,21 +254,21 @@ impl World {
 }
 
 impl Worker {
-    fn answer(&mut self, verdict: Verdict) {
+    fn answer(&mut self, kind: AnswerKind) {
         if self.is_dead || self.has_left {
             return;
         }
-        let Some(Ticket { job, number, .. }) = self.taken.pop_front() else { return };
+        let Some(DeliveryTag { job, number, .. }) = self.taken.pop_front() else { return };
         let data = Rc::new(RefCell::new(Data::UnderWay));
-        if verdict == Verdict::Completed {
+        if kind == AnswerKind::Completed {
             self.under_way.push_back(data.clone());
         }
-        let answer = Answer { job, number, verdict }.encode(&[]).expect("a short answer");
+        let answer = Answer { job, number, kind }.encode(&[]).expect("a short answer");
         self.line.borrow_mut().answers.push_back((answer.as_bytes().to_vec(), data));
     }
 }
 
-impl Desk {
+impl Dispatcher {
     /// Makes one act happen.
     pub(crate) fn act(&self, act: Act) {
         match act {
@@ -280,7 +280,7 @@ impl Desk {
                     self.world().jobs.entry(id).or_default().is_called_off = true;
                 }
             }
-            Act::Work => self.work(&mut self.lock()),
+            Act::Work => self.process_events(&mut self.lock()),
             Act::TakeNext => {
                 let next = self.lock().take_next();
                 next.into_iter().for_each(|(id, outcome)| self.took(id, outcome));
@@ -296,13 +296,13 @@ impl Desk {
     }
 
     fn submit(&self) {
-        let mut books = self.lock();
-        if books.giving.is_some() || self.world().jobs.len() as u64 >= JOBS_MAX {
+        let mut guard = self.lock();
+        if guard.delivery.is_some() || self.world().jobs.len() as u64 >= JOBS_MAX {
             return;
         }
-        self.world().jobs.insert(books.next_job().0, Truth::default());
+        self.world().jobs.insert(guard.next_job().0, Truth::default());
         let loan = Loan::new(self.sample());
-        let _ = self.enter(&mut books, loan, &Stream, 0);
+        let _ = self.enter(&mut guard, loan, &Stream, 0);
     }
 
     fn took(&self, id: u64, outcome: Outcome) {
@@ -310,7 +310,7 @@ impl Desk {
         let truth = world.jobs.entry(id).or_default();
         truth.outcomes += 1;
         let attempts = match &outcome {
-            Outcome::Buried { reasons } => reasons.len() as u32,
+            Outcome::DeadLettered { reasons } => reasons.len() as u32,
             Outcome::Done { attempt, .. } => *attempt,
             _ => 0,
         };
@@ -322,22 +322,22 @@ impl Desk {
 
     /// What holds at every time.
     fn check(&self) -> Result<(), String> {
-        let (ledger, world) = (self.lock_ledger(), self.world());
+        let (table, world) = (self.lock_table(), self.world());
         if let Some(wrong) = &world.wrong {
             return Err(wrong.clone());
         }
         for (&id, truth) in world.jobs.iter().filter(|(_, truth)| !truth.is_over()) {
-            let waiting = ledger.waiting.iter().filter(|&&other| other == id).count();
-            let leases = ledger.seats.iter().flat_map(|seat| &seat.leases);
-            let leased = leases.filter(|lease| lease.ticket.job == id && !lease.is_late).count();
-            let wanted = usize::from(!ledger.is_settled(id));
+            let waiting = table.waiting.iter().filter(|&&other| other == id).count();
+            let leases = table.sessions.iter().flat_map(|session| &session.leases);
+            let leased = leases.filter(|lease| lease.tag.job == id && !lease.is_late).count();
+            let wanted = usize::from(!table.is_settled(id));
             if waiting + leased != wanted {
                 return Err(format!("job {id} waits {waiting} times and is leased {leased} times: {truth:?}"));
             }
         }
         let open = world.jobs.iter().filter(|(_, truth)| !truth.is_over()).count();
-        if ledger.len() != open || ledger.giving.is_some() {
-            return Err(format!("{} jobs are in the books, of {open}", ledger.len()));
+        if table.len() != open || table.delivery.is_some() {
+            return Err(format!("{} jobs are in the books, of {open}", table.len()));
         }
         Ok(())
     }
@@ -359,7 +359,7 @@ impl Desk {
                 self.check()?;
             }
         }
-        match self.lock_ledger().len() {
+        match self.lock_table().len() {
             0 => Ok(()),
             left => Err(format!("{left} jobs have no outcome in the end")),
         }
@@ -367,21 +367,20 @@ impl Desk {
 
     /// All that tells one state from another.
     fn print(&self) -> String {
-        let (ledger, world) = (self.lock_ledger(), self.world());
-        let seats: Vec<_> = ledger
-            .seats
+        let (table, world) = (self.lock_table(), self.world());
+        let sessions: Vec<_> = table
+            .sessions
             .iter()
-            .map(|seat| {
-                let unready: Vec<_> = seat.unready.iter().map(|it| it.ticket).collect();
-                let leases: Vec<_> = seat.leases.iter().map(|it| format!("{it:?}")).collect();
-                let end = seat.end.as_ref().map(|(why, is_settled, _)| (why, *is_settled));
-                format!("{} {leases:?} {unready:?} {end:?} {}", seat.id, seat.is_leaving)
+            .map(|session| {
+                let pending_results: Vec<_> = session.pending_results.iter().map(|it| it.tag).collect();
+                let leases: Vec<_> = session.leases.iter().map(|it| format!("{it:?}")).collect();
+                let end = session.end.as_ref().map(|(why, is_settled, _)| (why, *is_settled));
+                format!("{} {leases:?} {pending_results:?} {end:?} {}", session.id, session.is_leaving)
             })
             .collect();
-        let jobs: Vec<_> = (1..=JOBS_MAX)
-            .map(|id| (ledger.next_ticket(id).map(|(ticket, _)| ticket), ledger.is_settled(id)))
-            .collect();
-        format!("{seats:?} {jobs:?} {:?} {:?} {world:?} {:?}", ledger.waiting, ledger.finished, now())
+        let jobs: Vec<_> =
+            (1..=JOBS_MAX).map(|id| (table.next_delivery(id).map(|(tag, _)| tag), table.is_settled(id))).collect();
+        format!("{sessions:?} {jobs:?} {:?} {:?} {world:?} {:?}", table.waiting, table.finished, now())
     }
 }
 
@@ -406,21 +405,21 @@ pub fn steps() -> Vec<Step> {
 ///
 /// # Errors
 /// What is wrong then.
-fn play(row: &[Step], order: Order, fault: Fault) -> Result<Arc<Desk>, String> {
+fn play(row: &[Step], order: Order, fault: Fault) -> Result<Arc<Dispatcher>, String> {
     NOW.set(Duration::ZERO);
-    let rules = Rules { credits: 2, max_attempts: 2, lease_timeout: Some(TIMEOUT), order };
-    let desk = Desk::new(rules, fault, World::default());
+    let rules = QueueRules { prefetch: 2, max_attempts: 2, lease_timeout: Some(TIMEOUT), order };
+    let dispatcher = Dispatcher::new(rules, fault, World::default());
     let mut rest = row;
     while let Some((&(_, act), behind)) = rest.split_first() {
         let during = behind.iter().take_while(|(is_during, _)| *is_during).count();
-        desk.world().gave = false;
-        desk.world().meanwhile = behind[..during].iter().map(|&(_, act)| act).collect();
-        desk.act(act);
-        desk.world().meanwhile.clear();
-        desk.check()?;
+        dispatcher.world().finish_delivery = false;
+        dispatcher.world().meanwhile = behind[..during].iter().map(|&(_, act)| act).collect();
+        dispatcher.act(act);
+        dispatcher.world().meanwhile.clear();
+        dispatcher.check()?;
         rest = &behind[during..];
     }
-    Ok(desk)
+    Ok(dispatcher)
 }
 
 /// A panic is a finding, too.
@@ -438,17 +437,17 @@ fn sound<T>(play: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
 pub fn search(length: usize, is_in_order: bool, fault: Fault) -> Result<usize, String> {
     let order = if is_in_order { Order::Submission } else { Order::Completion };
     let (steps, mut seen, mut open) = (steps(), HashSet::new(), VecDeque::from([(Vec::new(), false)]));
-    while let Some((row, gave)) = open.pop_front() {
-        for &step in steps.iter().filter(|(is_during, _)| gave || !is_during) {
+    while let Some((row, finish_delivery)) = open.pop_front() {
+        for &step in steps.iter().filter(|(is_during, _)| finish_delivery || !is_during) {
             let mut row: Vec<Step> = row.clone();
             row.push(step);
             let wrong = |wrong| format!("{wrong}\nafter {row:?}");
-            let desk = sound(|| play(&row, order, fault)).map_err(wrong)?;
-            if seen.insert(desk.print()) {
-                let gave = desk.world().gave;
-                sound(|| desk.finish()).map_err(wrong)?;
+            let dispatcher = sound(|| play(&row, order, fault)).map_err(wrong)?;
+            if seen.insert(dispatcher.print()) {
+                let finish_delivery = dispatcher.world().finish_delivery;
+                sound(|| dispatcher.finish()).map_err(wrong)?;
                 if row.len() < length {
-                    open.push_back((row, gave));
+                    open.push_back((row, finish_delivery));
                 }
             }
         }

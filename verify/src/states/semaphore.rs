@@ -1,17 +1,17 @@
 //! The semaphore: members take permits, give them back behind work of their devices, and are killed at any step of it; the
-//! creator sweeps behind them. All on the library's [`Room`].
+//! creator sweeps behind them. All on the library's [`SemaphorePage`].
 
 use std::sync::atomic::Ordering::SeqCst;
 
-use super::room::{CREATOR, LOOK, Look, Place, Room, bytes_for};
+use super::page::{CREATOR, RECHECK_INTERVAL, SemaphorePage, WaitProgress, WaitSlot, bytes_for};
 use crate::atomic::AtomicU64;
-use crate::memory::page::Page;
+use crate::shm::page::SharedPage;
 use crate::steps::{self, DONE, Model, World};
 
 /// What a member does next, in the highest byte of its phase; below it the permit or the place, below that the value that
 /// it owes, or the hand-overs that it has seen.
 const TRIES: u64 = 0;
-const LINES_UP: u64 = 1;
+const BEGINS_WAIT: u64 = 1;
 const SERVES: u64 = 2;
 const LOOKS: u64 = 3;
 const SLEEPS: u64 = 4;
@@ -31,7 +31,7 @@ fn phase(kind: u64, at: u32, value: u64) -> u64 {
 
 /// A semaphore, its creator, which is process 0, and its members.
 pub struct Semaphore {
-    room: Room,
+    room: SemaphorePage,
     members: Vec<Patience>,
     /// The phases that all begin with.
     begin: Vec<u64>,
@@ -65,7 +65,7 @@ pub enum Patience {
 
 impl Semaphore {
     pub fn new(members: &[Patience], permits: u32, sweeps: Sweeps) -> Semaphore {
-        let room = Room::new(Page::new(bytes_for(permits)), permits);
+        let room = SemaphorePage::new(SharedPage::new(bytes_for(permits)), permits);
         let holding = (0..=members.len()).map(|_| AtomicU64::new(0)).collect();
         let begin = vec![0; members.len() + 1];
         Semaphore { room, members: members.to_vec(), begin, holding, sweeps }
@@ -75,40 +75,40 @@ impl Semaphore {
     pub fn handing_on() -> Semaphore {
         let mut semaphore = Semaphore::new(&[Patience::Waits, Patience::Waits, Patience::Tries], 1, Sweeps::Proven);
         let permit = semaphore.room.take_free(1, 0).expect("a free permit");
-        let place = semaphore.room.line_up(2).expect("a free place");
+        let place = semaphore.room.begin_wait(2).expect("a free place");
         semaphore.begin = vec![0, phase(HANDS_ON, permit, 0), phase(LOOKS, place.index, place.handed), TRIES];
         semaphore
     }
 
     fn member(&self, me: u32, now: u64) -> u64 {
         let (kind, at, value) = (now >> 56, (now >> 32 & 0xffff) as u32, now & 0xffff_ffff);
-        let place = Place { index: at, handed: value };
+        let place = WaitSlot { index: at, handed: value };
         let (room, patience) = (&self.room, self.members[me as usize - 1]);
         match kind {
             TRIES if !room.has_waiters() => match room.take_free(me, 0) {
                 Some(permit) => phase(HAS, permit, 0),
                 None if patience == Patience::Tries => DONE,
-                None => phase(LINES_UP, 0, 0),
+                None => phase(BEGINS_WAIT, 0, 0),
             },
             TRIES if patience == Patience::Tries => DONE,
-            TRIES => phase(LINES_UP, 0, 0),
-            LINES_UP => {
-                let place = room.line_up(me).expect("there are places for all");
+            TRIES => phase(BEGINS_WAIT, 0, 0),
+            BEGINS_WAIT => {
+                let place = room.begin_wait(me).expect("there are places for all");
                 phase(SERVES, place.index, place.handed)
             }
             SERVES => {
-                room.serve(me);
+                room.match_waiters(me);
                 phase(LOOKS, at, value)
             }
             LOOKS => {
                 let next = if patience == Patience::GivesUp { GIVES_UP } else { SLEEPS };
-                self.after(room.look(place, me), phase(next, at, value))
+                self.after(room.check_wait(place, me), phase(next, at, value))
             }
             SLEEPS => {
-                room.sleep(place, LOOK, || false);
+                room.sleep(place, RECHECK_INTERVAL, || false);
                 phase(SERVES, at, value)
             }
-            GIVES_UP => self.after(room.withdraw(place, me), DONE),
+            GIVES_UP => self.after(room.cancel_wait(place, me), DONE),
             HAS => {
                 self.holding[me as usize].store(u64::from(at) + 1, SeqCst);
                 phase(USES, at, 0)
@@ -133,11 +133,11 @@ impl Semaphore {
         }
     }
 
-    fn after(&self, look: Look, waiting: u64) -> u64 {
+    fn after(&self, look: WaitProgress, waiting: u64) -> u64 {
         match look {
-            Look::Granted { permit, .. } => phase(HAS, permit, 0),
-            Look::Waiting => waiting,
-            Look::Lost => panic!("a place is its waiter's"),
+            WaitProgress::Granted { permit, .. } => phase(HAS, permit, 0),
+            WaitProgress::Waiting => waiting,
+            WaitProgress::Lost => panic!("a place is its waiter's"),
         }
     }
 
@@ -212,7 +212,7 @@ impl Model for Semaphore {
                 return Some(format!("{} of {permits} permits are left", self.room.available()));
             }
             let members = (1..=self.members.len() as u32).chain([CREATOR]);
-            if self.room.has_waiters() || members.into_iter().any(|member| self.room.has(member)) {
+            if self.room.has_waiters() || members.into_iter().any(|member| self.room.holds(member)) {
                 return Some("a place is left occupied".into());
             }
             let is_due = |permit| !self.room.word(permit).reached(self.room.due(permit));

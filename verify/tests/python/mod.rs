@@ -61,7 +61,7 @@ pub mod memory {
     }
 
     #[derive(Debug)]
-    pub struct Stay(pub Arc<()>);
+    pub struct ConsumerStay(pub Arc<()>);
 }
 
 pub mod prelude {

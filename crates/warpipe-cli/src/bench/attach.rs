@@ -10,14 +10,14 @@ use warpipe::{Memory, Ticket};
 
 use super::Role;
 use super::figure::{Figure, Wanted, median};
-use super::partner::{Control, Partner};
+use super::peer_process::{Control, PeerProcess};
 use super::raw;
-use super::setup::{PATIENCE, Place, Setup};
+use super::setup::{BenchDomain, PATIENCE, Setup};
 
 /// What the owner agrees on.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Terms {
-    place: Place,
+    place: BenchDomain,
     bytes: u64,
 }
 
@@ -34,17 +34,17 @@ const BESIDE_US: f64 = 300.0;
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let bytes = 1 << 30;
-    let partner = Partner::start(&Role::Attach(Terms { place: setup.place(), bytes }))?;
-    let offer: Offer = partner.control.hear()?;
-    let fd = partner.control.receive_fd()?;
+    let peer = PeerProcess::start(&Role::Attach(Terms { place: setup.place(), bytes }))?;
+    let offer: Offer = peer.control.hear()?;
+    let fd = peer.control.receive_fd()?;
     let (mut ours, mut floors) = (Samples::default(), Samples::default());
     for round in 0..=setup.rounds() {
         // The first one is for the caches, and does not count.
         floors.round(round > 0, setup.times(100), || attach_bare(setup, &offer, &fd))?;
         ours.round(round > 0, setup.times(100), || attach_by_ticket(setup, &offer))?;
     }
-    partner.control.tell(&())?;
-    partner.end()?;
+    peer.control.tell(&())?;
+    peer.end()?;
     let difference = median(&ours.rounds) - median(&floors.rounds);
     let note =
         format!("{difference:.1} us more than the floor, which is the driver's import and mapping of a descriptor");

@@ -12,9 +12,9 @@ use warpipe::{Device, Stream};
 
 use super::Role;
 use super::figure::{Figure, Wanted};
-use super::partner::{Control, Partner};
+use super::peer_process::{Control, PeerProcess};
 use super::raw::{LINE_BYTES, Memory, Words, enqueue};
-use super::setup::{Choice, Place, Setup};
+use super::setup::{BenchDomain, Choice, Setup};
 
 /// An import is the memory itself: what it may cost is the error of measurement.
 const RATIO_MIN: f64 = 0.98;
@@ -22,7 +22,7 @@ const RATIO_MIN: f64 = 0.98;
 /// What the process that imports agrees on.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Terms {
-    place: Place,
+    place: BenchDomain,
     /// Where the memory lies.
     owner: Choice,
     bytes: u64,
@@ -58,12 +58,12 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 
 fn measure(setup: &Setup, terms: Terms) -> anyhow::Result<Vec<Rates>> {
     let memory = Memory::allocate(&setup.device, terms.bytes)?;
-    let partner = Partner::start(&Role::Bandwidth(terms))?;
+    let peer = PeerProcess::start(&Role::Bandwidth(terms))?;
     let (fd, bytes, owner) = memory.export()?;
-    partner.control.tell(&(bytes, owner))?;
-    partner.control.send_fd(fd.as_fd())?;
-    let rates = partner.control.hear()?;
-    partner.end()?;
+    peer.control.tell(&(bytes, owner))?;
+    peer.control.send_fd(fd.as_fd())?;
+    let rates = peer.control.hear()?;
+    peer.end()?;
     Ok(rates)
 }
 

@@ -16,8 +16,8 @@ use warpipe::{Error, Layout, PeerState, Publisher, PublisherBuilder, Subscriber}
 
 use super::Role;
 use super::figure::{Figure, Quantiles, Wanted};
-use super::partner::{Control, Partner, wait_readable};
-use super::setup::{PATIENCE, Place, Setup};
+use super::peer_process::{Control, PeerProcess, wait_readable};
+use super::setup::{BenchDomain, PATIENCE, Setup};
 
 const NAME: &str = "bench/victim";
 
@@ -81,7 +81,7 @@ impl Way {
 /// What the victim agrees on.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Terms {
-    place: Place,
+    place: BenchDomain,
     victim: Victim,
     way: Way,
     /// Ends in the middle of a kernel, or with nothing on the device.
@@ -168,10 +168,10 @@ impl Witness {
     }
 }
 
-fn witness(partner: &Partner, way: Way, began_ns: u64, child: Option<&OwnedFd>) -> anyhow::Result<Witness> {
+fn witness(peer: &PeerProcess, way: Way, began_ns: u64, child: Option<&OwnedFd>) -> anyhow::Result<Witness> {
     let mut witness = Witness { began_ns, released_ns: began_ns, pidfd_ns: None };
     if way != Way::Exec {
-        ensure!(wait_readable(partner.pidfd()?.as_fd())?, "the victim does not die");
+        ensure!(wait_readable(peer.pidfd()?.as_fd())?, "the victim does not die");
         witness.pidfd_ns = Some(now_ns() - began_ns);
     }
     if let Some(child) = child {
@@ -184,15 +184,15 @@ fn witness(partner: &Partner, way: Way, began_ns: u64, child: Option<&OwnedFd>) 
 
 /// Ends the victim and joins the witness with what two survivors did meanwhile.
 fn end_beside<A: Send, B: Send>(
-    partner: &Partner,
+    peer: &PeerProcess,
     way: Way,
     first: impl FnOnce() -> anyhow::Result<A> + Send,
     second: impl FnOnce() -> anyhow::Result<B> + Send,
 ) -> anyhow::Result<(Witness, A, B)> {
     let child = match way {
         Way::Orphaned => {
-            partner.control.tell(&())?;
-            let child = Pid::from_raw(partner.control.hear()?).context("the victim's child")?;
+            peer.control.tell(&())?;
+            let child = Pid::from_raw(peer.control.hear()?).context("the victim's child")?;
             Some(rustix::process::pidfd_open(child, PidfdFlags::empty()).context("pidfd_open")?)
         }
         _ => None,
@@ -201,11 +201,11 @@ fn end_beside<A: Send, B: Send>(
         let (first, second) = (scope.spawn(first), scope.spawn(second));
         let began_ns = now_ns();
         if way == Way::Exec {
-            partner.control.tell(&())?
+            peer.control.tell(&())?
         } else {
-            partner.kill()?
+            peer.kill()?
         }
-        let witness = witness(partner, way, began_ns, child.as_ref())?;
+        let witness = witness(peer, way, began_ns, child.as_ref())?;
         let gone = |_| anyhow::anyhow!("a survivor's thread has panicked");
         Ok((witness, first.join().map_err(gone)??, second.join().map_err(gone)??))
     })
@@ -218,15 +218,15 @@ struct AfterPublisher {
 }
 
 fn kill_publisher(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterPublisher> {
-    let partner = Partner::start(&Role::Victim(Terms { place: setup.place(), victim: Victim::Publisher, way, busy }))?;
-    partner.control.hear::<()>()?;
+    let peer = PeerProcess::start(&Role::Victim(Terms { place: setup.place(), victim: Victim::Publisher, way, busy }))?;
+    peer.control.hear::<()>()?;
     let mut subscriber = subscriber(&setup.place())?;
     let stream = setup.device.stream()?;
-    partner.control.tell(&())?;
+    peer.control.tell(&())?;
     let whole = subscriber.receive(&stream)?;
     whole.finish(PATIENCE)?;
     let late = if busy { Some(subscriber.receive(&stream)?) } else { None };
-    partner.control.hear::<()>()?;
+    peer.control.hear::<()>()?;
     let told = || match subscriber.receive(&stream) {
         Err(Error::PublisherGone { .. }) => Ok(now_ns()),
         Err(error) => Err(error).context("instead of PublisherGone"),
@@ -237,7 +237,7 @@ fn kill_publisher(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterPu
         Some(Err(Error::SampleLost { .. })) => Ok(Some(now_ns())),
         Some(other) => bail!("{other:?} instead of SampleLost"),
     };
-    let (witness, told, lost) = end_beside(&partner, way, told, lost)?;
+    let (witness, told, lost) = end_beside(&peer, way, told, lost)?;
     stream.synchronize(PATIENCE)?;
     Ok(AfterPublisher {
         told_ns: told.saturating_sub(witness.began_ns),
@@ -257,7 +257,8 @@ fn kill_subscriber(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterS
         let builder = Publisher::builder(NAME).domain(&setup.domain).device(&setup.device);
         builder.memory_limit(MEMORY_BYTES).loan_timeout(PATIENCE)
     })?;
-    let partner = Partner::start(&Role::Victim(Terms { place: setup.place(), victim: Victim::Subscriber, way, busy }))?;
+    let peer =
+        PeerProcess::start(&Role::Victim(Terms { place: setup.place(), victim: Victim::Subscriber, way, busy }))?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let stream = setup.device.stream()?;
     let layout = Layout::bytes_only(MEMORY_BYTES / SLOTS)?;
@@ -267,8 +268,8 @@ fn kill_subscriber(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterS
         slots.push(loan.ptr());
         loan.send(&stream)?;
     }
-    partner.control.hear::<()>()?;
-    let (publisher, victim) = (&publisher, partner.pid());
+    peer.control.hear::<()>()?;
+    let (publisher, victim) = (&publisher, peer.pid());
     let shown = || loop {
         let all = publisher.subscribers();
         let is_well = |state| matches!(state, PeerState::Alive | PeerState::Stalled | PeerState::Leaving);
@@ -288,7 +289,7 @@ fn kill_subscriber(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterS
             grown.push(loan);
         }
     };
-    let (witness, shown, reused) = end_beside(&partner, way, shown, reused)?;
+    let (witness, shown, reused) = end_beside(&peer, way, shown, reused)?;
     Ok(AfterSubscriber {
         shown_ns: shown.saturating_sub(witness.began_ns),
         reused_ns: witness.since_released(reused)?,
@@ -307,7 +308,7 @@ fn build(builder: impl Fn() -> PublisherBuilder) -> anyhow::Result<Publisher> {
     }
 }
 
-fn subscriber(place: &Place) -> anyhow::Result<Subscriber> {
+fn subscriber(place: &BenchDomain) -> anyhow::Result<Subscriber> {
     let (device, domain) = place.open()?;
     let builder = Subscriber::builder(NAME).domain(&domain).device(&device);
     Ok(builder.wait_for_publisher(Some(PATIENCE)).timeout(PATIENCE).build()?)

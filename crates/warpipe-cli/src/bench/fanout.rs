@@ -8,9 +8,9 @@ use warpipe::backend::DeviceId;
 use warpipe::{DType, Device, Layout, Publisher, Stream, Subscriber};
 
 use super::figure::{Figure, Wanted};
-use super::partner::{Control, Partner};
+use super::peer_process::{Control, PeerProcess};
 use super::raw::{Memory, Words, enqueue};
-use super::setup::{IN_FLIGHT, PATIENCE, Place, Setup};
+use super::setup::{BenchDomain, IN_FLIGHT, PATIENCE, Setup};
 use super::{Role, broadcast, fanout_rings};
 
 /// 64-bit words that the kernels fill and check.
@@ -22,7 +22,7 @@ const NAME: &str = "bench/fanout";
 /// What a subscriber's process agrees on.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Terms {
-    place: Place,
+    place: BenchDomain,
     index: usize,
     subscribers: usize,
     rounds: usize,
@@ -68,7 +68,7 @@ fn done(index: usize) -> usize {
 }
 
 /// Measures with this process as the publisher.
-pub fn measure(setup: &Setup, place: Place, subscribers: usize, items: usize) -> anyhow::Result<Measured> {
+pub fn measure(setup: &Setup, place: BenchDomain, subscribers: usize, items: usize) -> anyhow::Result<Measured> {
     let words = Words::create(&setup.device, 2 * subscribers)?;
     let memory = Memory::allocate(&setup.device, u64::from(IN_FLIGHT) * SLOT_BYTES)?;
     let publisher = Publisher::builder(NAME).domain(&setup.domain).device(&setup.device).depth(IN_FLIGHT).build()?;
@@ -76,12 +76,12 @@ pub fn measure(setup: &Setup, place: Place, subscribers: usize, items: usize) ->
     let mut partners = Vec::new();
     for index in 0..subscribers {
         let terms = Terms { place: place.clone(), index, subscribers, rounds, items };
-        let partner = Partner::start(&Role::Fanout(terms))?;
+        let peer = PeerProcess::start(&Role::Fanout(terms))?;
         let (fd, bytes, owner) = memory.export()?;
-        partner.control.send_fd(words.fd())?;
-        partner.control.tell(&(bytes, owner))?;
-        partner.control.send_fd(fd.as_fd())?;
-        partners.push(partner);
+        peer.control.send_fd(words.fd())?;
+        peer.control.tell(&(bytes, owner))?;
+        peer.control.send_fd(fd.as_fd())?;
+        partners.push(peer);
     }
     publisher.wait_for_subscribers(subscribers, PATIENCE)?;
     let stream = setup.device.stream()?;
@@ -98,10 +98,10 @@ pub fn measure(setup: &Setup, place: Place, subscribers: usize, items: usize) ->
             measured.ours_ns.extend(ours_ns);
         }
     }
-    for partner in partners {
-        let wrong: u64 = partner.control.hear()?;
+    for peer in partners {
+        let wrong: u64 = peer.control.hear()?;
         anyhow::ensure!(wrong == 0, "a subscriber saw {wrong} wrong words");
-        partner.end()?;
+        peer.end()?;
     }
     Ok(measured)
 }

@@ -11,10 +11,10 @@ use warpipe::{Device, Domain, Publisher, Stream, Subscriber};
 use super::Role;
 use super::fanout::{Gaps, Measured, await_releases, per_item};
 use super::figure::{Figure, Wanted};
-use super::partner::{Control, Partner};
+use super::peer_process::{Control, PeerProcess};
 use super::raw::{LINE_BYTES, SharedMemory};
 use super::rings::{DEPTH, LINES, Patience, Payload, Ring, bell};
-use super::setup::{Choice, PATIENCE, Place, Setup};
+use super::setup::{BenchDomain, Choice, PATIENCE, Setup};
 
 const COUNTS: [usize; 7] = [1, 2, 4, 8, 16, 32, 64];
 const PROCESSES_MAX: usize = 8;
@@ -28,7 +28,7 @@ const SLEEP: Patience = Patience::Sleep { spins: 500 };
 /// What a process of subscribers agrees on.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Terms {
-    place: Place,
+    place: BenchDomain,
     /// Its threads' numbers.
     first: usize,
     threads: usize,
@@ -61,15 +61,15 @@ fn measure(setup: &Setup, subscribers: usize, items: usize) -> anyhow::Result<Me
     for process in 0..processes {
         let (place, first) = (setup.place_on(Choice::Host), process * threads);
         let terms = Terms { place, first, threads, subscribers, rounds: setup.rounds(), items };
-        let partner = Partner::start(&Role::FanoutRings(terms))?;
-        partner.control.send_fd(memory.fd())?;
-        partner.control.send_fd(emptied.as_fd())?;
+        let peer = PeerProcess::start(&Role::FanoutRings(terms))?;
+        peer.control.send_fd(memory.fd())?;
+        peer.control.send_fd(emptied.as_fd())?;
         for _ in 0..threads {
             let filled = bell()?;
-            partner.control.send_fd(filled.as_fd())?;
+            peer.control.send_fd(filled.as_fd())?;
             bells.push(filled);
         }
-        partners.push(partner);
+        partners.push(peer);
     }
     publisher.wait_for_subscribers(subscribers, PATIENCE)?;
     let ring = |(index, filled)| Ring::new(&memory, index * LINES, filled, &emptied);
@@ -86,7 +86,7 @@ fn measure(setup: &Setup, subscribers: usize, items: usize) -> anyhow::Result<Me
             measured.ours_ns.extend(ours_ns);
         }
     }
-    partners.into_iter().try_for_each(Partner::end)?;
+    partners.into_iter().try_for_each(PeerProcess::end)?;
     Ok(measured)
 }
 

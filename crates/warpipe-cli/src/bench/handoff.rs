@@ -11,9 +11,9 @@ use warpipe::backend::{DeviceId, DevicePtr};
 use warpipe::{DType, Device, Domain, Layout, Publisher, Sample, Stream, Subscriber};
 
 use super::figure::{Figure, Wanted};
-use super::partner::{Control, Partner};
+use super::peer_process::{Control, PeerProcess};
 use super::raw::{Memory, Words, enqueue};
-use super::setup::{IN_FLIGHT, PATIENCE, Place, Setup};
+use super::setup::{BenchDomain, IN_FLIGHT, PATIENCE, Setup};
 use super::{Role, figure};
 
 /// Floats that the kernels work on: a hand-over's cost, not theirs, is measured.
@@ -35,7 +35,7 @@ pub enum Answer {
 /// What both processes agree on.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Terms {
-    pub place: Place,
+    pub place: BenchDomain,
     pub answer: Answer,
     /// Of A's tensors, of which the kernels touch the first 4 KiB.
     pub bytes: u64,
@@ -69,7 +69,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     Ok(figures)
 }
 
-fn case(setup: &Setup, name: String, place: Place, answer: Answer) -> anyhow::Result<Figure> {
+fn case(setup: &Setup, name: String, place: BenchDomain, answer: Answer) -> anyhow::Result<Figure> {
     let (piped, single) = (setup.times(1000), setup.times(200));
     let terms = Terms { place, answer, bytes: KERNEL_BYTES, depth: IN_FLIGHT, rounds: setup.rounds(), piped, single };
     let measured = measure(setup, &terms)?;
@@ -108,8 +108,8 @@ struct End {
 pub fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
     let words = Words::create(&setup.device, 2)?;
     let own = Memory::allocate(&setup.device, KERNEL_BYTES)?;
-    let partner = Partner::start(&Role::Handoff(terms.clone()))?;
-    let control = &partner.control;
+    let peer = PeerProcess::start(&Role::Handoff(terms.clone()))?;
+    let control = &peer.control;
     control.send_fd(words.fd())?;
     let theirs = exchange(control, &setup.device, &own)?;
     let layout = Layout::bytes_only(terms.bytes)?;
@@ -142,7 +142,7 @@ pub fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
             measured.ours_single.extend(ours_single);
         }
     }
-    partner.end()?;
+    peer.end()?;
     Ok(measured)
 }
 

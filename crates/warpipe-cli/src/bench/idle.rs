@@ -9,8 +9,8 @@ use warpipe::{Error, Publisher, Subscriber};
 
 use super::Role;
 use super::figure::{Figure, Wanted};
-use super::partner::{Control, Partner};
-use super::setup::{PATIENCE, Place, Setup};
+use super::peer_process::{Control, PeerProcess};
+use super::setup::{BenchDomain, PATIENCE, Setup};
 
 const NAME: &str = "bench/idle";
 
@@ -20,10 +20,10 @@ const PERCENT_MAX: f64 = 0.1;
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let wait = Duration::from_millis(if setup.quick { 500 } else { 2_000 });
     let _publisher = Publisher::builder(NAME).domain(&setup.domain).device(&setup.device).build()?;
-    let partner = Partner::start(&Role::Idle(setup.place()))?;
-    partner.control.tell(&wait)?;
-    let (asleep, waiting): (f64, f64) = partner.control.hear()?;
-    partner.end()?;
+    let peer = PeerProcess::start(&Role::Idle(setup.place()))?;
+    peer.control.tell(&wait)?;
+    let (asleep, waiting): (f64, f64) = peer.control.hear()?;
+    peer.end()?;
     Ok(vec![
         Figure::new("idle", "CPU of a process whose subscriber waits", "%", &[waiting])
             .beside(&[asleep])
@@ -33,7 +33,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 }
 
 /// The child's part.
-pub fn sleep(place: &Place, control: &Control) -> anyhow::Result<()> {
+pub fn sleep(place: &BenchDomain, control: &Control) -> anyhow::Result<()> {
     let wait: Duration = control.hear()?;
     let (device, domain) = place.open()?;
     let stream = device.stream()?;

@@ -8,23 +8,23 @@ use warpipe::{Device, LegacyHandle};
 
 use super::Role;
 use super::figure::{Figure, Quantiles, Wanted};
-use super::partner::{Control, Partner};
-use super::setup::{PATIENCE, Place, Setup};
+use super::peer_process::{Control, PeerProcess};
+use super::setup::{BenchDomain, PATIENCE, Setup};
 
 /// What the exporter agrees on.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Terms {
-    place: Place,
+    place: BenchDomain,
     bytes: u64,
 }
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let terms = Terms { place: setup.place(), bytes: 64 << 20 };
-    let partner = Partner::start(&Role::Legacy(terms))?;
-    let handle: LegacyHandle = partner.control.hear()?;
+    let peer = PeerProcess::start(&Role::Legacy(terms))?;
+    let handle: LegacyHandle = peer.control.hear()?;
     let figures = measure(setup, &handle)?;
-    partner.control.tell(&())?;
-    partner.end()?;
+    peer.control.tell(&())?;
+    peer.end()?;
     Ok(figures)
 }
 

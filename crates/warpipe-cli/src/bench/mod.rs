@@ -14,7 +14,7 @@ mod figure;
 mod handoff;
 mod idle;
 mod legacy;
-mod partner;
+mod peer_process;
 mod pin;
 mod pipeline;
 mod plot;
@@ -34,7 +34,7 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
 use figure::Figure;
-use partner::Control;
+use peer_process::Control;
 use setup::Setup;
 
 /// What `warpipe bench` takes.
@@ -128,7 +128,7 @@ enum Role {
     Ring(ring::Terms),
     Queue(queue::Terms),
     Victim(death::Terms),
-    Idle(setup::Place),
+    Idle(setup::BenchDomain),
     Bandwidth(bandwidth::Terms),
     Attach(attach::Terms),
     Semaphore(semaphore::Terms),

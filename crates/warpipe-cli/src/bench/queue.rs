@@ -10,15 +10,15 @@ use warpipe::{DType, Device, Domain, Error, Layout, Order, Publisher, Queue, Str
 
 use super::figure::{Figure, Wanted};
 use super::handoff::{p50_us, subscriber};
-use super::partner::{Control, Partner};
-use super::setup::{PATIENCE, Place, Setup};
+use super::peer_process::{Control, PeerProcess};
+use super::setup::{BenchDomain, PATIENCE, Setup};
 use super::{Role, figure};
 
 /// Floats that the kernels work on.
 const FLOATS: u64 = 1024;
 
 const QUEUE: &str = "bench/queue";
-const CREW: &str = "bench/crew";
+const WORKERS: &str = "bench/crew";
 const PING: &str = "bench/queue-ping";
 const PONG: &str = "bench/queue-pong";
 
@@ -26,19 +26,19 @@ const PONG: &str = "bench/queue-pong";
 const JOB: Duration = Duration::from_millis(1);
 
 /// Four workers' time for a job against one's, so that they do 3.5 times as much.
-const CREW_RATIO: f64 = 4.0 / 3.5;
+const WORKERS_RATIO: f64 = 4.0 / 3.5;
 
 /// What the other process does.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Terms {
     /// Answer so many round trips over channels and as many jobs, in turns.
-    Answer { place: Place, rounds: usize, trips: usize },
+    Answer { place: BenchDomain, rounds: usize, trips: usize },
     /// Work for the crew's queue until it ends.
-    Work { place: Place },
+    Work { place: BenchDomain },
 }
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
-    Ok(vec![round_trip(setup)?, crew(setup)?])
+    Ok(vec![round_trip(setup)?, several_workers(setup)?])
 }
 
 /// How long to poll: the round trip's cost is asked for, not that of a sleep.
@@ -52,15 +52,15 @@ fn layout() -> warpipe::Result<Layout> {
 
 fn round_trip(setup: &Setup) -> anyhow::Result<Figure> {
     let (rounds, trips) = (setup.rounds(), setup.times(300));
-    let partner = Partner::start(&Role::Queue(Terms::Answer { place: setup.place(), rounds, trips }))?;
+    let peer = PeerProcess::start(&Role::Queue(Terms::Answer { place: setup.place(), rounds, trips }))?;
     let (device, domain) = (&setup.device, &setup.domain);
     let publisher = Publisher::builder(PING).domain(domain).device(device).build()?;
     let queue = Queue::builder(QUEUE).domain(domain).device(device).spin(spin(device)).build()?;
-    partner.control.tell(&())?;
+    peer.control.tell(&())?;
     let mut pong = subscriber(PONG, domain, device)?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     queue.wait_for_workers(1, PATIENCE)?;
-    partner.control.tell(&())?;
+    peer.control.tell(&())?;
     let stream = device.stream()?;
     let (mut floor, mut ours, mut floor_ns, mut ours_ns) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     // The first round warms up.
@@ -81,7 +81,7 @@ fn round_trip(setup: &Setup) -> anyhow::Result<Figure> {
         }
     }
     drop(queue);
-    partner.end()?;
+    peer.end()?;
     Ok(Figure::new("queue", "one job to a worker and back", "us", &ours)
         .beside(&floor)
         .spread(ours_ns, floor_ns)
@@ -124,7 +124,7 @@ pub fn play(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     }
 }
 
-fn answer(place: &Place, rounds: usize, trips: usize, control: &Control) -> anyhow::Result<()> {
+fn answer(place: &BenchDomain, rounds: usize, trips: usize, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = place.open()?;
     let stream = device.stream()?;
     let pong = Publisher::builder(PONG).domain(&domain).device(&device).build()?;
@@ -158,10 +158,10 @@ fn worker(queue: &str, domain: &Domain, device: &Device) -> anyhow::Result<Worke
 }
 
 /// Jobs of one millisecond: four workers beside one.
-fn crew(setup: &Setup) -> anyhow::Result<Figure> {
+fn several_workers(setup: &Setup) -> anyhow::Result<Figure> {
     let jobs = setup.times(400);
-    let one = crew_of(setup, 1, jobs)?;
-    let four = crew_of(setup, 4, jobs)?;
+    let one = workers_rate(setup, 1, jobs)?;
+    let four = workers_rate(setup, 4, jobs)?;
     let quarter: Vec<f64> = one.iter().map(|time| time / 4.0).collect();
     let speed_up = figure::median(&one) / figure::median(&four);
     let figure = Figure::new("queue", "per job of 1 ms of GPU, 4 workers", "us", &four).beside(&quarter);
@@ -170,15 +170,15 @@ fn crew(setup: &Setup) -> anyhow::Result<Figure> {
         figure::median(&one)
     ));
     // Only where kernels of several processes run at once can four do four times as much.
-    Ok(if setup.is_mps() { figure.wanted(Wanted::RatioAtMost(CREW_RATIO)) } else { figure })
+    Ok(if setup.is_mps() { figure.wanted(Wanted::RatioAtMost(WORKERS_RATIO)) } else { figure })
 }
 
 /// Microseconds a job, for each round.
-fn crew_of(setup: &Setup, workers: usize, jobs: usize) -> anyhow::Result<Vec<f64>> {
+fn workers_rate(setup: &Setup, workers: usize, jobs: usize) -> anyhow::Result<Vec<f64>> {
     let (device, domain) = (&setup.device, &setup.domain);
-    let queue = Queue::builder(CREW).domain(domain).device(device).order(Order::Completion).build()?;
+    let queue = Queue::builder(WORKERS).domain(domain).device(device).order(Order::Completion).build()?;
     let terms = || Role::Queue(Terms::Work { place: setup.place() });
-    let partners = (0..workers).map(|_| Partner::start(&terms())).collect::<anyhow::Result<Vec<_>>>()?;
+    let partners = (0..workers).map(|_| PeerProcess::start(&terms())).collect::<anyhow::Result<Vec<_>>>()?;
     queue.wait_for_workers(workers, PATIENCE)?;
     let stream = device.stream()?;
     let mut rounds = Vec::new();
@@ -195,14 +195,14 @@ fn crew_of(setup: &Setup, workers: usize, jobs: usize) -> anyhow::Result<Vec<f64
         }
     }
     drop(queue);
-    partners.into_iter().try_for_each(Partner::end)?;
+    partners.into_iter().try_for_each(PeerProcess::end)?;
     Ok(rounds)
 }
 
-fn work(place: &Place) -> anyhow::Result<()> {
+fn work(place: &BenchDomain) -> anyhow::Result<()> {
     let (device, domain) = place.open()?;
     let stream = device.stream()?;
-    let mut worker = worker(CREW, &domain, &device)?;
+    let mut worker = worker(WORKERS, &domain, &device)?;
     loop {
         match worker.lease(&stream) {
             Ok(lease) => {

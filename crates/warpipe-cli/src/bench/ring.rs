@@ -11,11 +11,11 @@ use warpipe::{Device, Domain, Publisher, Stream, Subscriber};
 
 use super::Role;
 use super::figure::{Figure, Quantiles, Wanted};
-use super::partner::{Control, Partner};
+use super::peer_process::{Control, PeerProcess};
 use super::pin;
 use super::raw::{LINE_BYTES, SharedMemory};
 use super::rings::{DEPTH, LINES, Patience, Payload, Ring, bell};
-use super::setup::{Choice, PATIENCE, Place, Setup};
+use super::setup::{BenchDomain, Choice, PATIENCE, Setup};
 
 const PING: &str = "bench/ring-ping";
 const PONG: &str = "bench/ring-pong";
@@ -23,7 +23,7 @@ const PONG: &str = "bench/ring-pong";
 /// What both processes agree on.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Terms {
-    place: Place,
+    place: BenchDomain,
     rounds: usize,
     trips: usize,
     sleeps: bool,
@@ -63,9 +63,9 @@ fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
     let bells = [bell()?, bell()?, bell()?, bell()?];
     let device = Device::host();
     let publisher = publisher(PING, &setup.domain, &device)?;
-    let partner = Partner::start(&Role::Ring(terms.clone()))?;
-    partner.control.send_fd(memory.fd())?;
-    bells.iter().try_for_each(|bell| partner.control.send_fd(bell.as_fd()))?;
+    let peer = PeerProcess::start(&Role::Ring(terms.clone()))?;
+    peer.control.send_fd(memory.fd())?;
+    bells.iter().try_for_each(|bell| peer.control.send_fd(bell.as_fd()))?;
     let mut end = End {
         out: Ring::new(&memory, 0, &bells[0], &bells[1]),
         back: Ring::new(&memory, LINES, &bells[2], &bells[3]),
@@ -75,7 +75,7 @@ fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
         patience: terms.patience(),
     };
     end.publisher.wait_for_subscribers(1, PATIENCE)?;
-    partner.control.tell(&())?;
+    peer.control.tell(&())?;
     let _here = pin::this_thread(0)?;
     let mut measured = Measured::default();
     for round in 0..=terms.rounds {
@@ -89,7 +89,7 @@ fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
             measured.ours.extend(ours);
         }
     }
-    partner.end()?;
+    peer.end()?;
     Ok(measured)
 }
 

@@ -9,7 +9,7 @@ use std::time::Instant;
 use anyhow::ensure;
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::partner::wait_readable;
+use super::peer_process::wait_readable;
 use super::raw::{LINE_BYTES, SharedMemory};
 use super::setup::PATIENCE;
 

@@ -16,9 +16,9 @@ use warpipe::{Device, Domain, Semaphore, Stream};
 
 use super::Role;
 use super::figure::{Figure, Wanted};
-use super::partner::{Control, Partner};
+use super::peer_process::{Control, PeerProcess};
 use super::raw::{Memory, SharedMemory};
-use super::setup::{PATIENCE, Place, Setup};
+use super::setup::{BenchDomain, PATIENCE, Setup};
 
 const NAME: &str = "bench/semaphore";
 
@@ -31,7 +31,7 @@ const SPIN_MAX: Duration = Duration::from_secs(1);
 /// What both processes agree on.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Terms {
-    place: Place,
+    place: BenchDomain,
     rounds: usize,
     /// Round trips of one round by the semaphore.
     trips: u64,
@@ -90,27 +90,27 @@ fn handed_over(setup: &Setup) -> anyhow::Result<Figure> {
     };
     let _creator = Semaphore::create(&setup.domain, NAME, &setup.device, 1)?;
     let (flag, board) = (Memory::allocate(&setup.device, 8)?, SharedMemory::create(1)?);
-    let partner = Partner::start(&Role::Semaphore(terms.clone()))?;
-    partner.control.send_fd(board.fd())?;
+    let peer = PeerProcess::start(&Role::Semaphore(terms.clone()))?;
+    peer.control.send_fd(board.fd())?;
     let (fd, bytes, owner) = flag.export()?;
-    partner.control.tell(&(bytes, owner))?;
-    partner.control.send_fd(fd.as_fd())?;
+    peer.control.tell(&(bytes, owner))?;
+    peer.control.send_fd(fd.as_fd())?;
     let mut end = End::new(&setup.device, &setup.domain, flag, board, 0)?;
-    partner.control.hear::<()>()?;
+    peer.control.hear::<()>()?;
     let (mut ours, mut floor) = (Vec::new(), Vec::new());
     for round in 0..=terms.rounds {
-        partner.control.tell(&())?;
+        peer.control.tell(&())?;
         let spun = end.spin(terms.spins)?;
-        partner.control.hear::<()>()?;
-        partner.control.tell(&())?;
+        peer.control.hear::<()>()?;
+        peer.control.tell(&())?;
         let handed = end.hand_over(terms.trips)?;
-        partner.control.hear::<()>()?;
+        peer.control.hear::<()>()?;
         if round > 0 {
             floor.push(spun.as_nanos() as f64 / 1e3 / terms.spins as f64);
             ours.push(handed.as_nanos() as f64 / 1e3 / terms.trips as f64);
         }
     }
-    partner.end()?;
+    peer.end()?;
     let figure =
         Figure::new("semaphore", "there and back, kernel to kernel, two processes", "us", &ours).beside(&floor);
     let times = figure.ratio.map_or(f64::NAN, |ratio| 1.0 / ratio);

@@ -37,7 +37,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 }
 
 fn cost(setup: &Setup, subscribers: usize) -> anyhow::Result<Figure> {
-    let mut desk = Desk::open(&setup.device, &setup.domain, subscribers)?;
+    let mut bench = SendBench::open(&setup.device, &setup.domain, subscribers)?;
     let words = Words::create(&setup.device, subscribers.max(1))?;
     let bursts = setup.times(1600) / BURST + 1;
     let [mut ours, mut bare, mut ours_rounds, mut bare_rounds] = [const { Vec::new() }; 4].map(|v: Vec<u64>| v);
@@ -45,8 +45,8 @@ fn cost(setup: &Setup, subscribers: usize) -> anyhow::Result<Figure> {
     for round in 0..=setup.rounds() {
         let (mut our_round, mut bare_round) = (Vec::new(), Vec::new());
         for _ in 0..bursts {
-            bare_burst(&desk.stream, &words, subscribers.max(1), &mut turn, &mut bare_round)?;
-            desk.burst(&mut our_round)?;
+            bare_burst(&bench.stream, &words, subscribers.max(1), &mut turn, &mut bare_round)?;
+            bench.burst(&mut our_round)?;
         }
         if round > 0 {
             ours_rounds.push(p50(&our_round));
@@ -71,22 +71,22 @@ fn p50(samples: &[u64]) -> u64 {
 }
 
 /// A publisher and its subscribers.
-struct Desk {
+struct SendBench {
     stream: Stream,
     publisher: Publisher,
     subscribers: Vec<Subscriber>,
     layout: Layout,
 }
 
-impl Desk {
-    fn open(device: &Device, domain: &Domain, subscribers: usize) -> anyhow::Result<Desk> {
+impl SendBench {
+    fn open(device: &Device, domain: &Domain, subscribers: usize) -> anyhow::Result<SendBench> {
         let depth = 2 * BURST as u32;
         let publisher = Publisher::builder(NAME).domain(domain).device(device).depth(depth).build()?;
         let subscriber = |_| Subscriber::builder(NAME).domain(domain).device(device).build();
         let subscribers = (0..subscribers).map(subscriber).collect::<warpipe::Result<Vec<_>>>()?;
         publisher.wait_for_subscribers(subscribers.len(), PATIENCE)?;
         let layout = Layout::contiguous(DType::F32, &[16, 64])?;
-        Ok(Desk { stream: device.stream()?, publisher, subscribers, layout })
+        Ok(SendBench { stream: device.stream()?, publisher, subscribers, layout })
     }
 
     /// Sends a burst, timing each, and lets everybody read it.
@@ -128,12 +128,12 @@ fn bare_burst(
 fn calls(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let counting = Wrapped::new(setup.device.backend().clone(), Counting::default());
     let device = Device::from_backend(counting.clone());
-    let mut desk = Desk::open(&device, &setup.domain, 1)?;
+    let mut bench = SendBench::open(&device, &setup.domain, 1)?;
     // The first bursts make the arena and everything else that is made once.
-    (0..4).try_for_each(|_| desk.burst(&mut Vec::new()))?;
+    (0..4).try_for_each(|_| bench.burst(&mut Vec::new()))?;
     let (before, bursts) = (counting.hook().calls(), setup.times(1000).div_ceil(BURST));
     for _ in 0..bursts {
-        desk.burst(&mut Vec::new())?;
+        bench.burst(&mut Vec::new())?;
     }
     let messages = (bursts * BURST) as f64;
     let counted = difference(&counting, &before);

@@ -44,12 +44,12 @@ impl Choice {
 
 /// Where one process of a benchmark works.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Place {
+pub struct BenchDomain {
     pub device: Choice,
     pub domain: PathBuf,
 }
 
-impl Place {
+impl BenchDomain {
     /// Opens both, with every kernel loaded: loading can wait for a stream that waits.
     pub fn open(&self) -> anyhow::Result<(Device, Domain)> {
         let device = self.device.open()?;
@@ -106,13 +106,13 @@ impl Setup {
     }
 
     /// Where this process works, or another one like it.
-    pub fn place(&self) -> Place {
+    pub fn place(&self) -> BenchDomain {
         self.place_on(self.choice)
     }
 
     /// The same on another device.
-    pub fn place_on(&self, device: Choice) -> Place {
-        Place { device, domain: self.domain_path() }
+    pub fn place_on(&self, device: Choice) -> BenchDomain {
+        BenchDomain { device, domain: self.domain_path() }
     }
 
     fn domain_path(&self) -> PathBuf {

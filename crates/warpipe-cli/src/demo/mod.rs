@@ -32,7 +32,7 @@ use clap::{Args, ValueEnum};
 use tempfile::TempDir;
 
 use crate::args::DemoArgs;
-use crate::choice::DeviceChoice;
+use crate::device_arg::DeviceArg;
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
 use crate::output::Output;
@@ -76,7 +76,7 @@ pub struct ChildArgs {
     #[arg(long)]
     parent: i32,
     #[arg(long)]
-    device: DeviceChoice,
+    device: DeviceArg,
     #[arg(long)]
     subscribers: u32,
     #[arg(long)]

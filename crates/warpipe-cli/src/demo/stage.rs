@@ -12,7 +12,7 @@ use super::processes::{Id, Processes};
 use super::protocol::{Counts, Event, Order};
 use super::{ITEM_PATIENCE, Plant, START_PATIENCE};
 use crate::args::DemoArgs;
-use crate::choice::{Chosen, DeviceChoice};
+use crate::device_arg::{ChosenDevice, DeviceArg};
 use crate::doctor::system::mps_answers;
 use crate::exit::Exit;
 use crate::interrupt::{Interrupt, LOOK};
@@ -38,7 +38,7 @@ pub struct Claim {
 pub struct Stage<'a> {
     pub args: &'a DemoArgs,
     pub device: String,
-    choice: DeviceChoice,
+    choice: DeviceArg,
     pub why: String,
     pub is_mps: bool,
     output: Output,
@@ -64,7 +64,7 @@ impl<'a> Stage<'a> {
     /// Nothing has been started.
     pub fn new(
         args: &'a DemoArgs,
-        chosen: &Chosen,
+        chosen: &ChosenDevice,
         output: Output,
         interrupt: &'a Interrupt,
         folder: &Path,
@@ -72,7 +72,7 @@ impl<'a> Stage<'a> {
         Stage {
             args,
             device: chosen.device.to_string(),
-            choice: DeviceChoice::of(&chosen.device),
+            choice: DeviceArg::of(&chosen.device),
             why: chosen.why.clone(),
             is_mps: chosen.device.info().id.kind == DeviceKind::Cuda && mps_answers(),
             output,
@@ -190,7 +190,7 @@ impl<'a> Stage<'a> {
     }
 
     /// Keeps a process's counts.
-    pub fn note(&mut self, id: Id, counts: Counts) {
+    pub fn record(&mut self, id: Id, counts: Counts) {
         self.counts.retain(|(known, _)| *known != id);
         self.counts.push((id, counts));
     }

@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use warpipe::backend::{Access, DeviceKind, RawRegion};
 use warpipe::{Device, Stream};
 
-use crate::choice::DeviceChoice;
+use crate::device_arg::DeviceArg;
 use crate::exit::Exit;
 use crate::process::{follow_parent, this_program};
 use crate::registered::RegisteredPage;
@@ -40,8 +40,8 @@ pub struct ChildArgs {
     task: Task,
     #[arg(long)]
     parent: i32,
-    #[arg(long, default_value_t = DeviceChoice::Host)]
-    device: DeviceChoice,
+    #[arg(long, default_value_t = DeviceArg::Host)]
+    device: DeviceArg,
     #[arg(long, default_value_t = 0)]
     bytes: u64,
 }

@@ -12,7 +12,7 @@ use warpipe::{Device, Stream};
 
 use super::child::{READ, REFUSED, Task, WRITTEN, command};
 use super::report::Check;
-use crate::choice::DeviceChoice;
+use crate::device_arg::DeviceArg;
 use crate::output;
 use crate::process;
 use crate::registered::RegisteredPage;
@@ -149,7 +149,7 @@ pub fn read_only(device: &Device) -> Check {
 
 fn ask_child(device: &Device, memory: OwnedFd, bytes: u64) -> anyhow::Result<(String, ExitStatus)> {
     let mut child = command(Task::WriteReadOnly)
-        .args(["--device", &DeviceChoice::of(device).to_string(), "--bytes", &bytes.to_string()])
+        .args(["--device", &DeviceArg::of(device).to_string(), "--bytes", &bytes.to_string()])
         .stdin(memory)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

@@ -11,7 +11,7 @@ use warpipe::{Device, Publisher, Subscriber};
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
-use crate::payload::{Payload, Tally};
+use crate::payload::{ErrorCounters, Payload};
 use crate::peer::{Batch, Order, PublisherPlan};
 use crate::words::Words;
 
@@ -60,11 +60,11 @@ fn both_ways(context: &Context) -> Result<()> {
     peer.publish(PublisherPlan::of("back"))?;
     let mut subscriber = context.subscriber("back").build()?;
     peer.ask(&Order::Send(Batch::of(10, WORDS, 100)))?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     for sequence in 1..=10 {
         let sample = subscriber.receive(&stream)?;
         ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
-        ensure!(tally.finish(sample)? == 0, "sample {sequence} has wrong words");
+        ensure!(error_counters.finish(sample)? == 0, "sample {sequence} has wrong words");
     }
     drop((publisher, subscriber));
     peer.ask(&Order::Settle)?;
@@ -76,10 +76,10 @@ fn late_data_is_waited_for(context: &Context) -> Result<()> {
     peer.publish(PublisherPlan::of("late"))?;
     let mut subscriber = context.subscriber("late").build()?;
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     peer.ask(&Order::Send(Batch::of(3, WORDS, 7).slow(Duration::from_millis(40))))?;
     for _ in 0..3 {
-        let wrong = tally.finish(subscriber.receive(&stream)?)?;
+        let wrong = error_counters.finish(subscriber.receive(&stream)?)?;
         ensure!(wrong == 0, "{wrong} of {WORDS} words were read before they were written");
     }
     peer.dismiss()
@@ -100,14 +100,14 @@ fn without_waits_words_are_wrong(context: &Context) -> Result<()> {
     let blind = delaying(context, Duration::ZERO, false);
     let (publisher, mut subscriber) = pair(context, &context.device, &blind)?;
     let (sending, receiving) = (context.stream()?, blind.stream()?);
-    let mut tally = Tally::new(&blind)?;
+    let mut error_counters = ErrorCounters::new(&blind)?;
     let mut wrong = 0;
     for seed in 1..=3 {
         Payload::of(WORDS, seed).slow(Duration::from_millis(100)).send(&publisher, &sending)?;
         let sample = subscriber.receive(&receiving)?;
-        let check = tally.check_sample(&sample)?.context("a mark")?;
+        let check = error_counters.check_sample(&sample)?.context("a mark")?;
         receiving.synchronize(PATIENCE)?;
-        wrong += tally.wrong_words(check);
+        wrong += error_counters.wrong_words(check);
         sample.finish(PATIENCE)?;
     }
     context.figure("wrong_words", wrong);
@@ -119,11 +119,11 @@ fn late_signals_are_waited_for(context: &Context) -> Result<()> {
     let late = delaying(context, Duration::from_millis(20), true);
     let (publisher, mut subscriber) = pair(context, &late, &context.device)?;
     let (sending, receiving) = (late.stream()?, context.stream()?);
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     for seed in 1..=5 {
         Payload::of(WORDS, seed).send(&publisher, &sending)?;
         let sample = subscriber.receive(&receiving)?;
-        let wrong = tally.finish(sample)?;
+        let wrong = error_counters.finish(sample)?;
         ensure!(wrong == 0, "{wrong} wrong words");
     }
     Ok(())
@@ -150,7 +150,7 @@ fn importers_cannot_write(context: &Context) -> Result<()> {
             ensure!(matches!(signal, libc::SIGSEGV | libc::SIGBUS), "the writer ended with signal {signal}");
         }
     }
-    let wrong = context.tally()?.finish(reader.receive(&stream)?)?;
+    let wrong = context.error_counters()?.finish(reader.receive(&stream)?)?;
     ensure!(wrong == 0, "the vandal changed {wrong} words");
     Ok(())
 }

@@ -12,11 +12,11 @@ use warpipe::{PeerState, PoolClient, Semaphore, Timeline};
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
-use crate::double::Double;
+use crate::device_malloc::DeviceMalloc;
+use crate::fake_driver::FakeDriver;
 use crate::peer::{
     Batch, FOREIGN_SEED, FOREIGN_WORDS, HungOrder, Order, Peer, PublisherPlan, SemaphoreOrder, SignalOrder, WAITING,
 };
-use crate::plain::Plain;
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
@@ -118,9 +118,9 @@ const AT_ONCE: usize = 5;
 const LOOK: Duration = Duration::from_millis(1_500);
 
 fn all_functions(context: &Context) -> Result<()> {
-    Double::of(&context.settings)?;
+    FakeDriver::of(&context.settings)?;
     let mut peer = context.peer()?;
-    let foreign = Plain::new(&context.device, FOREIGN_WORDS, FOREIGN_SEED)?;
+    let foreign = DeviceMalloc::new(&context.device, FOREIGN_WORDS, FOREIGN_SEED)?;
     let called = peer.text(&Order::Hung(HungOrder::Calls { foreign: foreign.export()? }))?;
     let missing: Vec<&str> = called
         .split(' ')
@@ -134,7 +134,7 @@ fn all_functions(context: &Context) -> Result<()> {
 }
 
 fn blocked(context: &Context) -> Result<()> {
-    Double::of(&context.settings)?;
+    FakeDriver::of(&context.settings)?;
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
         for _ in 0..AT_ONCE {
@@ -184,7 +184,7 @@ fn hang(context: &Context, cell: usize, function: &str, waiting: &[&str]) -> Res
     upstream.ask(&Order::AwaitSubscribers(1))?;
     upstream.ask(&Order::SendBehindGate(Batch::of(1, 64, 1)))?;
     peer.answer()?.context("its streams wait")?;
-    let foreign = Plain::new(&context.device, FOREIGN_WORDS, FOREIGN_SEED)?;
+    let foreign = DeviceMalloc::new(&context.device, FOREIGN_WORDS, FOREIGN_SEED)?;
     let hang = HungOrder::Hang { function: function.into(), foreign: foreign.export()? };
     ensure!(peer.number(&Order::Hung(hang))? > 0, "no call of it hangs");
     std::thread::park_timeout(LOOK);

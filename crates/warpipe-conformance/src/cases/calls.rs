@@ -8,7 +8,7 @@ use warpipe::{DType, Layout};
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
-use crate::double::Double;
+use crate::fake_driver::FakeDriver;
 use crate::graph::Graphs;
 
 pub(super) const CASES: &[Case] = &[Case::new("a send makes three calls of the driver", calls_of_a_send)];
@@ -16,7 +16,7 @@ pub(super) const CASES: &[Case] = &[Case::new("a send makes three calls of the d
 const ROUNDS: u32 = 30;
 
 fn calls_of_a_send(context: &Context) -> Result<()> {
-    let double = Double::of(&context.settings)?;
+    let fake_driver = FakeDriver::of(&context.settings)?;
     // The context is current on this thread, as in a program that uses CUDA itself.
     let _graphs = Graphs::of(context)?;
     let stream = context.stream()?;
@@ -32,9 +32,9 @@ fn calls_of_a_send(context: &Context) -> Result<()> {
         let mut least: Option<BTreeMap<String, u64>> = None;
         for _ in 0..ROUNDS {
             let loan = publisher.loan(&layout)?;
-            double.reset()?;
+            fake_driver.reset()?;
             loan.send(&stream)?;
-            let calls = double.calls()?;
+            let calls = fake_driver.calls()?;
             let sum = |calls: &BTreeMap<String, u64>| calls.values().sum::<u64>();
             if least.as_ref().is_none_or(|least| sum(&calls) < sum(least)) {
                 least = Some(calls);

@@ -14,9 +14,9 @@ use warpipe::{Error, Event, Layout, LentBuffer, Memory, Pool, Semaphore, Stream,
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
+use crate::device_words::{check, fill, wrong_words};
 use crate::graph::{Graphs, Mode};
-use crate::payload::{Payload, Tally};
-use crate::place::{check, fill, wrong_words};
+use crate::payload::{ErrorCounters, Payload};
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
@@ -32,7 +32,11 @@ const WORDS: u64 = 4096;
 
 /// Captures a kernel on a stream of its own while `meanwhile` runs on another thread, ends the capture, and sees that the
 /// graph is whole. The caller keeps the tally: to unregister its memory, the driver waits for every stream of the context.
-fn while_capturing(context: &Context, tally: &mut Tally, meanwhile: impl FnOnce() -> Result<()> + Send) -> Result<()> {
+fn while_capturing(
+    context: &Context,
+    error_counters: &mut ErrorCounters,
+    meanwhile: impl FnOnce() -> Result<()> + Send,
+) -> Result<()> {
     let graphs = Graphs::of(context)?;
     let stream = context.stream()?;
     let memory = Memory::allocate(&context.device, 8 * WORDS)?;
@@ -42,13 +46,13 @@ fn while_capturing(context: &Context, tally: &mut Tally, meanwhile: impl FnOnce(
     let graph = graphs.end(&stream).context("the end of a capture that nobody was to disturb")?;
     outcome.map_err(|_| anyhow::anyhow!("the other thread panicked"))??;
     graph.launch(&stream)?;
-    let wrong = wrong_words(&memory, &stream, tally, 7)?;
+    let wrong = wrong_words(&memory, &stream, error_counters, 7)?;
     ensure!(wrong == 0, "{wrong} wrong words of the graph");
     Ok(())
 }
 
 fn bystanders(context: &Context) -> Result<()> {
-    while_capturing(context, &mut Tally::new(&context.device)?, || {
+    while_capturing(context, &mut ErrorCounters::new(&context.device)?, || {
         let held = context.device.backend().bytes_held();
         let publisher = context.publisher("bystander").build()?;
         let mut subscriber = context.subscriber("bystander").build()?;
@@ -79,19 +83,19 @@ fn held_up(context: &Context) -> Result<(Stream, Sender<()>)> {
 fn busy_streams(context: &Context) -> Result<()> {
     let backend = context.device.backend().clone();
     let (memory, idle) = (Memory::allocate(&context.device, 8 * WORDS)?, Memory::allocate(&context.device, 8 * WORDS)?);
-    let mut tally = Tally::new(&context.device)?;
+    let mut error_counters = ErrorCounters::new(&context.device)?;
     let filling = context.stream()?;
     fill(&memory, &filling, 3, Duration::ZERO, true)?;
     filling.synchronize(PATIENCE)?;
     let (stream, go) = held_up(context)?;
-    let check = check(&memory, &stream, &mut tally, 3)?;
+    let check = check(&memory, &stream, &mut error_counters, 3)?;
     let (done, is_done) = channel();
     stream.call(move || {
         let _ = done.send(());
     })?;
     // From here on it is known to the memory alone.
     drop(stream);
-    while_capturing(context, &mut tally, || {
+    while_capturing(context, &mut error_counters, || {
         // More streams than a list keeps without looking which of them are idle.
         for _ in 0..32 {
             memory.used_on(&context.stream()?);
@@ -107,7 +111,7 @@ fn busy_streams(context: &Context) -> Result<()> {
     })?;
     drop(go);
     is_done.recv_timeout(PATIENCE).context("the stream did not come to its end")?;
-    ensure!(tally.wrong_words(check) == 0, "the memory was not there any more");
+    ensure!(error_counters.wrong_words(check) == 0, "the memory was not there any more");
     Ok(())
 }
 
@@ -177,7 +181,7 @@ fn refusals(context: &Context) -> Result<()> {
     timeline.wait_host(3, PATIENCE)?;
     graph.launch(&stream)?;
     graph.launch(&stream)?;
-    let wrong = wrong_words(&memory, &stream, &mut Tally::new(device)?, 9)?;
+    let wrong = wrong_words(&memory, &stream, &mut ErrorCounters::new(device)?, 9)?;
     ensure!(wrong == 0, "{wrong} wrong words of the graph");
     ensure!(timeline.value() == 3, "a launch set the timeline to {}", timeline.value());
     ensure!(event.query()?, "a launch recorded the event");

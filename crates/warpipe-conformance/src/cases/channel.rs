@@ -133,12 +133,12 @@ fn one_thread(context: &Context) -> Result<()> {
     let publisher = context.publisher("alone").build()?;
     let mut subscriber = context.subscriber("alone").build()?;
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     for sequence in 1..=100 {
         ensure!(Payload::of(WORDS, sequence).send(&publisher, &stream)? == sequence, "the sequence number");
         let sample = subscriber.receive(&stream)?;
         ensure!(sample.sent_at_ns() <= sample.received_at_ns(), "sent before it is received");
-        ensure!(sample.sequence() == sequence && tally.finish(sample)? == 0, "sample {sequence}");
+        ensure!(sample.sequence() == sequence && error_counters.finish(sample)? == 0, "sample {sequence}");
     }
     Ok(())
 }
@@ -165,11 +165,11 @@ fn several_threads(context: &Context) -> Result<()> {
             .map(|mut subscriber| {
                 let device = &context.device;
                 scope.spawn(move || -> Result<()> {
-                    let (stream, mut tally) = (device.stream()?, crate::payload::Tally::new(device)?);
+                    let (stream, mut error_counters) = (device.stream()?, crate::payload::ErrorCounters::new(device)?);
                     for sequence in 1..=2 * EACH {
                         let sample = subscriber.receive(&stream)?;
                         ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
-                        ensure!(tally.finish(sample)? == 0, "sample {sequence} is whole");
+                        ensure!(error_counters.finish(sample)? == 0, "sample {sequence} is whole");
                     }
                     Ok(())
                 })
@@ -186,12 +186,12 @@ fn iterator_ends(context: &Context) -> Result<()> {
     peer.publish(PublisherPlan::of("finite"))?;
     let mut subscriber = context.subscriber("finite").build()?;
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(5, WORDS, 1)))?;
     peer.dismiss()?;
     let mut received = 0;
     for sample in subscriber.samples(&stream) {
-        ensure!(tally.finish(sample?)? == 0, "a sample sent before the goodbye is whole");
+        ensure!(error_counters.finish(sample?)? == 0, "a sample sent before the goodbye is whole");
         received += 1;
     }
     ensure!(received == 5, "{received} samples of 5 before the end");
@@ -206,7 +206,7 @@ fn pollable(context: &Context) -> Result<()> {
     peer.publish(PublisherPlan::of("polled"))?;
     let mut subscriber = context.subscriber("polled").build()?;
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
     epoll::add(&set, subscriber.as_fd(), epoll::EventData::new_u64(1), epoll::EventFlags::IN)?;
     while subscriber.try_receive(&stream)?.is_some() {}
@@ -219,7 +219,7 @@ fn pollable(context: &Context) -> Result<()> {
                 if round % 2 == 0 { wait_readable(&subscriber, PATIENCE) } else { wait_readable(&set, PATIENCE) };
             ensure!(woken, "no wake-up for a sample in round {round}");
             while let Some(sample) = subscriber.try_receive(&stream)? {
-                ensure!(tally.finish(sample)? == 0, "a polled sample is whole");
+                ensure!(error_counters.finish(sample)? == 0, "a polled sample is whole");
                 received += 1;
             }
         }
@@ -262,7 +262,7 @@ fn refused_signal(context: &Context) -> Result<()> {
     let publisher = context.publisher("refused").device(&device).build()?;
     let (sending, receiving) = (device.stream()?, context.stream()?);
     let mut subscriber = context.subscriber("refused").build()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     for round in 0..3 {
         failing.hook().aim("batch", 1);
         match Payload::of(WORDS, round).send(&publisher, &sending) {
@@ -274,7 +274,7 @@ fn refused_signal(context: &Context) -> Result<()> {
             other => bail!("a sample without its signal gave {other:?}"),
         }
         Payload::of(WORDS, round).send(&publisher, &sending)?;
-        ensure!(tally.finish(subscriber.receive(&receiving)?)? == 0, "the next one is whole");
+        ensure!(error_counters.finish(subscriber.receive(&receiving)?)? == 0, "the next one is whole");
     }
     Ok(())
 }
@@ -289,13 +289,13 @@ fn lost_history(context: &Context) -> Result<()> {
     Payload::of(WORDS, 3).send(&publisher, &sending)?;
     // Under the blocking policy a number that is missing would be a broken protocol.
     let mut late = context.subscriber("lost-history").build()?;
-    let mut tally = context.tally()?;
-    ensure!(tally.finish(late.receive(&stream)?)? == 0, "the first is whole");
+    let mut error_counters = context.error_counters()?;
+    ensure!(error_counters.finish(late.receive(&stream)?)? == 0, "the first is whole");
     match late.receive(&stream)?.finish(PATIENCE) {
         Err(Error::SampleLost { sequence: 2, .. }) => {}
         other => bail!("the one that was given up gave {other:?}"),
     }
-    ensure!(tally.finish(late.receive(&stream)?)? == 0, "the third is whole");
+    ensure!(error_counters.finish(late.receive(&stream)?)? == 0, "the third is whole");
     Ok(())
 }
 
@@ -303,15 +303,15 @@ fn handles_outlive_each_other(context: &Context) -> Result<()> {
     let publisher = context.publisher("outlived").build()?;
     let mut subscriber = context.subscriber("outlived").build()?;
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     Payload::of(WORDS, 1).send(&publisher, &stream)?;
     Payload::of(WORDS, 2).send(&publisher, &stream)?;
     let (first, second) = (subscriber.receive(&stream)?, subscriber.receive(&stream)?);
     drop(subscriber);
-    ensure!(tally.finish(first)? == 0, "a sample is whole after its subscriber");
+    ensure!(error_counters.finish(first)? == 0, "a sample is whole after its subscriber");
     let loan = Payload::of(WORDS, 3).loan(&publisher, &stream)?;
     drop(publisher);
-    ensure!(tally.finish(second)? == 0, "a sample is whole after its publisher");
+    ensure!(error_counters.finish(second)? == 0, "a sample is whole after its publisher");
     match loan.send(&stream) {
         Err(failed) => ensure!(matches!(failed.error, Error::PublisherGone { .. }), "{failed}"),
         Ok(sequence) => bail!("a closed publisher sent {sequence}"),
@@ -341,7 +341,7 @@ fn timeouts(context: &Context) -> Result<()> {
     };
     ensure!(crate::process::eventually(PATIENCE, came), "what was sent comes");
     let sample = received.context("it came")??;
-    ensure!(context.tally()?.finish(sample)? == 0, "whole");
+    ensure!(context.error_counters()?.finish(sample)? == 0, "whole");
     Ok(())
 }
 

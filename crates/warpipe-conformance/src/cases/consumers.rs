@@ -31,19 +31,20 @@ fn second_stream(context: &Context) -> Result<()> {
     let blind = Delaying { signal_late: Duration::ZERO, waits: false };
     let careless = Device::from_backend(Wrapped::new(context.device.backend().clone(), blind)).stream()?;
     let admitted = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
     let sample = subscriber.receive(&careless)?;
     ensure!(!sample.is_complete()?, "the data is there before it is written");
-    let early = tally.check_sample_on(&sample, &careless)?;
+    let early = error_counters.check_sample_on(&sample, &careless)?;
     careless.synchronize(PATIENCE)?;
     sample.wait_on(&admitted)?;
-    let whole = tally.check_sample_on(&sample, &admitted)?;
+    let whole = error_counters.check_sample_on(&sample, &admitted)?;
     ensure!(!admitted.is_idle()?, "the stream that was let in does not wait");
     peer.ask(&Order::OpenGate)?;
     sample.release_on(&admitted)?.wait(PATIENCE)?;
     admitted.synchronize(PATIENCE)?;
-    let (early, whole) = (early.map(|check| tally.wrong_words(check)), whole.map(|check| tally.wrong_words(check)));
+    let (early, whole) =
+        (early.map(|check| error_counters.wrong_words(check)), whole.map(|check| error_counters.wrong_words(check)));
     ensure!(whole == Some(0), "the stream that was let in saw {whole:?} wrong words");
     ensure!(early.is_some_and(|wrong| wrong > 0), "the control saw {early:?} wrong words: it proves nothing");
     peer.dismiss()
@@ -67,14 +68,14 @@ fn released_behind(context: &Context) -> Result<()> {
 fn held_memory(context: &Context) -> Result<()> {
     let publisher = context.publisher("hold").build()?;
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     let loan = Payload::of(WORDS, 5).loan(&publisher, &stream)?;
     let (hold, words) = (loan.hold(), loan.slot_ptr());
     loan.send(&stream)?;
     drop(publisher);
-    let check = tally.check_words(&stream, words, WORDS, 5, &hold)?;
+    let check = error_counters.check_words(&stream, words, WORDS, 5, &hold)?;
     stream.synchronize(PATIENCE)?;
-    ensure!(tally.wrong_words(check) == 0, "the memory is as it was sent");
+    ensure!(error_counters.wrong_words(check) == 0, "the memory is as it was sent");
     Ok(())
 }
 

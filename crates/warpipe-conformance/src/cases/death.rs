@@ -64,13 +64,13 @@ fn ready_samples_survive(context: &Context) -> Result<()> {
     peer.publish(PublisherPlan::of("mortal"))?;
     let mut subscriber = context.subscriber("mortal").build()?;
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(10, WORDS, 1)))?;
     peer.kill()?;
     for sequence in 1..=10 {
         let sample = subscriber.receive(&stream)?;
         ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
-        ensure!(tally.finish(sample)? == 0, "sample {sequence} is whole");
+        ensure!(error_counters.finish(sample)? == 0, "sample {sequence} is whole");
     }
     expect_death(subscriber.receive(&stream), peer.id())?;
     expect_death(subscriber.receive(&stream), peer.id())
@@ -81,7 +81,7 @@ fn held_samples_survive(context: &Context) -> Result<()> {
     peer.publish(PublisherPlan::of("mortal"))?;
     let mut subscriber = context.subscriber("mortal").build()?;
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(4, WORDS, 1)))?;
     let held = (0..4).map(|_| subscriber.receive(&stream)).collect::<warpipe::Result<Vec<_>>>()?;
     peer.kill()?;
@@ -90,7 +90,7 @@ fn held_samples_survive(context: &Context) -> Result<()> {
     for sample in held {
         let copy = sample.to_vec(PATIENCE)?;
         ensure!(copy.len() as u64 == 8 * WORDS, "all bytes");
-        ensure!(tally.finish(sample)? == 0, "a sample is whole after its publisher's death");
+        ensure!(error_counters.finish(sample)? == 0, "a sample is whole after its publisher's death");
     }
     Ok(())
 }
@@ -100,15 +100,15 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
     peer.publish(PublisherPlan::of("mortal"))?;
     let mut subscriber = context.subscriber("mortal").build()?;
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(2, WORDS, 1)))?;
     peer.ask(&Order::Send(Batch::of(3, WORDS, 3).slow(Duration::from_secs(5))))?;
     // Two ready, one taken before the death that will never be complete, two that nobody has taken by then.
     for sequence in 1..=2 {
-        ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "sample {sequence} is whole");
+        ensure!(error_counters.finish(subscriber.receive(&stream)?)? == 0, "sample {sequence} is whole");
     }
     let unfinished = subscriber.receive(&stream)?;
-    tally.check_sample(&unfinished)?;
+    error_counters.check_sample(&unfinished)?;
     peer.kill()?;
     match unfinished.finish(PATIENCE) {
         Err(Error::SampleLost { sequence: 3, pid, .. }) => ensure!(pid == peer.id() as i32, "lost by process {pid}"),
@@ -130,7 +130,7 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
 /// is proven.
 fn behind_a_lost_one(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     let policies = [PolicyPlan::Block(10_000), PolicyPlan::Fail, PolicyPlan::DropNewest, PolicyPlan::DropOldest];
     for policy in policies {
         let mut peer = context.peer()?;
@@ -153,7 +153,7 @@ fn behind_a_lost_one(context: &Context) -> Result<()> {
                 ensure!(matches!(lost, Err(Error::SampleLost { .. })), "an unfinished sample gave {lost:?}");
             };
             ensure!(sample.sequence() == due, "sample {} where {due} is due with {policy:?}", sample.sequence());
-            ensure!(tally.finish(sample)? == 0, "sample {due} is whole");
+            ensure!(error_counters.finish(sample)? == 0, "sample {due} is whole");
         }
         expect_death(subscriber.receive(&stream), peer.id())?;
     }
@@ -166,18 +166,18 @@ fn history_survives(context: &Context) -> Result<()> {
     peer.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
     let (mut early, mut late) = (context.subscriber("mortal").build()?, context.subscriber("mortal").build()?);
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     let held = early.receive(&stream)?;
     peer.ask(&Order::OpenGate)?;
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 2)))?;
     // Whether it has told the late joiners by now or not.
     peer.kill()?;
     // One that a stream waited for when its publisher was killed, and one that nobody had taken by then.
-    ensure!(tally.finish(held)? == 0, "what was complete is whole");
+    ensure!(error_counters.finish(held)? == 0, "what was complete is whole");
     for sequence in 1..=2 {
         let sample = late.receive(&stream)?;
         ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
-        ensure!(tally.finish(sample)? == 0, "sample {sequence} is whole");
+        ensure!(error_counters.finish(sample)? == 0, "sample {sequence} is whole");
     }
     expect_death(late.receive(&stream), peer.id())
 }
@@ -213,11 +213,14 @@ fn killed_holder_returns_its_slots(context: &Context) -> Result<()> {
     let publisher = context.publisher("tight").memory_limit(4 * slot).loan_timeout(PATIENCE).build()?;
     let stream = context.stream()?;
     let mut witness = context.subscriber("tight").build()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     let mut send = |witness: &mut Subscriber, seed| -> Result<()> {
         let sequence = Payload::of(slot / 8, seed).send(&publisher, &stream)?;
         let sample = witness.receive(&stream)?;
-        ensure!(sample.sequence() == sequence && tally.finish(sample)? == 0, "the witness's sample {sequence}");
+        ensure!(
+            sample.sequence() == sequence && error_counters.finish(sample)? == 0,
+            "the witness's sample {sequence}"
+        );
         Ok(())
     };
     // What the publisher and its witness hold from now on is all there is.
@@ -266,12 +269,12 @@ fn killed_in_the_handshake(context: &Context) -> Result<()> {
         mute.kill()?;
     }
     // At any moment of a handshake: the order is on its way when the signal comes.
-    let mut chance = context.chance();
+    let mut rng = context.rng();
     for _ in 0..10 {
         let mut victim = context.peer()?;
         victim.ask(&Order::ConnectOnly("door".into()))?;
         victim.tell(&Order::Subscribe(SubscriberPlan::of("door")))?;
-        std::thread::park_timeout(Duration::from_micros(chance.below(1500)));
+        std::thread::park_timeout(Duration::from_micros(rng.below(1500)));
         victim.kill()?;
     }
     let mut witness = context.peer()?;
@@ -284,7 +287,7 @@ fn killed_in_the_handshake(context: &Context) -> Result<()> {
 }
 
 fn publisher_killed_in_the_handshake(context: &Context) -> Result<()> {
-    let mut chance = context.chance();
+    let mut rng = context.rng();
     for round in 0..6 {
         let mut publisher = context.peer()?;
         publisher.publish(PublisherPlan::of("door"))?;
@@ -294,7 +297,7 @@ fn publisher_killed_in_the_handshake(context: &Context) -> Result<()> {
         }
         let built = std::thread::scope(|scope| {
             let subscriber = scope.spawn(|| context.subscriber("door").build());
-            std::thread::park_timeout(Duration::from_micros(chance.below(3000)));
+            std::thread::park_timeout(Duration::from_micros(rng.below(3000)));
             publisher.strike()?;
             publisher.ended()?;
             subscriber.join().map_err(|_| anyhow::anyhow!("a panic"))

@@ -12,7 +12,7 @@ use warpipe::{Device, Error, Event, EventHandle, Pool, PoolClient};
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
-use crate::payload::Tally;
+use crate::payload::ErrorCounters;
 use crate::peer::{Answer, Order, Peer, SignalOrder};
 use crate::process::eventually;
 use crate::shared::Shared;
@@ -29,7 +29,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("an event that a guest recorded and was killed in is lost, and its maker records again", killed_guest)
         .ends_clients(),
     Case::new(
-        "whoever waits for a killed guest's recording is let go though the driver holds up the maker's attendant",
+        "whoever waits for a killed guest's recording is let go though the driver holds up the maker's control thread",
         held_up_attendant,
     )
     .ends_clients(),
@@ -70,12 +70,12 @@ fn share(context: &Context, peers: &mut [&mut Peer]) -> Result<Shared> {
 fn either_side_records(context: &Context) -> Result<()> {
     let (mut peer, event) = maker(context, &context.device)?;
     let memory = share(context, &mut [&mut peer])?;
-    let (stream, mut tally) = (context.stream()?, context.tally()?);
+    let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     for seed in 1..=5 {
         peer.signals(SignalOrder::Write { seed, slow_us: 40_000 })?;
         peer.signals(SignalOrder::Record)?;
         let recording = event.wait(&stream)?;
-        let wrong = memory.wrong(&mut tally, &stream, seed)?;
+        let wrong = memory.wrong(&mut error_counters, &stream, seed)?;
         ensure!(wrong == 0 && event.check(recording)?, "{wrong} words were read before they were written");
 
         memory.write(&stream, 100 + seed, Duration::from_millis(40))?;
@@ -94,13 +94,13 @@ fn without_waits(context: &Context) -> Result<()> {
     let blind = Device::from_backend(Wrapped::new(context.device.backend().clone(), delaying));
     let (mut peer, event) = maker(context, &blind)?;
     let memory = share(context, &mut [&mut peer])?;
-    let (stream, mut tally) = (blind.stream()?, Tally::new(&blind)?);
+    let (stream, mut error_counters) = (blind.stream()?, ErrorCounters::new(&blind)?);
     let mut wrong = 0;
     for seed in 1..=3 {
         peer.signals(SignalOrder::Write { seed, slow_us: 200_000 })?;
         peer.signals(SignalOrder::Record)?;
         event.wait(&stream)?;
-        wrong += memory.wrong(&mut tally, &stream, seed)?;
+        wrong += memory.wrong(&mut error_counters, &stream, seed)?;
         event.synchronize(PATIENCE)?;
     }
     context.figure("wrong_words", wrong);
@@ -227,7 +227,7 @@ fn held_up_attendant(context: &Context) -> Result<()> {
     let told = std::thread::scope(|scope| {
         scope.spawn(|| drop(client.allocate(4096)));
         let mut told = || -> Result<()> {
-            ensure!(eventually(PATIENCE, || gate.has_held.load(SeqCst)), "the attendant is in the driver");
+            ensure!(eventually(PATIENCE, || gate.has_held.load(SeqCst)), "the control thread is in the driver");
             victim.kill()?;
             stream.synchronize(PATIENCE).context("the maker's stream is let go")?;
             lost(event.check(recording), victim.id())
@@ -258,11 +258,11 @@ fn untouched_raw(context: &Context) -> Result<()> {
 }
 
 fn killed_anywhere(context: &Context) -> Result<()> {
-    let mut chance = context.chance();
+    let mut rng = context.rng();
     let (mut complete, mut lost_ones) = (0u64, 0u64);
     let kills = context.kills(10, 200, 100);
     for round in 0..kills {
-        let (mut peer, mut witness) = (context.mortal(&mut chance)?, context.peer()?);
+        let (mut peer, mut witness) = (context.mortal(&mut rng)?, context.peer()?);
         // Whose event it is decides who lets the others go: its maker, or everybody himself.
         let own = if round % 2 == 0 { Some(Event::create(&context.domain, &context.device)?) } else { None };
         let text = match &own {
@@ -283,7 +283,7 @@ fn killed_anywhere(context: &Context) -> Result<()> {
         }
         let mut recordings = vec![event.wait(&stream)?];
         witness.signals(SignalOrder::WaitEvent)?;
-        std::thread::park_timeout(Duration::from_micros(chance.below(12_000)));
+        std::thread::park_timeout(Duration::from_micros(rng.below(12_000)));
         recordings.push(event.wait(&stream)?);
         peer.strike()?;
         for _ in 0..20 {
@@ -331,12 +331,12 @@ fn complete_before_death(context: &Context) -> Result<()> {
 fn dropped_event(context: &Context) -> Result<()> {
     let (mut peer, event) = maker(context, &context.device)?;
     let memory = share(context, &mut [&mut peer])?;
-    let (stream, mut tally) = (context.stream()?, context.tally()?);
+    let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     peer.signals(SignalOrder::Write { seed: 3, slow_us: 100_000 })?;
     peer.signals(SignalOrder::Record)?;
     let recording = event.wait(&stream)?;
     peer.signals(SignalOrder::Close)?;
-    let wrong = memory.wrong(&mut tally, &stream, 3)?;
+    let wrong = memory.wrong(&mut error_counters, &stream, 3)?;
     ensure!(wrong == 0 && event.check(recording)?, "{wrong} wrong words behind what was recorded");
     let is_over = || matches!(event.record(&stream), Err(Error::OwnerGone { graceful: true, .. }));
     ensure!(eventually(PATIENCE, is_over), "recording it is an error by and by");

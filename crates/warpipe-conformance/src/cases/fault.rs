@@ -12,7 +12,7 @@ use warpipe::{DType, Device, Error, Layout, Publisher, Sample, SampleMut, Stream
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
-use crate::payload::{Payload, Tally};
+use crate::payload::{ErrorCounters, Payload};
 
 pub(super) const CASES: &[Case] = &[
     Case::new("a device that refuses while a publisher is built leaves nothing, and it is built next", publisher),
@@ -83,7 +83,7 @@ struct Flow<'a> {
     sample: Option<Sample>,
     subscriber: Option<Subscriber>,
     publisher: Option<Publisher>,
-    tally: Tally,
+    error_counters: ErrorCounters,
     /// The publisher's and the subscriber's.
     sides: [Side; 2],
 }
@@ -91,8 +91,8 @@ struct Flow<'a> {
 impl<'a> Flow<'a> {
     fn new(context: &'a Context) -> Result<Flow<'a>> {
         let sides = [Side::new(context)?, Side::new(context)?];
-        let tally = context.tally()?;
-        Ok(Flow { context, loan: None, sample: None, subscriber: None, publisher: None, tally, sides })
+        let error_counters = context.error_counters()?;
+        Ok(Flow { context, loan: None, sample: None, subscriber: None, publisher: None, error_counters, sides })
     }
 
     fn take(&mut self, step: Step) -> Result<()> {
@@ -127,9 +127,9 @@ impl<'a> Flow<'a> {
             Payload::of(WORDS, seed).fill(loan, &self.sides[0].stream)?;
         }
         if let Some(sample) = &self.sample {
-            let check = self.tally.check_sample(sample)?.context("a mark")?;
+            let check = self.error_counters.check_sample(sample)?.context("a mark")?;
             self.sides[1].stream.synchronize(PATIENCE)?;
-            ensure!(self.tally.wrong_words(check) == 0, "sample {} has wrong words", sample.sequence());
+            ensure!(self.error_counters.wrong_words(check) == 0, "sample {} has wrong words", sample.sequence());
         }
         Ok(())
     }

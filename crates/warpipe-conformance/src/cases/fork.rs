@@ -57,7 +57,7 @@ fn handles_refuse(context: &Context) -> Result<()> {
     let mut publisher = Some(context.publisher("forked").build()?);
     let mut subscriber = Some(context.subscriber("forked").build()?);
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     let send = |publisher: &Option<Publisher>, seed| -> Result<()> {
         Payload::of(WORDS, seed).send(publisher.as_ref().context("the parent's")?, &stream)?;
         Ok(())
@@ -78,13 +78,13 @@ fn handles_refuse(context: &Context) -> Result<()> {
     })?;
     ensure!(code == 0, "operation {code} was not refused in the forked child");
     for sample in samples {
-        ensure!(tally.finish(sample)? == 0, "what the parent held is whole");
+        ensure!(error_counters.finish(sample)? == 0, "what the parent held is whole");
     }
     loan.context("the parent's")?.send(&stream)?;
-    ensure!(tally.finish(receive(&mut subscriber)?)? == 0, "what the parent had loaned is whole");
+    ensure!(error_counters.finish(receive(&mut subscriber)?)? == 0, "what the parent had loaned is whole");
     for seed in 6..=40 {
         send(&publisher, seed)?;
-        ensure!(tally.finish(receive(&mut subscriber)?)? == 0, "the parent goes on");
+        ensure!(error_counters.finish(receive(&mut subscriber)?)? == 0, "the parent goes on");
     }
     Ok(())
 }
@@ -183,7 +183,7 @@ impl Drop for Orphan {
 
 fn death_is_seen_despite_a_child(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("parent"))?;
     let mut subscriber = context.subscriber("parent").build()?;
@@ -192,7 +192,7 @@ fn death_is_seen_despite_a_child(context: &Context) -> Result<()> {
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 3)))?;
     peer.kill()?;
     for sequence in 1..=3 {
-        ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "sample {sequence} is whole");
+        ensure!(error_counters.finish(subscriber.receive(&stream)?)? == 0, "sample {sequence} is whole");
     }
     match subscriber.receive(&stream) {
         Err(Error::PublisherGone { graceful: false, .. }) => {}

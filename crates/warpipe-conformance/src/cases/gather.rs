@@ -9,9 +9,9 @@ use warpipe::{DType, Error, Layout, Memory};
 
 use super::Case;
 use crate::PATIENCE;
-use crate::chance::Chance;
 use crate::context::Context;
-use crate::place::fill;
+use crate::device_words::fill;
+use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
     Case::new("any tensor is copied into any other of its shape, and nothing beside it is written", any_layouts)
@@ -24,11 +24,11 @@ const ROOM: u64 = 4 << 20;
 const DTYPES: [DType; 5] = [DType::U8, DType::F16, DType::F32, DType::C64, DType::C128];
 
 /// Up to 8 dimensions of a few thousand elements; sometimes with rows that are long enough for the driver's own copy.
-fn shape(chance: &mut Chance) -> Vec<u64> {
+fn shape(rng: &mut Rng) -> Vec<u64> {
     let mut left = 4096;
-    let mut shape: Vec<u64> = (0..chance.below(9))
+    let mut shape: Vec<u64> = (0..rng.below(9))
         .map(|_| {
-            let length = if chance.once_in(40) { 0 } else { *chance.pick(&[1, 1, 2, 3, 4, 7, 16]) };
+            let length = if rng.once_in(40) { 0 } else { *rng.pick(&[1, 1, 2, 3, 4, 7, 16]) };
             if length > left {
                 return 1;
             }
@@ -36,56 +36,56 @@ fn shape(chance: &mut Chance) -> Vec<u64> {
             length
         })
         .collect();
-    if let Some(last) = shape.last_mut().filter(|&&mut last| last > 0 && chance.once_in(2)) {
-        *last = (*last).max(chance.between(1, left.max(1)).min(1500));
+    if let Some(last) = shape.last_mut().filter(|&&mut last| last > 0 && rng.once_in(2)) {
+        *last = (*last).max(rng.between(1, left.max(1)).min(1500));
     }
     shape
 }
 
 /// A layout of this shape: dimensions in any order, with gaps, reversed, and, of a source, repeated.
-fn layout(chance: &mut Chance, dtype: DType, shape: &[u64], may_repeat: bool) -> Result<Layout> {
+fn layout(rng: &mut Rng, dtype: DType, shape: &[u64], may_repeat: bool) -> Result<Layout> {
     let mut order: Vec<usize> = (0..shape.len()).rev().collect();
-    if chance.once_in(2) {
-        (1..order.len()).for_each(|at| order.swap(at, chance.below(at as u64 + 1) as usize));
+    if rng.once_in(2) {
+        (1..order.len()).for_each(|at| order.swap(at, rng.below(at as u64 + 1) as usize));
     }
     let (mut strides, mut step, mut first) = (vec![0i64; shape.len()], 1i64, 0i64);
-    let gaps = chance.once_in(2);
+    let gaps = rng.once_in(2);
     for &axis in &order {
         let length = shape[axis].max(1) as i64;
         if length == 1 {
-            strides[axis] = chance.between(0, 10) as i64 - 5;
+            strides[axis] = rng.between(0, 10) as i64 - 5;
             continue;
         }
-        if may_repeat && chance.once_in(6) {
+        if may_repeat && rng.once_in(6) {
             continue;
         }
-        if gaps && chance.once_in(2) {
-            step += chance.between(0, 3) as i64 * if chance.once_in(2) { 1 } else { 64 };
+        if gaps && rng.once_in(2) {
+            step += rng.between(0, 3) as i64 * if rng.once_in(2) { 1 } else { 64 };
         }
-        strides[axis] = if chance.once_in(4) { -step } else { step };
+        strides[axis] = if rng.once_in(4) { -step } else { step };
         first += (length - 1) * if strides[axis] < 0 { step } else { 0 };
         step *= length;
     }
-    let beginning = (first + chance.below(3) as i64) as u64 * dtype.bytes();
+    let beginning = (first + rng.below(3) as i64) as u64 * dtype.bytes();
     Ok(Layout::strided(dtype, shape, &strides, beginning)?)
 }
 
 fn any_layouts(context: &Context) -> Result<()> {
-    let mut chance = Chance::new(context.settings.seed);
+    let mut rng = Rng::new(context.settings.seed);
     let stream = context.stream()?;
     let (from, to) = (Memory::allocate(&context.device, ROOM)?, Memory::allocate(&context.device, ROOM)?);
     let (mut before, mut copied) = (vec![0u8; ROOM as usize], 0u64);
     for round in 0..if context.settings.long { 20_000 } else { 400 } {
-        let (dtype, shape) = (*chance.pick(&DTYPES), shape(&mut chance));
-        let source = layout(&mut chance, dtype, &shape, true)?;
-        let into = match chance.once_in(2) {
+        let (dtype, shape) = (*rng.pick(&DTYPES), shape(&mut rng));
+        let source = layout(&mut rng, dtype, &shape, true)?;
+        let into = match rng.once_in(2) {
             true => Layout::contiguous(dtype, &shape)?,
-            false => layout(&mut chance, dtype, &shape, false)?,
+            false => layout(&mut rng, dtype, &shape, false)?,
         };
         if source.bytes().max(into.bytes()) > ROOM {
             continue;
         }
-        let bytes: Vec<u8> = (0..source.bytes()).map(|_| chance.any() as u8).collect();
+        let bytes: Vec<u8> = (0..source.bytes()).map(|_| rng.any() as u8).collect();
         from.write(&stream, 0, &bytes)?;
         let mut due = before[..into.bytes() as usize].to_vec();
         let width = dtype.bytes() as usize;

@@ -17,8 +17,8 @@ use warpipe::{Device, Error, Expiry, Kind, Memory, MemoryInfo, SharedMemory, Tic
 use super::{Case, skip};
 use crate::PATIENCE;
 use crate::context::Context;
+use crate::device_words::{fill, wrong_words};
 use crate::peer::{HolderOrder, Order, Peer};
-use crate::place::{fill, wrong_words};
 use crate::process::{eventually, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
@@ -55,7 +55,7 @@ fn publish(peer: &mut Peer, name: &str, seed: u64, is_writable: bool) -> Result<
 
 /// Whether a memory is all of one pattern.
 fn is_whole(context: &Context, memory: &SharedMemory, seed: u64) -> Result<()> {
-    let wrong = wrong_words(memory, &context.stream()?, &mut context.tally()?, seed)?;
+    let wrong = wrong_words(memory, &context.stream()?, &mut context.error_counters()?, seed)?;
     ensure!(wrong == 0, "{wrong} of {} words are wrong", memory.bytes() / 8);
     Ok(())
 }
@@ -286,15 +286,15 @@ fn other_device(context: &Context) -> Result<()> {
 fn killed_importers(context: &Context) -> Result<()> {
     let memory = Memory::allocate(&context.device, 8 * WORDS)?;
     let published = memory.publish(&context.domain, "weights")?;
-    let (ticket, mut chance, guard) = (published.ticket()?, context.chance(), context.guard());
+    let (ticket, mut rng, guard) = (published.ticket()?, context.rng(), context.guard());
     let kills = context.kills(6, 200, 40);
     for _ in 0..kills {
-        let mut victim = context.mortal(&mut chance)?;
+        let mut victim = context.mortal(&mut rng)?;
         // It is there, with its device.
         victim.ask(&Order::Hold(HolderOrder::Settle))?;
         victim.tell(&Order::Hold(HolderOrder::Open { ticket: ticket.clone(), wait_ms: 0 }))?;
         victim.tell(&Order::Hold(HolderOrder::Close { number: 0 }))?;
-        std::thread::park_timeout(Duration::from_micros(chance.below(2_000)));
+        std::thread::park_timeout(Duration::from_micros(rng.below(2_000)));
         victim.kill()?;
     }
     guard.settles()?;

@@ -33,10 +33,10 @@ fn link(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("holes"))?;
     let mut subscriber = context.subscriber("holes").build()?;
-    let (stream, mut tally) = (context.stream()?, context.tally()?);
+    let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     peer.ask(&Order::Send(Batch::of(1, 64, 1).slow(Duration::from_micros(SLOW_US))))?;
     let sample = subscriber.receive(&stream)?;
-    tally.check_sample(&sample)?;
+    error_counters.check_sample(&sample)?;
     ensure!(remove_pages(&mut peer)? == 0, "a page of the link could be removed");
     ensure!(!stream.is_idle()?, "the stream waits");
     peer.kill()?;

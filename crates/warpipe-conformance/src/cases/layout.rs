@@ -6,7 +6,7 @@ use warpipe::{DType, Error, Layout};
 use super::{Case, all_whole, skip};
 use crate::PATIENCE;
 use crate::context::Context;
-use crate::payload::{Mark, Payload};
+use crate::payload::{Payload, PayloadMark};
 use crate::peer::{describe_layout, digest};
 
 pub(super) const CASES: &[Case] = &[
@@ -36,12 +36,12 @@ fn every_type_and_layout(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("layouts")?;
-    let mut chance = context.chance();
+    let mut rng = context.rng();
     for &dtype in DType::ALL {
         let layouts = layouts(dtype)?;
         let mut due = Vec::new();
         for layout in &layouts {
-            let bytes: Vec<u8> = (0..layout.bytes()).map(|_| chance.any() as u8).collect();
+            let bytes: Vec<u8> = (0..layout.bytes()).map(|_| rng.any() as u8).collect();
             let mut sample = publisher.loan(layout)?;
             sample.write(&stream, &bytes)?;
             sample.send(&stream)?;
@@ -85,7 +85,7 @@ fn beyond_four_gigabytes(context: &Context) -> Result<()> {
             Err(error @ Error::DeviceMemory { .. }) => return skip(error.to_string()),
             other => other?,
         };
-        let payload = Payload { mark: Mark { seed, count: 1, tail: bytes - 8 }, ..Payload::of(1, seed) };
+        let payload = Payload { mark: PayloadMark { seed, count: 1, tail: bytes - 8 }, ..Payload::of(1, seed) };
         payload.fill(&mut sample, &stream)?;
         sample.send(&stream)?;
         all_whole(&peer.receive(1)?, [seed / 10])?;
@@ -100,7 +100,7 @@ fn metadata(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.subscribe("metadata")?;
     // A peer takes the first bytes for a mark; zeros claim no word.
-    let bytes: Vec<u8> = (0..256).map(|at| if at < Mark::BYTES { 0 } else { at as u8 }).collect();
+    let bytes: Vec<u8> = (0..256).map(|at| if at < PayloadMark::BYTES { 0 } else { at as u8 }).collect();
     for length in 0..=256 {
         let metadata = &bytes[..length];
         let mut sample = publisher.loan(&Layout::contiguous(DType::U64, &[64])?)?;

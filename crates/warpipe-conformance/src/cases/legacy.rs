@@ -10,8 +10,8 @@ use warpipe::{Device, Error, LegacyFault, LegacyHandle};
 use super::Case;
 use crate::PATIENCE;
 use crate::context::{Backend, Context};
+use crate::device_malloc::{self, DeviceMalloc, OFFSET};
 use crate::peer::{Order, Peer};
-use crate::plain::{self, OFFSET, Plain};
 
 pub(super) const CASES: &[Case] = &[
     Case::new("an interior pointer is opened with the right bytes, both ways", both_ways),
@@ -49,10 +49,10 @@ fn both_ways(context: &Context) -> Result<()> {
     ensure!((handle.offset(), handle.bytes()) == (OFFSET, 8 * WORDS), "{handle:?}");
     ensure!(handle.allocation_bytes() >= OFFSET + 8 * WORDS && handle.pid() == peer.id() as i32, "{handle:?}");
     let memory = handle.open(&context.device)?;
-    plain::check(&memory, 5, &mut context.tally()?)?;
+    device_malloc::check(&memory, 5, &mut context.error_counters()?)?;
     memory.close(PATIENCE)?;
 
-    let own = Plain::new(&context.device, WORDS, 9)?;
+    let own = DeviceMalloc::new(&context.device, WORDS, 9)?;
     peer.ask(&Order::OpenLegacy { handle: own.export()?, seed: 9 })?;
     peer.ask(&Order::Settle)?;
     drop(own);
@@ -70,7 +70,7 @@ fn opened_once(context: &Context) -> Result<()> {
     ensure!(counting.hook().calls() == before, "a cached open called {:?}", counting.hook().calls());
     ensure!(others.iter().all(|memory| memory.ptr() == first.ptr()), "another address");
     drop(first);
-    plain::check(&others[50], 5, &mut context.tally()?)?;
+    device_malloc::check(&others[50], 5, &mut context.error_counters()?)?;
     others.into_iter().rev().try_for_each(|memory| memory.close(PATIENCE))?;
     let calls =
         || (counting.hook().calls().get("open_legacy").copied(), counting.hook().calls().get("close_legacy").copied());
@@ -80,11 +80,11 @@ fn opened_once(context: &Context) -> Result<()> {
 }
 
 fn own_process(context: &Context) -> Result<()> {
-    let own = Plain::new(&context.device, WORDS, 3)?;
+    let own = DeviceMalloc::new(&context.device, WORDS, 3)?;
     let handle: LegacyHandle = own.export()?.to_string().parse()?;
     let memory = handle.open(&context.device)?;
     ensure!(memory.ptr() == own.ptr + OFFSET, "it lies at another address");
-    plain::check(&memory, 3, &mut context.tally()?)?;
+    device_malloc::check(&memory, 3, &mut context.error_counters()?)?;
     drop((memory, own));
     match refusal(&handle, &context.device)? {
         Error::LegacyHandle { fault: LegacyFault::Stale { .. } } => Ok(()),
@@ -98,8 +98,8 @@ fn killed_exporter(context: &Context) -> Result<()> {
     let memory = open.open(&context.device)?;
     holder.kill()?;
     other.kill()?;
-    plain::check(&memory, 5, &mut context.tally()?)?;
-    plain::check(&open.open(&context.device)?, 5, &mut context.tally()?)?;
+    device_malloc::check(&memory, 5, &mut context.error_counters()?)?;
+    device_malloc::check(&open.open(&context.device)?, 5, &mut context.error_counters()?)?;
     memory.close(PATIENCE)?;
     for (handle, peer) in [(unopened, &other), (open, &holder)] {
         // What was open is closed by another thread, if the share above was not the last.
@@ -114,13 +114,13 @@ fn killed_exporter(context: &Context) -> Result<()> {
 }
 
 fn killed_importer(context: &Context) -> Result<()> {
-    let own = Plain::new(&context.device, WORDS, 9)?;
+    let own = DeviceMalloc::new(&context.device, WORDS, 9)?;
     let (mut victim, mut witness) = (context.peer()?, context.peer()?);
     victim.ask(&Order::OpenLegacy { handle: own.export()?, seed: 9 })?;
     victim.kill()?;
     witness.ask(&Order::OpenLegacy { handle: own.export()?, seed: 9 })?;
     witness.ask(&Order::CloseLegacy)?;
-    plain::check(&own.export()?.open(&context.device)?, 9, &mut context.tally()?)?;
+    device_malloc::check(&own.export()?.open(&context.device)?, 9, &mut context.error_counters()?)?;
     witness.dismiss()
 }
 
@@ -140,7 +140,7 @@ fn freed_by_exporter(context: &Context) -> Result<()> {
 
 fn not_exportable(context: &Context) -> Result<()> {
     let device = &context.device;
-    let refused = |what: &str, ptr, due| match plain::export(device, ptr) {
+    let refused = |what: &str, ptr, due| match device_malloc::export(device, ptr) {
         Err(Error::NotExportable { ptr: told, kind }) => {
             ensure!((told, kind) == (ptr, due), "{what} is told to be {kind:?}");
             Ok(())
@@ -156,17 +156,17 @@ fn not_exportable(context: &Context) -> Result<()> {
     let is_gpu = context.settings.backend == Backend::Cuda;
     // Host memory is no less ordinary for being registered with the host.
     let pinned = if is_gpu { PointerKind::Pinned } else { PointerKind::Host };
-    refused("registered memory", context.tally()?.address(), pinned)?;
+    refused("registered memory", context.error_counters()?.address(), pinned)?;
     let publisher = context.publisher("regions").build()?;
     let loan = publisher.loan(&warpipe::Layout::bytes_only(4096)?)?;
     refused("a region", loan.slot_ptr(), PointerKind::Vmm)?;
     drop(loan);
     if is_gpu {
         let managed = |ptr| refused("managed memory", ptr, PointerKind::Managed);
-        plain::with_memory_by("cuMemAllocManaged", 1, managed)?;
-        plain::with_memory_by("cuMemAllocAsync", 0, |ptr| refused("pooled memory", ptr, PointerKind::Pool))?;
+        device_malloc::with_memory_by("cuMemAllocManaged", 1, managed)?;
+        device_malloc::with_memory_by("cuMemAllocAsync", 0, |ptr| refused("pooled memory", ptr, PointerKind::Pool))?;
     }
-    refused("freed memory", plain::freed(device)?, PointerKind::Unknown)?;
+    refused("freed memory", device_malloc::freed(device)?, PointerKind::Unknown)?;
     import.close(PATIENCE)?;
     peer.dismiss()
 }
@@ -182,9 +182,9 @@ fn wrong_handles(context: &Context) -> Result<()> {
         }
     }
     let backend = context.device.backend();
-    let mut chance = context.chance();
+    let mut rng = context.rng();
     for round in 0..20 {
-        let invented: [u8; 64] = std::array::from_fn(|_| if round == 0 { 0 } else { chance.below(256) as u8 });
+        let invented: [u8; 64] = std::array::from_fn(|_| if round == 0 { 0 } else { rng.below(256) as u8 });
         match backend.open_legacy(&invented, handle.allocation_bytes(), handle.device()) {
             Err(Error::LegacyHandle { fault: LegacyFault::Refused(_) }) => {}
             other => bail!("invented bytes gave {other:?}"),
@@ -204,7 +204,7 @@ fn used_by_stream(context: &Context) -> Result<()> {
     let device = Device::from_backend(counting.clone());
     let stream = device.stream()?;
     let memory = handle.open(&device)?;
-    plain::fill_late(&memory, &stream, 77, Duration::from_millis(200))?;
+    device_malloc::fill_late(&memory, &stream, 77, Duration::from_millis(200))?;
     drop(memory);
     let is_closed = || counting.hook().calls().contains_key("close_legacy");
     while !stream.is_idle()? {
@@ -214,14 +214,15 @@ fn used_by_stream(context: &Context) -> Result<()> {
         std::thread::yield_now();
     }
     ensure!(crate::process::eventually(PATIENCE, is_closed), "it is closed when the stream is done");
-    plain::check(&handle.open(&context.device)?, 77, &mut context.tally()?).context("what the late kernel wrote")?;
+    device_malloc::check(&handle.open(&context.device)?, 77, &mut context.error_counters()?)
+        .context("what the late kernel wrote")?;
     peer.dismiss()
 }
 
 fn refusing_device(context: &Context) -> Result<()> {
     let failing = Wrapped::new(context.device.backend().clone(), Failing::default());
     let device = Device::from_backend(failing.clone());
-    let own = Plain::new(&device, WORDS, 3)?;
+    let own = DeviceMalloc::new(&device, WORDS, 3)?;
     for method in ["locate", "export_legacy"] {
         failing.hook().aim(method, 1);
         match own.export() {
@@ -237,13 +238,13 @@ fn refusing_device(context: &Context) -> Result<()> {
         Error::Injected { .. } => {}
         other => bail!("open_legacy failed, and gave {other:?}"),
     }
-    plain::check(&handle.open(&device)?, 5, &mut context.tally()?)?;
+    device_malloc::check(&handle.open(&device)?, 5, &mut context.error_counters()?)?;
     peer.dismiss()
 }
 
 fn events(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
-    plain::with_events(&context.device, 1, |handles, end| {
+    device_malloc::with_events(&context.device, 1, |handles, end| {
         ensure!(end.is_none(), "the first gave {end:?}");
         peer.ask(&Order::OpenEvent(handles[0].to_vec())).map(drop)
     })?;
@@ -252,14 +253,14 @@ fn events(context: &Context) -> Result<()> {
         Ok(answer) => bail!("invented bytes gave {answer:?}"),
     }
     let device = &context.device;
-    plain::with_events(device, IPC_EVENTS_MAX + 1, |handles, end| match end {
+    device_malloc::with_events(device, IPC_EVENTS_MAX + 1, |handles, end| match end {
         Some(Error::EventLimit { limit: IPC_EVENTS_MAX }) => {
             context.figure("interprocess_events", handles.len() as u64);
             Ok(())
         }
         other => bail!("after {} events came {other:?}", handles.len()),
     })?;
-    plain::with_events(device, 8, |_, end| match end {
+    device_malloc::with_events(device, 8, |_, end| match end {
         None => Ok(()),
         Some(error) => bail!("destroyed events count still: {error}"),
     })?;

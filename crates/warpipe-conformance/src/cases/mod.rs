@@ -2,6 +2,7 @@
 
 mod backend;
 mod blocked;
+mod blocked_launch_queue;
 mod calls;
 mod capture;
 mod channel;
@@ -11,9 +12,8 @@ mod descriptors;
 mod event;
 mod fault;
 mod fork;
-mod full;
 mod gather;
-mod goodbye;
+mod graceful_close;
 mod handles;
 mod holes;
 mod layout;
@@ -26,6 +26,7 @@ mod orphan;
 mod owners;
 mod policy;
 mod pool;
+mod publisher_state;
 mod queue;
 mod refused;
 mod reset;
@@ -33,7 +34,6 @@ mod reuse;
 mod semaphore;
 mod service;
 mod stall;
-mod standing;
 mod storm;
 mod streams;
 mod timeline;
@@ -132,15 +132,15 @@ pub fn all() -> Vec<Case> {
         members::CASES,
         death::CASES,
         stall::CASES,
-        standing::CASES,
+        publisher_state::CASES,
         fork::CASES,
-        goodbye::CASES,
+        graceful_close::CASES,
         orphan::CASES,
         fault::CASES,
         refused::CASES,
         holes::CASES,
         descriptors::CASES,
-        full::CASES,
+        blocked_launch_queue::CASES,
         blocked::CASES,
         reuse::CASES,
         model::CASES,

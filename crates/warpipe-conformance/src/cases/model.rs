@@ -5,21 +5,21 @@ use warpipe::{Error, Policy};
 
 use super::Case;
 use crate::PATIENCE;
-use crate::chance::Chance;
 use crate::context::Context;
 use crate::payload::Payload;
+use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] =
     &[Case::new("random policies, depths, sizes and release orders keep the channel's promises", random_channels)
         .long(900)];
 
 fn random_channels(context: &Context) -> Result<()> {
-    let mut chance = context.chance();
+    let mut rng = context.rng();
     let rounds = context.rounds(25, 2000, 500);
     let mut totals = Totals::default();
     for round in 0..rounds {
-        let seed = chance.any();
-        one_channel(context, Chance::new(seed), &mut totals)
+        let seed = rng.any();
+        one_channel(context, Rng::new(seed), &mut totals)
             .with_context(|| format!("round {round}, seed {} of the run", context.settings.seed))?;
     }
     context.figure("channels", rounds);
@@ -45,11 +45,11 @@ struct View {
     received: u64,
 }
 
-fn one_channel(context: &Context, mut chance: Chance, totals: &mut Totals) -> Result<()> {
-    let depth = chance.between(1, 9);
+fn one_channel(context: &Context, mut rng: Rng, totals: &mut Totals) -> Result<()> {
+    let depth = rng.between(1, 9);
     let policies =
         [Policy::Block { timeout: std::time::Duration::ZERO }, Policy::DropOldest, Policy::DropNewest, Policy::Fail];
-    let (streams, mut tally) = ([context.stream()?, context.stream()?], context.tally()?);
+    let (streams, mut error_counters) = ([context.stream()?, context.stream()?], context.error_counters()?);
     let next = std::sync::Arc::new(std::sync::Mutex::new(policies[0]));
     let choose = {
         let next = next.clone();
@@ -57,18 +57,18 @@ fn one_channel(context: &Context, mut chance: Chance, totals: &mut Totals) -> Re
     };
     let publisher = context.publisher("model").depth(depth as u32).policy_of(choose).build()?;
     let mut views = Vec::new();
-    for _ in 0..chance.between(1, 3) {
-        let policy = *chance.pick(&policies);
+    for _ in 0..rng.between(1, 3) {
+        let policy = *rng.pick(&policies);
         *next.lock().map_err(|_| anyhow::anyhow!("a panic"))? = policy;
         let subscriber = context.subscriber("model").build()?;
         views.push(View { subscriber, policy, held: Vec::new(), last: 0, received: 0 });
     }
     let mut sent = 0;
-    for _ in 0..chance.between(20, 80) {
-        if chance.once_in(2) {
-            let words = *chance.pick(&[0, 1, 64, 512, 5000, 40_000]);
-            let slow = std::time::Duration::from_micros(*chance.pick(&[0, 0, 0, 300]));
-            match Payload::of(words, chance.any() >> 8).slow(slow).send(&publisher, &streams[0]) {
+    for _ in 0..rng.between(20, 80) {
+        if rng.once_in(2) {
+            let words = *rng.pick(&[0, 1, 64, 512, 5000, 40_000]);
+            let slow = std::time::Duration::from_micros(*rng.pick(&[0, 0, 0, 300]));
+            match Payload::of(words, rng.any() >> 8).slow(slow).send(&publisher, &streams[0]) {
                 Ok(sequence) => {
                     ensure!(sequence == sent + 1, "sample {sequence} was sent after {sent}");
                     sent = sequence;
@@ -78,12 +78,12 @@ fn one_channel(context: &Context, mut chance: Chance, totals: &mut Totals) -> Re
             }
             continue;
         }
-        let index = chance.below(views.len() as u64) as usize;
-        step(&mut views[index], &streams[1], &mut tally, &mut chance)?;
+        let index = rng.below(views.len() as u64) as usize;
+        step(&mut views[index], &streams[1], &mut error_counters, &mut rng)?;
     }
     streams[0].synchronize(PATIENCE)?;
     for view in &mut views {
-        drain(view, &streams[1], &mut tally, sent)?;
+        drain(view, &streams[1], &mut error_counters, sent)?;
         totals.received += view.received;
         totals.dropped += view.subscriber.dropped();
     }
@@ -98,16 +98,16 @@ fn one_channel(context: &Context, mut chance: Chance, totals: &mut Totals) -> Re
 fn step(
     view: &mut View,
     stream: &warpipe::Stream,
-    tally: &mut crate::payload::Tally,
-    chance: &mut Chance,
+    error_counters: &mut crate::payload::ErrorCounters,
+    rng: &mut Rng,
 ) -> Result<()> {
-    if chance.once_in(2) && !view.held.is_empty() {
-        let sample = view.held.swap_remove(chance.below(view.held.len() as u64) as usize);
+    if rng.once_in(2) && !view.held.is_empty() {
+        let sample = view.held.swap_remove(rng.below(view.held.len() as u64) as usize);
         let sequence = sample.sequence();
-        if chance.once_in(3) {
+        if rng.once_in(3) {
             drop(sample);
         } else {
-            ensure!(tally.finish(sample)? == 0, "sample {sequence} has wrong words");
+            ensure!(error_counters.finish(sample)? == 0, "sample {sequence} has wrong words");
         }
         return Ok(());
     }
@@ -129,15 +129,20 @@ fn note(view: &mut View, sample: &warpipe::Sample) -> Result<()> {
 }
 
 /// Takes the rest. Then everything that was sent was either received or dropped.
-fn drain(view: &mut View, stream: &warpipe::Stream, tally: &mut crate::payload::Tally, sent: u64) -> Result<()> {
+fn drain(
+    view: &mut View,
+    stream: &warpipe::Stream,
+    error_counters: &mut crate::payload::ErrorCounters,
+    sent: u64,
+) -> Result<()> {
     while let Some(sample) = view.held.pop() {
         let sequence = sample.sequence();
-        ensure!(tally.finish(sample)? == 0, "sample {sequence} has wrong words");
+        ensure!(error_counters.finish(sample)? == 0, "sample {sequence} has wrong words");
     }
     while view.received + view.subscriber.dropped() < sent {
         let sample = view.subscriber.receive(stream)?;
         note(view, &sample)?;
-        ensure!(tally.finish(sample)? == 0, "sample {} has wrong words", view.last);
+        ensure!(error_counters.finish(sample)? == 0, "sample {} has wrong words", view.last);
     }
     ensure!(view.subscriber.try_receive(stream)?.is_none(), "no more comes than was sent");
     let (received, dropped) = (view.received, view.subscriber.dropped());

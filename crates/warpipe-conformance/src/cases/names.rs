@@ -32,7 +32,7 @@ fn taken_names_tell_their_holder(context: &Context) -> Result<()> {
     ensure!(subscriber.publisher_pid() == Some(peer.id() as i32), "the publisher's pid is the peer's");
     peer.ask(&Order::Send(Batch::of(1, 64, 1)))?;
     let stream = context.stream()?;
-    ensure!(context.tally()?.finish(subscriber.receive(&stream)?)? == 0, "the first publisher is undisturbed");
+    ensure!(context.error_counters()?.finish(subscriber.receive(&stream)?)? == 0, "the first publisher is undisturbed");
     peer.dismiss()
 }
 
@@ -87,7 +87,7 @@ fn reconnect_after_goodbye(context: &Context) -> Result<()> {
 
 fn reconnect(context: &Context, graceful: bool) -> Result<()> {
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     let mut previous = None;
     let mut subscriber = None;
     for incarnation in 0..4 {
@@ -105,7 +105,7 @@ fn reconnect(context: &Context, graceful: bool) -> Result<()> {
             let gap = sample.discontinuity().map(|gap| (gap.previous_pid, gap.graceful));
             let due = previous.filter(|_| sequence == 1);
             ensure!(gap == due, "incarnation {incarnation}, sample {sequence}: gap {gap:?} where {due:?} is due");
-            ensure!(tally.finish(sample)? == 0, "sample {sequence} of incarnation {incarnation} is whole");
+            ensure!(error_counters.finish(sample)? == 0, "sample {sequence} of incarnation {incarnation} is whole");
         }
         previous = Some((peer.id() as i32, graceful));
         if graceful { peer.dismiss()? } else { peer.kill()? }

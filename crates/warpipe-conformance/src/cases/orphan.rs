@@ -9,9 +9,9 @@ use warpipe::{Error, Pool};
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
+use crate::device_words::{fill, wrong_words};
 use crate::payload::Payload;
 use crate::peer::{Batch, HolderOrder, Order, Peer, PublisherPlan, Task};
-use crate::place::{fill, wrong_words};
 use crate::process::{eventually, pid, pidfd, signal, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
@@ -69,10 +69,10 @@ fn exec(context: &Context) -> Result<()> {
     let mut peer = publisher_at_work(context, "mortal")?;
     let mut subscriber = context.subscriber("mortal").build()?;
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
     peer.ask(&Order::Send(Batch::of(1, WORDS, 2).slow(LONG)))?;
-    ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "the first sample is whole");
+    ensure!(error_counters.finish(subscriber.receive(&stream)?)? == 0, "the first sample is whole");
     let unfinished = subscriber.receive(&stream)?;
     peer.tell(&Order::Exec)?;
     match unfinished.finish(LONG / 2) {
@@ -168,7 +168,7 @@ fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
     const BYTES: u64 = 2 << 20;
     let builder = Pool::builder("pool").domain(&context.domain).device(&context.device);
     let pool = builder.memory_limit(BYTES).build()?;
-    let (stream, mut tally) = (context.stream()?, context.tally()?);
+    let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     let mut peer = context.peer()?;
     let block = pool.allocate(BYTES)?;
     let ticket = block.lend(warpipe::backend::Access::ReadWrite)?;
@@ -200,7 +200,10 @@ fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
     stream.synchronize(PATIENCE)?;
     // Until well after the time at which the writer would have stored.
     while start.elapsed() < LONG + Duration::from_secs(1) {
-        ensure!(wrong_words(&next, &stream, &mut tally, 2)? == 0, "a dead writer has stored in a block that is used");
+        ensure!(
+            wrong_words(&next, &stream, &mut error_counters, 2)? == 0,
+            "a dead writer has stored in a block that is used"
+        );
         std::thread::park_timeout(Duration::from_millis(50));
     }
     drop(child);

@@ -9,12 +9,12 @@ use warpipe::{Change, Error, LentBuffer, Members, PoolClient, Semaphore, Ticket,
 
 use super::Case;
 use crate::PATIENCE;
-use crate::chance::Chance;
 use crate::context::Context;
+use crate::device_words::wrong_words;
 use crate::payload::{fill_input, input_layout, result_of, work};
 use crate::peer::{Answer, Batch, HolderOrder, Order, Peer, PublisherPlan, SemaphoreOrder, SignalOrder, Task};
-use crate::place::wrong_words;
 use crate::process::eventually;
+use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
     case("owners of a queue are killed at any moment: its worker is told, and leases no job twice", queues),
@@ -41,8 +41,8 @@ const BYTES: u64 = 2 << 20;
 const SHORT: u32 = 5;
 
 /// In which a victim is killed, once it works.
-fn pause(chance: &mut Chance, most_us: u64) {
-    std::thread::park_timeout(Duration::from_micros(chance.below(most_us)));
+fn pause(rng: &mut Rng, most_us: u64) {
+    std::thread::park_timeout(Duration::from_micros(rng.below(most_us)));
 }
 
 /// Kills of a long storm after which it is seen that nothing is left. That takes 0.1 s, in which the threads that close
@@ -50,14 +50,14 @@ fn pause(chance: &mut Chance, most_us: u64) {
 const LOOK_EVERY: u32 = 10;
 
 /// One kill after the other, after which nothing may be left.
-fn storm(context: &Context, mut one: impl FnMut(Peer, &mut Chance, u64) -> Result<()>) -> Result<()> {
-    let mut chance = context.chance();
+fn storm(context: &Context, mut one: impl FnMut(Peer, &mut Rng, u64) -> Result<()>) -> Result<()> {
+    let mut rng = context.rng();
     let guard = context.guard();
     let kills = context.kills(SHORT, 300, 60);
     for kill in 1..=kills {
         let words = || format!("kill {kill}");
-        let victim = context.mortal(&mut chance)?;
-        one(victim, &mut chance, kill.into()).with_context(words)?;
+        let victim = context.mortal(&mut rng)?;
+        one(victim, &mut rng, kill.into()).with_context(words)?;
         context.orphans_end()?;
         context.domain.clean()?;
         if kills <= LOOK_EVERY || kill % LOOK_EVERY == 0 || kill == kills {
@@ -71,13 +71,13 @@ fn storm(context: &Context, mut one: impl FnMut(Peer, &mut Chance, u64) -> Resul
 /// fails. Returns the error that is no end of a wait.
 fn kill_under(
     victim: &mut Peer,
-    chance: &mut Chance,
+    rng: &mut Rng,
     most_us: u64,
     mut step: impl FnMut() -> warpipe::Result<()>,
 ) -> Result<Error> {
     std::thread::scope(|scope| {
         let killer = scope.spawn(|| {
-            pause(chance, most_us);
+            pause(rng, most_us);
             victim.kill()
         });
         let begun = Instant::now();
@@ -98,13 +98,13 @@ fn kill_under(
 fn queues(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut leased = 0;
-    storm(context, |mut victim, chance, _| {
+    storm(context, |mut victim, rng, _| {
         victim.task(Task::Own("jobs".into()))?;
-        let mut worker = context.worker("jobs").timeout(context.wait(chance)).build()?;
-        let batch = Batch::of(JOBS, WORDS, chance.any() >> 16).slow(Duration::from_micros(chance.below(300)));
+        let mut worker = context.worker("jobs").timeout(context.wait(rng)).build()?;
+        let batch = Batch::of(JOBS, WORDS, rng.any() >> 16).slow(Duration::from_micros(rng.below(300)));
         victim.tell(&Order::Task(Task::Submit { queue: "jobs".into(), batch }))?;
         let (mut last, mut again) = (0, 0);
-        let told = kill_under(&mut victim, chance, 20_000, || {
+        let told = kill_under(&mut victim, rng, 20_000, || {
             let lease = worker.lease(&stream)?;
             leased += 1;
             again += u64::from(lease.job() != last + 1 || lease.attempt() != 1);
@@ -125,19 +125,19 @@ fn servers(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut replies = 0u64;
     let idle_ms = 1000 * PATIENCE.as_millis() as u64;
-    storm(context, |mut victim, chance, kill| {
+    storm(context, |mut victim, rng, kill| {
         let client = context.client("sum").max_attempts(1000).build()?;
         let mut heir = context.peer()?;
         for peer in [&mut victim, &mut heir] {
             peer.task(Task::Serve("sum".into()))?;
-            peer.tell(&Order::Task(Task::ServeOn { slow_us: chance.below(1_000), idle_ms }))?;
+            peer.tell(&Order::Task(Task::ServeOn { slow_us: rng.below(1_000), idle_ms }))?;
         }
         let mut pending = Vec::new();
         for seed in 1000 * kill..1000 * kill + 10 {
             let input = fill_input(client.loan(&input_layout(WORDS)?)?, seed, Duration::ZERO, &stream)?;
             pending.push((seed, client.request(input, &stream, 3 * PATIENCE).map_err(Error::from)?));
         }
-        pause(chance, 20_000);
+        pause(rng, 20_000);
         victim.kill()?;
         for (seed, asked) in pending {
             let reply = asked.wait(&stream)?;
@@ -158,10 +158,10 @@ fn clients(context: &Context) -> Result<()> {
     server.task(Task::Serve("sum".into()))?;
     let idle_ms = 1000 * PATIENCE.as_millis() as u64;
     server.tell(&Order::Task(Task::ServeOn { slow_us: 200, idle_ms }))?;
-    storm(context, |mut victim, chance, kill| {
-        let batch = Batch::of(1_000_000, WORDS, chance.any() >> 16);
+    storm(context, |mut victim, rng, kill| {
+        let batch = Batch::of(1_000_000, WORDS, rng.any() >> 16);
         victim.tell(&Order::Task(Task::Call { service: "sum".into(), batch }))?;
-        pause(chance, 50_000);
+        pause(rng, 50_000);
         victim.kill()?;
         let client = context.client("sum").build()?;
         for seed in 1000 * kill..1000 * kill + 3 {
@@ -190,22 +190,22 @@ fn own_pool(name: &str) -> Order {
 }
 
 fn pools(context: &Context) -> Result<()> {
-    let (stream, mut tally) = (context.stream()?, context.tally()?);
+    let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     let mut blocks = 0u64;
-    storm(context, |mut victim, chance, seed| {
+    storm(context, |mut victim, rng, seed| {
         victim.ask(&own_pool("pool"))?;
         let client = PoolClient::open(&context.domain, "pool", &context.device)?;
         let ticket = victim.text(&Order::Hold(HolderOrder::Lend { bytes: BYTES, seed }))?.parse::<Ticket>()?;
         let lent = LentBuffer::open(&ticket, &context.device)?;
         victim.tell(&Order::Hold(HolderOrder::Lend { bytes: BYTES, seed: seed + 1 }))?;
-        let wait = context.wait(chance);
-        let told = kill_under(&mut victim, chance, 5_000, || {
+        let wait = context.wait(rng);
+        let told = kill_under(&mut victim, rng, 5_000, || {
             client.allocate_timeout(BYTES, wait)?.free(&stream)?;
             blocks += 1;
             Ok(())
         })?;
         ensure!(matches!(told, Error::OwnerGone { graceful: false, .. }), "who asks is told {told}");
-        ensure!(wrong_words(&lent, &stream, &mut tally, seed)? == 0, "a lent block is torn");
+        ensure!(wrong_words(&lent, &stream, &mut error_counters, seed)? == 0, "a lent block is torn");
         if let Some(ticket) = last_ticket(&mut victim)? {
             let late = LentBuffer::open(&ticket, &context.device);
             ensure!(late.is_err(), "a dead owner's ticket opens");
@@ -222,14 +222,14 @@ fn publish(name: String, seed: u64) -> Order {
 }
 
 fn memory(context: &Context) -> Result<()> {
-    let (stream, mut tally) = (context.stream()?, context.tally()?);
-    storm(context, |mut victim, chance, seed| {
+    let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
+    storm(context, |mut victim, rng, seed| {
         let ticket = victim.text(&publish(format!("weights{seed}"), seed))?.parse::<Ticket>()?;
         victim.tell(&publish(format!("more{seed}"), seed + 1))?;
         let opened = ticket.open(&context.device)?;
-        pause(chance, 5_000);
+        pause(rng, 5_000);
         victim.kill()?;
-        ensure!(wrong_words(&opened, &stream, &mut tally, seed)? == 0, "memory of the dead is torn");
+        ensure!(wrong_words(&opened, &stream, &mut error_counters, seed)? == 0, "memory of the dead is torn");
         if let Some(ticket) = last_ticket(&mut victim)? {
             ensure!(ticket.open(&context.device).is_err(), "a dead owner's ticket opens");
         }
@@ -245,12 +245,12 @@ fn create(name: &str, permits: u32) -> Order {
 fn semaphores(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut turns = 0u64;
-    storm(context, |mut victim, chance, _| {
-        victim.ask(&create("turns", chance.between(1, 3) as u32))?;
-        victim.tell(&Order::Semaphore(SemaphoreOrder::BeSlow { slow_us: chance.below(2_000) }))?;
+    storm(context, |mut victim, rng, _| {
+        victim.ask(&create("turns", rng.between(1, 3) as u32))?;
+        victim.tell(&Order::Semaphore(SemaphoreOrder::BeSlow { slow_us: rng.below(2_000) }))?;
         let member = Semaphore::open_timeout(&context.domain, "turns", &context.device, PATIENCE)?;
-        let wait = context.wait(chance);
-        let told = kill_under(&mut victim, chance, 10_000, || {
+        let wait = context.wait(rng);
+        let told = kill_under(&mut victim, rng, 10_000, || {
             member.acquire(&stream, wait)?.release(&stream)?;
             turns += 1;
             Ok(())
@@ -270,16 +270,16 @@ fn waiters(context: &Context) -> Result<()> {
     let mut witness = context.peer()?;
     witness.signals(SignalOrder::OpenTimeline("values".into()))?;
     let mut value = 0;
-    storm(context, |mut victim, chance, _| {
+    storm(context, |mut victim, rng, _| {
         victim.tell(&Order::Signals(SignalOrder::OpenTimeline("values".into())))?;
         for ahead in 1..=4 {
             victim.tell(&Order::Signals(SignalOrder::Wait(value + ahead)))?;
         }
         victim.tell(&Order::Signals(SignalOrder::WaitHost(value + 4)))?;
-        if chance.once_in(2) {
+        if rng.once_in(2) {
             victim.answer()?.context("it opens")?;
         }
-        pause(chance, 10_000);
+        pause(rng, 10_000);
         for ahead in 1..=4 {
             timeline.signal(&stream, value + ahead)?;
             if ahead == 2 {
@@ -299,12 +299,12 @@ fn waiters(context: &Context) -> Result<()> {
 fn members(context: &Context) -> Result<()> {
     let watch = Members::watch(&context.domain)?;
     let mut all = 0;
-    storm(context, |mut victim, chance, kill| {
+    storm(context, |mut victim, rng, kill| {
         for number in 0..3 {
             victim.tell(&Order::Join { name: format!("soul-{kill}-{number}"), role: String::new() })?;
         }
         victim.answer()?.context("it joins")?;
-        pause(chance, 5_000);
+        pause(rng, 5_000);
         victim.kill()?;
         // How often each was told to have joined, and to have died. One that died before anybody
         // looked is removed without a word.
@@ -347,12 +347,12 @@ const BEGINNINGS: &[Beginning] = &[
 
 fn beginners(context: &Context) -> Result<()> {
     let (mut opened, mut refused) = (0u64, 0u64);
-    storm(context, |mut victim, chance, kill| {
+    storm(context, |mut victim, rng, kill| {
         let (begin, open) = BEGINNINGS[kill as usize % BEGINNINGS.len()];
         victim.tell(&begin())?;
         std::thread::scope(|scope| {
             let killer = scope.spawn(|| {
-                pause(chance, 15_000);
+                pause(rng, 15_000);
                 victim.kill()
             });
             while !killer.is_finished() {

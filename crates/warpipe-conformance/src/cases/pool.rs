@@ -10,8 +10,8 @@ use super::Case;
 use super::handles::{NOBODY, open_to_others};
 use crate::PATIENCE;
 use crate::context::Context;
+use crate::device_words::{fill, wrong_words};
 use crate::peer::{Fault, HolderOrder, Order, Peer};
-use crate::place::{fill, wrong_words};
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
@@ -49,7 +49,7 @@ fn number(peer: &mut Peer, order: HolderOrder) -> Result<u64> {
 
 /// Whether a block is all of one pattern.
 fn wrong(context: &Context, block: &Buffer, seed: u64) -> Result<u64> {
-    wrong_words(block, &context.stream()?, &mut context.tally()?, seed)
+    wrong_words(block, &context.stream()?, &mut context.error_counters()?, seed)
 }
 
 /// Fills a block and waits for that.
@@ -193,13 +193,13 @@ fn remote_allocation(context: &Context) -> Result<()> {
     owner.ask(&Order::Hold(HolderOrder::Pool { name: "pool".into(), limit: 2 * BYTES }))?;
     let client = PoolClient::open(&context.domain, "pool", &context.device)?;
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     let blocks: Vec<LentBuffer> = (0..2).map(|_| client.allocate(BYTES)).collect::<warpipe::Result<_>>()?;
     for (seed, block) in blocks.iter().enumerate() {
         fill(block, &stream, seed as u64, Duration::ZERO, true)?;
     }
     for (seed, block) in blocks.iter().enumerate() {
-        ensure!(wrong_words(block, &stream, &mut tally, seed as u64)? == 0, "blocks do not overlap");
+        ensure!(wrong_words(block, &stream, &mut error_counters, seed as u64)? == 0, "blocks do not overlap");
     }
     match client.allocate(8) {
         Err(Error::MemoryLimit { used, limit, .. }) => ensure!((used, limit) == (2 * BYTES, 2 * BYTES)),
@@ -240,8 +240,8 @@ fn killed_owner(context: &Context) -> Result<()> {
     let lent = LentBuffer::open(&ticket, &context.device)?;
     let client = PoolClient::open(&context.domain, "pool", &context.device)?;
     owner.kill()?;
-    let (stream, mut tally) = (context.stream()?, context.tally()?);
-    ensure!(wrong_words(&lent, &stream, &mut tally, 3)? == 0, "it is whole");
+    let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
+    ensure!(wrong_words(&lent, &stream, &mut error_counters, 3)? == 0, "it is whole");
     ensure!(eventually(PATIENCE, || client.is_owner_gone()), "its end is told");
     match client.allocate(8) {
         Err(Error::OwnerGone { kind: Kind::Pool, graceful: false, pid, .. }) => ensure!(pid == owner.id() as i32),
@@ -290,27 +290,27 @@ fn storm(context: &Context) -> Result<()> {
     const PEERS: usize = 3;
     let builder = Pool::builder("pool").domain(&context.domain).device(&context.device);
     let pool = builder.memory_limit(8 * BYTES).reserve(8 * BYTES).build()?;
-    let mut chance = context.chance();
+    let mut rng = context.rng();
     let guard = context.guard();
     let rounds = context.kills(12, 300, 90).div_ceil(PEERS as u32);
     for round in 0..rounds {
         let lent = pool.allocate_timeout(BYTES, PATIENCE)?;
         let ticket = lent.lend(Access::ReadWrite)?;
-        let mut peers = (0..PEERS).map(|_| context.mortal(&mut chance)).collect::<Result<Vec<_>>>()?;
+        let mut peers = (0..PEERS).map(|_| context.mortal(&mut rng)).collect::<Result<Vec<_>>>()?;
         // They are there, with their devices.
         peers.iter_mut().try_for_each(|peer| peer.ask(&Order::Hold(HolderOrder::Settle)).map(drop))?;
         for peer in &mut peers {
             peer.tell(&Order::Hold(HolderOrder::Borrow(ticket.clone())))?;
             for number in 1..=4 {
-                let bytes = BYTES / (1 + chance.below(8));
+                let bytes = BYTES / (1 + rng.below(8));
                 peer.tell(&Order::Hold(HolderOrder::Allocate { name: "pool".into(), bytes, wait_ms: 5_000 }))?;
-                let (seed, slow_us) = (chance.below(9), chance.below(3_000));
+                let (seed, slow_us) = (rng.below(9), rng.below(3_000));
                 let order = HolderOrder::FillAndFree { number, seed, slow_us, is_behind: true };
                 peer.tell(&Order::Hold(order))?;
             }
         }
         drop(lent);
-        std::thread::park_timeout(Duration::from_micros(chance.below(30_000)));
+        std::thread::park_timeout(Duration::from_micros(rng.below(30_000)));
         peers.iter().try_for_each(Peer::strike)?;
         for peer in &mut peers {
             peer.ended()?;

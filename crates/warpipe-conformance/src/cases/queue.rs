@@ -9,11 +9,11 @@ use warpipe::{Device, Error, JobHandle, JobResult, Order as ResultOrder, Queue, 
 
 use super::Case;
 use crate::PATIENCE;
-use crate::chance::Chance;
 use crate::context::Context;
 use crate::payload::{fill_input, input_layout, result_of, work};
 use crate::peer::{Answer, Batch, Order, Peer, Reply, Task};
 use crate::process::eventually;
+use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
     Case::new("every job is done once, and results come in the order of submission", in_order_of_submission),
@@ -26,8 +26,11 @@ pub(super) const CASES: &[Case] = &[
         .ends_clients(),
     Case::new("a result that was not ready when its worker was killed is computed again", unready_result_is_lost)
         .ends_clients(),
-    Case::new("a job that kills its workers is buried with all reasons, and the next one is done", buried)
-        .ends_clients(),
+    Case::new(
+        "a job that kills its workers is dead-lettered with all reasons, and the next one is done",
+        dead_lettered,
+    )
+    .ends_clients(),
     Case::new("a failure costs an attempt, a return none, and a rejection ends the job", answers),
     Case::new("a queue with its jobs takes no more, and gives the input back", back_pressure),
     Case::new("a stopped worker's job is done by another, and its late result is discarded", lease_timeout),
@@ -122,7 +125,7 @@ fn leased_lines(peer: &mut Peer) -> Result<u64> {
 
 fn as_completed(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context.queue("jobs").credits(1).order(ResultOrder::Completion).build()?;
+    let queue = context.queue("jobs").prefetch(1).order(ResultOrder::Completion).build()?;
     let (mut first, mut second) = (worker(context, "jobs")?, worker(context, "jobs")?);
     queue.wait_for_workers(2, PATIENCE)?;
     (0..2).try_for_each(|seed| submit(&queue, &stream, seed, Duration::ZERO).map(drop))?;
@@ -162,7 +165,7 @@ fn killed_holder(context: &Context) -> Result<()> {
 
 fn killed_before_leasing(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context.queue("jobs").credits(4).build()?;
+    let queue = context.queue("jobs").prefetch(4).build()?;
     let mut victim = worker(context, "jobs")?;
     queue.wait_for_workers(1, PATIENCE)?;
     let jobs = (0..3).map(|seed| submit(&queue, &stream, seed, Duration::ZERO)).collect::<Result<Vec<_>>>()?;
@@ -218,7 +221,7 @@ fn unready_result_is_lost(context: &Context) -> Result<()> {
     wait(&job, &stream, 5, 2).map(drop)
 }
 
-fn buried(context: &Context) -> Result<()> {
+fn dead_lettered(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let queue = context.queue("jobs").max_attempts(2).build()?;
     let job = submit(&queue, &stream, 1, Duration::ZERO)?;
@@ -230,7 +233,7 @@ fn buried(context: &Context) -> Result<()> {
         victims.push(victim.id().to_string());
     }
     match job.wait(&stream, PATIENCE) {
-        Err(Error::Buried { reasons, .. }) => {
+        Err(Error::DeadLettered { reasons, .. }) => {
             ensure!(reasons.len() == 2, "a reason for each attempt: {reasons:?}");
             ensure!(reasons.iter().zip(&victims).all(|(reason, pid)| reason.contains(pid)), "who died: {reasons:?}");
         }
@@ -258,7 +261,7 @@ fn answers(context: &Context) -> Result<()> {
     ensure!(peer.lease(Task::Lease)?.1 == 3, "a dropped lease is a failed one");
     peer.task(Task::Answer(Reply::Fail("still none".into())))?;
     match job.wait(&stream, PATIENCE) {
-        Err(Error::Buried { reasons, .. }) => {
+        Err(Error::DeadLettered { reasons, .. }) => {
             let told: Vec<_> = ["no power", "without an answer", "still none"].into_iter().zip(&reasons).collect();
             ensure!(told.len() == 3 && told.iter().all(|(part, all)| all.contains(part)), "reasons: {reasons:?}");
         }
@@ -296,7 +299,7 @@ fn back_pressure(context: &Context) -> Result<()> {
 
 fn lease_timeout(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let options = context.queue("jobs").credits(1).max_attempts(HEIRS + 2);
+    let options = context.queue("jobs").prefetch(1).max_attempts(HEIRS + 2);
     let queue = options.lease_timeout(Some(Duration::from_millis(300))).build()?;
     let mut hung = worker(context, "jobs")?;
     queue.wait_for_workers(1, PATIENCE)?;
@@ -356,7 +359,7 @@ fn come_and_go(context: &Context) -> Result<()> {
     context.warm_up()?;
     let guard = context.guard();
     let stream = context.stream()?;
-    let queue = context.queue("jobs").credits(4).build()?;
+    let queue = context.queue("jobs").prefetch(4).build()?;
     let mut leaver = worker(context, "jobs")?;
     queue.wait_for_workers(1, PATIENCE)?;
     let jobs = (0..4).map(|seed| submit(&queue, &stream, seed, Duration::ZERO)).collect::<Result<Vec<_>>>()?;
@@ -533,14 +536,14 @@ fn storm(context: &Context) -> Result<()> {
     let guard = context.guard();
     let stream = context.stream()?;
     let queue = context.queue("jobs").max_attempts(1000).order(ResultOrder::Completion).build()?;
-    let mut chance = context.chance();
-    let spawn = |chance: &mut Chance| -> Result<Peer> {
-        let mut peer = context.mortal(chance)?;
+    let mut rng = context.rng();
+    let spawn = |rng: &mut Rng| -> Result<Peer> {
+        let mut peer = context.mortal(rng)?;
         peer.task(Task::Attach("jobs".into()))?;
         peer.tell(&Order::Task(Task::Work { slow_us: 1000 }))?;
         Ok(peer)
     };
-    let mut workers = (0..3).map(|_| spawn(&mut chance)).collect::<Result<Vec<_>>>()?;
+    let mut workers = (0..3).map(|_| spawn(&mut rng)).collect::<Result<Vec<_>>>()?;
     let kills = context.kills(6, 150, 60);
     let (mut submitted, mut seen) = (0u64, std::collections::BTreeSet::new());
     for _ in 0..kills {
@@ -548,10 +551,10 @@ fn storm(context: &Context) -> Result<()> {
             submit(&queue, &stream, submitted, Duration::ZERO)?;
             submitted += 1;
         }
-        let victim = chance.below(workers.len() as u64) as usize;
-        std::thread::park_timeout(Duration::from_micros(chance.below(4000)));
+        let victim = rng.below(workers.len() as u64) as usize;
+        std::thread::park_timeout(Duration::from_micros(rng.below(4000)));
         workers.swap_remove(victim).kill()?;
-        workers.push(spawn(&mut chance)?);
+        workers.push(spawn(&mut rng)?);
         while let Ok(result) = queue.next_result(&stream, Duration::ZERO) {
             ensure!(result.to_vec()? == result_of(WORDS, result.job() - 1), "the result of job {}", result.job());
             ensure!(seen.insert(result.job()), "job {} came twice", result.job());

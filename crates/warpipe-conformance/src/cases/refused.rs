@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 
 use super::Case;
-use crate::chance::Chance;
 use crate::context::Context;
-use crate::double::Double;
+use crate::fake_driver::FakeDriver;
 use crate::process::eventually;
+use crate::rng::Rng;
 use crate::workload::{KINDS, Kind, Site, Workload, is_refusal};
 
 macro_rules! cases {
@@ -79,22 +79,23 @@ struct Sum {
 
 fn matrix(context: &Context, name: &str) -> Result<()> {
     let kind = *KINDS.iter().find(|kind| kind.name == name).context("a primitive")?;
-    let double = Arc::new(Double::of(&context.settings)?);
+    let fake_driver = Arc::new(FakeDriver::of(&context.settings)?);
     let twin = Arc::new(context.twin());
-    let site = Site { context: twin, name: "refused".into(), double: Some(double.clone()), patience: PATIENCE };
-    let all = cells(context, kind, &site, &double)?;
+    let site =
+        Site { context: twin, name: "refused".into(), fake_driver: Some(fake_driver.clone()), patience: PATIENCE };
+    let all = cells(context, kind, &site, &fake_driver)?;
     let chosen = choose(&all, context);
     let under_way = watch_over(&all);
     let (mut sum, mut seeds) = (Sum::default(), 1000..);
     for cell in &chosen {
         *under_way.lock().unwrap_or_else(PoisonError::into_inner) = (Some(cell.clone()), Instant::now());
-        if let Err(error) = refuse(context, kind, &site, &double, cell, &mut seeds, &mut sum) {
+        if let Err(error) = refuse(context, kind, &site, &fake_driver, cell, &mut seeds, &mut sum) {
             eprintln!("{cell}: {error:#}");
             sum.failed.push(format!("{cell}: {error:#}"));
         }
         ensure!(sum.failed.len() < NAMED, "{}", sum.failed.join("; "));
     }
-    double.reset()?;
+    fake_driver.reset()?;
     context.figure("cells", all.len());
     context.figure("refusals", sum.refusals);
     context.figure("told", sum.told);
@@ -104,16 +105,16 @@ fn matrix(context: &Context, name: &str) -> Result<()> {
 }
 
 /// Every call that the workload makes while nothing is refused.
-fn cells(context: &Context, kind: Kind, site: &Site, double: &Double) -> Result<Vec<Cell>> {
+fn cells(context: &Context, kind: Kind, site: &Site, fake_driver: &FakeDriver) -> Result<Vec<Cell>> {
     let guard = context.guard();
-    double.reset()?;
+    fake_driver.reset()?;
     let mut workload = kind.open(site.clone())?;
     (1..=TURNS).try_for_each(|turn| workload.turn(turn))?;
     workload.audit()?;
     drop(workload);
     guard.settles()?;
     let mut cells = Vec::new();
-    for (function, calls) in double.calls()? {
+    for (function, calls) in fake_driver.calls()? {
         for call in 1..=calls {
             cells.extend(CODES.map(|code| Cell { function: function.clone(), call, code }));
         }
@@ -126,13 +127,13 @@ fn choose(all: &[Cell], context: &Context) -> Vec<Cell> {
     if context.settings.long {
         return all.to_vec();
     }
-    let mut chance: Chance = context.chance();
+    let mut rng: Rng = context.rng();
     let mut functions: Vec<&str> = all.iter().map(|cell| cell.function.as_str()).collect();
     functions.dedup();
     let of = |name: &str| all.iter().filter(|cell| cell.function == name).collect::<Vec<_>>();
     let mut chosen: Vec<Cell> = Vec::new();
     for index in 0..SHORT.min(all.len()) {
-        let cell = (*chance.pick(&of(functions[index % functions.len()]))).clone();
+        let cell = (*rng.pick(&of(functions[index % functions.len()]))).clone();
         if !chosen.contains(&cell) {
             chosen.push(cell);
         }
@@ -187,39 +188,39 @@ fn is_told(turn: Result<()>) -> Result<u64> {
     }
 }
 
-fn has_failed(double: &Double, cell: &Cell) -> bool {
-    double.failed(&cell.function).is_ok_and(|failed| failed > 0)
+fn has_failed(fake_driver: &FakeDriver, cell: &Cell) -> bool {
+    fake_driver.failed(&cell.function).is_ok_and(|failed| failed > 0)
 }
 
 fn refuse(
     context: &Context,
     kind: Kind,
     site: &Site,
-    double: &Double,
+    fake_driver: &FakeDriver,
     cell: &Cell,
     seeds: &mut impl Iterator<Item = u64>,
     sum: &mut Sum,
 ) -> Result<()> {
     let guard = context.guard();
-    double.reset()?;
-    double.fail(&cell.function, cell.call, cell.code)?;
+    fake_driver.reset()?;
+    fake_driver.fail(&cell.function, cell.call, cell.code)?;
     let mut seed = || seeds.next().context("a number");
     let mut told = 0;
     let mut workload = open(kind, site, &mut told)?;
     for _ in 0..TURNS {
         told += is_told(workload.turn(seed()?))?;
     }
-    if double.failed(&cell.function)? == 0 {
+    if fake_driver.failed(&cell.function)? == 0 {
         // It comes while everything is dropped; or not at all, where threads took turns in another
         // order.
         drop(workload);
-        eventually(PATIENCE, || guard.is_settled() || has_failed(double, cell));
-        sum.refusals += double.failed(&cell.function)?;
-        double.reset()?;
+        eventually(PATIENCE, || guard.is_settled() || has_failed(fake_driver, cell));
+        sum.refusals += fake_driver.failed(&cell.function)?;
+        fake_driver.reset()?;
         workload = open(kind, site, &mut told).context("again")?;
     } else {
         sum.refusals += 1;
-        double.reset()?;
+        fake_driver.reset()?;
     }
     // What was refused may be told only by the next call.
     let mut well = 0;

@@ -10,9 +10,9 @@ use warpipe::{Device, Error, Memory, Publisher, Subscriber, Timeline};
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
+use crate::device_words::{fill, wrong_words};
 use crate::graph::Graphs;
-use crate::payload::{Payload, Tally};
-use crate::place::{fill, wrong_words};
+use crate::payload::{ErrorCounters, Payload};
 use crate::process::eventually;
 use crate::words::Words;
 
@@ -62,14 +62,14 @@ fn reset(context: &Context) -> Result<()> {
     drop((sample, subscriber, publisher, timeline, memory, stream));
     let is_over = || warpipe::process_stats().dropping == 0;
     ensure!(eventually(PATIENCE, is_over), "what was made before still waits: {:?}", warpipe::process_stats());
-    let mut tally = Tally::new(&device)?;
-    let wrong = wrong_words(&after, &stream_after, &mut tally, 3)?;
+    let mut error_counters = ErrorCounters::new(&device)?;
+    let wrong = wrong_words(&after, &stream_after, &mut error_counters, 3)?;
     ensure!(wrong == 0, "{wrong} wrong words: the old memory was let go in the new context");
     let publisher = Publisher::builder("after").domain(&context.domain).device(&device).build()?;
     let subscriber = Subscriber::builder("after").domain(&context.domain).device(&device).timeout(PATIENCE);
     let mut subscriber = subscriber.build()?;
     Payload::of(WORDS, 4).send(&publisher, &stream_after)?;
-    let wrong = tally.finish(subscriber.receive(&stream_after)?)?;
+    let wrong = error_counters.finish(subscriber.receive(&stream_after)?)?;
     ensure!(wrong == 0, "{wrong} wrong words in a sample after the reset");
     drop((subscriber, publisher));
     // The memory of before stays: the publisher's, the subscriber's mapping of it, and that of its own.

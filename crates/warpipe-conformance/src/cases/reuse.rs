@@ -80,7 +80,7 @@ impl Tight {
 
     fn check_with(self, context: &Context, mut subscriber: Subscriber) -> Result<()> {
         ensure!(self.free()? == SLOTS - 1, "{} slots can be lent while one is still to be written", self.free()?);
-        let (stream, mut tally) = (context.stream()?, context.tally()?);
+        let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
         let others = self.publisher.device().stream()?;
         let loans: Vec<SampleMut> = (1..SLOTS as u64)
             .map(|seed| Payload::of(WORDS, seed).loan(&self.publisher, &others))
@@ -94,7 +94,7 @@ impl Tight {
         );
         for loan in loans {
             loan.send(&others)?;
-            ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "the next samples are whole");
+            ensure!(error_counters.finish(subscriber.receive(&stream)?)? == 0, "the next samples are whole");
             ensure!(eventually(PATIENCE, || self.publisher.subscribers()[0].in_flight == 0), "it is released");
         }
         let mut free = 0;

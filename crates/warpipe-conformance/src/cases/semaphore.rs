@@ -9,10 +9,10 @@ use warpipe::{Error, Kind, Semaphore};
 
 use super::Case;
 use crate::PATIENCE;
-use crate::chance::Chance;
 use crate::context::Context;
 use crate::peer::{Answer, Board, Order, Peer, SemaphoreOrder};
 use crate::process::eventually;
+use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
     Case::new("a semaphore: 16 processes, never more inside than permits, and nobody is passed by", contention)
@@ -290,22 +290,22 @@ fn killed_creator(context: &Context) -> Result<()> {
 fn storm(context: &Context) -> Result<()> {
     let semaphore = create(context, 1)?;
     let (path, board) = board(context)?;
-    let mut chance = context.chance();
-    let join = |slot, chance: &mut Chance| -> Result<Peer> {
-        let mut peer = open_by(context.mortal(chance)?, true)?;
+    let mut rng = context.rng();
+    let join = |slot, rng: &mut Rng| -> Result<Peer> {
+        let mut peer = open_by(context.mortal(rng)?, true)?;
         peer.tell(&Order::Semaphore(SemaphoreOrder::CompeteUntilKilled { board: text(&path), slot }))?;
         Ok(peer)
     };
-    let mut crowd = (0..6).map(|slot| join(slot, &mut chance)).collect::<Result<Vec<_>>>()?;
+    let mut crowd = (0..6).map(|slot| join(slot, &mut rng)).collect::<Result<Vec<_>>>()?;
     let kills = context.kills(12, 500, 200);
     for round in 0..kills {
         let before = board.visits().load(SeqCst);
-        let slot = chance.below(crowd.len() as u64) as usize;
-        std::thread::park_timeout(Duration::from_micros(chance.below(2_000)));
+        let slot = rng.below(crowd.len() as u64) as usize;
+        std::thread::park_timeout(Duration::from_micros(rng.below(2_000)));
         crowd[slot].kill()?;
         let goes_on = eventually(PATIENCE, || board.visits().load(SeqCst) >= before + 20);
         ensure!(goes_on, "nobody gets in after kill {round}");
-        crowd[slot] = join(slot, &mut chance)?;
+        crowd[slot] = join(slot, &mut rng)?;
     }
     crowd.iter_mut().try_for_each(Peer::kill)?;
     ensure!(board.crowds().load(SeqCst) == 0, "two of the living were inside at once");

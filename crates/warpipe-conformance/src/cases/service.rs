@@ -72,7 +72,7 @@ fn fail_over(context: &Context) -> Result<()> {
     context.warm_up()?;
     let guard = context.guard();
     let stream = context.stream()?;
-    let client = context.client("sum").credits(1).build()?;
+    let client = context.client("sum").prefetch(1).build()?;
     let (mut victim, mut heir) = (server(context, "sum")?, server(context, "sum")?);
     let pending = ask(&client, &stream, 4, PATIENCE)?;
     // Whoever gets it attaches by accepting; the other one waits until it is his.
@@ -103,7 +103,7 @@ fn late_server(context: &Context) -> Result<()> {
 
 fn deadline(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let client = context.client("sum").credits(4).build()?;
+    let client = context.client("sum").prefetch(4).build()?;
     let pending = ask(&client, &stream, 1, Duration::from_millis(30))?;
     let late = pending.wait(&stream);
     ensure!(matches!(late, Err(Error::DeadlinePassed { .. })), "no server gave {late:?}");
@@ -147,7 +147,7 @@ fn refusal(context: &Context) -> Result<()> {
         server.task(Task::Answer(Reply::Fail(format!("trouble {attempt}"))))?;
     }
     match pending.wait(&stream) {
-        Err(Error::Buried { reasons, .. }) => ensure!(reasons == ["trouble 1", "trouble 2"], "{reasons:?}"),
+        Err(Error::DeadLettered { reasons, .. }) => ensure!(reasons == ["trouble 1", "trouble 2"], "{reasons:?}"),
         other => bail!("two failures gave {other:?}"),
     }
     server.dismiss()

@@ -58,7 +58,7 @@ fn stalled_publisher(context: &Context) -> Result<()> {
     peer.publish(PublisherPlan::of("slow"))?;
     let mut subscriber = context.subscriber("slow").build()?;
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
     peer.stop()?;
     ensure!(
@@ -66,12 +66,12 @@ fn stalled_publisher(context: &Context) -> Result<()> {
         "a stopped publisher is {:?}",
         subscriber.publisher_state()
     );
-    ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "what it sent before is whole");
+    ensure!(error_counters.finish(subscriber.receive(&stream)?)? == 0, "what it sent before is whole");
     ensure!(subscriber.try_receive(&stream)?.is_none(), "there is no more, and no end");
     peer.go_on()?;
     ensure!(eventually(PATIENCE, || subscriber.publisher_state() == Some(PeerState::Alive)), "it is alive again");
     peer.ask(&Order::Send(Batch::of(1, WORDS, 2)))?;
-    ensure!(tally.finish(subscriber.receive(&stream)?)? == 0, "what it sends afterwards is whole");
+    ensure!(error_counters.finish(subscriber.receive(&stream)?)? == 0, "what it sends afterwards is whole");
     peer.dismiss()
 }
 

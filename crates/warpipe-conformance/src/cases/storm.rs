@@ -8,12 +8,12 @@ use warpipe::{Error, Sample, Stream, Subscriber};
 
 use super::Case;
 use crate::PATIENCE;
-use crate::chance::Chance;
 use crate::context::Context;
 use crate::guard::PublisherGuard;
-use crate::payload::{Payload, Tally};
+use crate::payload::{ErrorCounters, Payload};
 use crate::peer::{Batch, Order, Peer, PolicyPlan, PublisherPlan};
 use crate::process::eventually;
+use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
     Case::new("publishers killed at random: nothing torn, doubled, or lost that was ready", publishers)
@@ -52,13 +52,13 @@ struct Seen {
 
 impl Seen {
     /// Releases a sample, mostly checked.
-    fn add(&mut self, sample: Sample, tally: &mut Tally, chance: &mut Chance) -> Result<()> {
+    fn add(&mut self, sample: Sample, error_counters: &mut ErrorCounters, rng: &mut Rng) -> Result<()> {
         let sequence = sample.sequence();
-        let finished = if chance.once_in(4) {
+        let finished = if rng.once_in(4) {
             // Without a check of ours in between: released, and then asked.
             sample.finish(PATIENCE).map(|()| 0).map_err(Into::into)
         } else {
-            tally.finish(sample)
+            error_counters.finish(sample)
         };
         match finished {
             Ok(wrong) => ensure!(wrong == 0, "sample {sequence} is torn: {wrong} wrong words"),
@@ -76,11 +76,16 @@ impl Seen {
 }
 
 /// Receives and checks until the publisher's end.
-fn drain(subscriber: &mut Subscriber, stream: &Stream, tally: &mut Tally, mut chance: Chance) -> Result<Seen> {
+fn drain(
+    subscriber: &mut Subscriber,
+    stream: &Stream,
+    error_counters: &mut ErrorCounters,
+    mut rng: Rng,
+) -> Result<Seen> {
     let mut seen = Seen::default();
     loop {
         match subscriber.receive_timeout(stream, SHORT) {
-            Ok(sample) => seen.add(sample, tally, &mut chance)?,
+            Ok(sample) => seen.add(sample, error_counters, &mut rng)?,
             Err(Error::PublisherGone { graceful: false, .. }) => return Ok(seen),
             // With `reconnect` the end is told by there being no publisher any more.
             Err(Error::Timeout { .. }) if subscriber.publisher_state().is_none() => return Ok(seen),
@@ -95,8 +100,8 @@ fn drain(subscriber: &mut Subscriber, stream: &Stream, tally: &mut Tally, mut ch
 fn follow(
     mut subscriber: Subscriber,
     stream: &Stream,
-    mut tally: Tally,
-    mut chance: Chance,
+    mut error_counters: ErrorCounters,
+    mut rng: Rng,
     last: u32,
     tell: &Sender<Result<Seen>>,
 ) -> Result<()> {
@@ -108,22 +113,22 @@ fn follow(
             tell.send(Ok(std::mem::take(&mut seen)))?;
             told += 1;
         }
-        seen.add(sample, &mut tally, &mut chance)?;
+        seen.add(sample, &mut error_counters, &mut rng)?;
     }
     Ok(())
 }
 
 /// A publisher of random depth, ready to stream.
-fn streamer(context: &Context, chance: &mut Chance, reconnects: bool) -> Result<Peer> {
+fn streamer(context: &Context, rng: &mut Rng, reconnects: bool) -> Result<Peer> {
     // One that holds everything holds the name's lock.
     context.orphans_end()?;
-    let mut peer = context.mortal(chance)?;
-    peer.publish(plan(chance, reconnects))?;
+    let mut peer = context.mortal(rng)?;
+    peer.publish(plan(rng, reconnects))?;
     Ok(peer)
 }
 
-fn plan(chance: &mut Chance, reconnects: bool) -> PublisherPlan {
-    let depth = chance.between(2, 16) as u32;
+fn plan(rng: &mut Rng, reconnects: bool) -> PublisherPlan {
+    let depth = rng.between(2, 16) as u32;
     let policy = Some(PolicyPlan::Block(PATIENCE.as_millis() as u64));
     // A reconnecting subscriber comes late; the history holds what the ring does.
     let history = reconnects.then_some(depth);
@@ -137,22 +142,22 @@ fn ready_in(lines: impl IntoIterator<Item = String>) -> Result<u64> {
 }
 
 /// Lets it stream, and kills it once it has told that `least` samples are ready. Returns the last that it told of.
-fn stream_and_strike(peer: &mut Peer, chance: &mut Chance, least: u64) -> Result<u64> {
-    start_stream(peer, chance)?;
+fn stream_and_strike(peer: &mut Peer, rng: &mut Rng, least: u64) -> Result<u64> {
+    start_stream(peer, rng)?;
     let mut ready = 0;
     while ready < least {
         ready = ready_in(peer.line(PATIENCE)?)?;
     }
-    strike(peer, chance, ready)
+    strike(peer, rng, ready)
 }
 
-fn start_stream(peer: &mut Peer, chance: &mut Chance) -> Result<()> {
-    let slow = Duration::from_micros(*chance.pick(&[0, 0, 50, 300, 2000]));
-    peer.tell(&Order::Stream(Batch::of(1, WORDS, chance.any() >> 16).slow(slow)))
+fn start_stream(peer: &mut Peer, rng: &mut Rng) -> Result<()> {
+    let slow = Duration::from_micros(*rng.pick(&[0, 0, 50, 300, 2000]));
+    peer.tell(&Order::Stream(Batch::of(1, WORDS, rng.any() >> 16).slow(slow)))
 }
 
-fn strike(peer: &mut Peer, chance: &mut Chance, ready: u64) -> Result<u64> {
-    std::thread::park_timeout(Duration::from_micros(chance.below(3000)));
+fn strike(peer: &mut Peer, rng: &mut Rng, ready: u64) -> Result<u64> {
+    std::thread::park_timeout(Duration::from_micros(rng.below(3000)));
     peer.kill()?;
     Ok(ready_in(peer.last_lines()?)?.max(ready))
 }
@@ -161,13 +166,13 @@ fn strike(peer: &mut Peer, chance: &mut Chance, ready: u64) -> Result<u64> {
 fn one_kill(
     peer: &mut Peer,
     drain: impl FnOnce() -> Result<Seen> + Send,
-    chance: &mut Chance,
+    rng: &mut Rng,
     toll: &mut Toll,
 ) -> Result<()> {
     let (ready, seen) = std::thread::scope(|scope| -> Result<_> {
         let drained = scope.spawn(drain);
-        let least = chance.below(3);
-        let ready = stream_and_strike(peer, chance, least)?;
+        let least = rng.below(3);
+        let ready = stream_and_strike(peer, rng, least)?;
         Ok((ready, drained.join().map_err(|_| anyhow::anyhow!("a panic"))??))
     })?;
     toll.add(ready, &seen)
@@ -183,17 +188,17 @@ impl Toll {
 }
 
 fn publishers(context: &Context) -> Result<()> {
-    let (mut chance, stream) = (context.chance(), context.stream()?);
-    let mut tally = context.tally()?;
+    let (mut rng, stream) = (context.rng(), context.stream()?);
+    let mut error_counters = context.error_counters()?;
     let mut toll = Toll::default();
     let guard = context.guard();
     let kills = context.kills(25, 500, 100);
     for kill in 1..=kills {
-        let mut peer = streamer(context, &mut chance, false)?;
+        let mut peer = streamer(context, &mut rng, false)?;
         let mut subscriber = context.subscriber("storm").build()?;
-        let dice = Chance::new(chance.any());
-        let drain = || drain(&mut subscriber, &stream, &mut tally, dice);
-        one_kill(&mut peer, drain, &mut chance, &mut toll).with_context(|| format!("kill {kill}"))?;
+        let dice = Rng::new(rng.any());
+        let drain = || drain(&mut subscriber, &stream, &mut error_counters, dice);
+        one_kill(&mut peer, drain, &mut rng, &mut toll).with_context(|| format!("kill {kill}"))?;
         drop((subscriber, peer));
         context.orphans_end()?;
         context.domain.clean()?;
@@ -203,48 +208,48 @@ fn publishers(context: &Context) -> Result<()> {
 }
 
 fn reconnecting(context: &Context) -> Result<()> {
-    let (mut chance, stream) = (context.chance(), context.stream()?);
-    let mut tally = context.tally()?;
+    let (mut rng, stream) = (context.rng(), context.stream()?);
+    let mut error_counters = context.error_counters()?;
     let mut toll = Toll::default();
-    let mut peer = streamer(context, &mut chance, true)?;
+    let mut peer = streamer(context, &mut rng, true)?;
     let mut subscriber = context.subscriber("storm").reconnect(true).build()?;
     let kills = context.kills(15, 200, 50);
     for kill in 1..=kills {
         if kill > 1 {
-            peer = streamer(context, &mut chance, true)?;
+            peer = streamer(context, &mut rng, true)?;
             // Attached before the first sample, so that nothing is missed.
             let follows = || subscriber.try_receive(&stream).is_ok() && subscriber.publisher_state().is_some();
             ensure!(eventually(PATIENCE, follows), "kill {kill}: it follows the next incarnation");
             peer.ask(&Order::AwaitSubscribers(1))?;
         }
-        let dice = Chance::new(chance.any());
-        let drain = || drain(&mut subscriber, &stream, &mut tally, dice);
-        one_kill(&mut peer, drain, &mut chance, &mut toll).with_context(|| format!("kill {kill}"))?;
+        let dice = Rng::new(rng.any());
+        let drain = || drain(&mut subscriber, &stream, &mut error_counters, dice);
+        one_kill(&mut peer, drain, &mut rng, &mut toll).with_context(|| format!("kill {kill}"))?;
     }
     tell(context, kills, &toll)
 }
 
 /// No wait of the subscriber ends by itself within the case: whatever nobody rings for does not come.
 fn sleeping(context: &Context) -> Result<()> {
-    let mut chance = context.chance();
+    let mut rng = context.rng();
     let mut toll = Toll::default();
-    let mut peer = speaker(context, &mut chance)?;
+    let mut peer = speaker(context, &mut rng)?;
     let subscriber = context.subscriber("storm").reconnect(true).build()?;
     // Only then has it been told of the history.
     peer.ask(&Order::AwaitSubscribers(1))?;
-    let (stream, tally, dice) = (context.stream()?, context.tally()?, Chance::new(chance.any()));
+    let (stream, error_counters, dice) = (context.stream()?, context.error_counters()?, Rng::new(rng.any()));
     let (tell_seen, told) = channel();
     let kills = context.kills(15, 200, 50);
     // Joined only if all went well: else it sleeps until this process ends.
     let following = std::thread::spawn(move || {
-        let ended = follow(subscriber, &stream, tally, dice, kills, &tell_seen);
+        let ended = follow(subscriber, &stream, error_counters, dice, kills, &tell_seen);
         let _ = ended.map_err(|error| tell_seen.send(Err(error)));
     });
     for kill in 1..=kills {
         let mut one = || -> Result<()> {
-            start_stream(&mut peer, &mut chance)?;
-            let ready = strike(&mut peer, &mut chance, 1)?;
-            peer = speaker(context, &mut chance)?;
+            start_stream(&mut peer, &mut rng)?;
+            let ready = strike(&mut peer, &mut rng, 1)?;
+            peer = speaker(context, &mut rng)?;
             let seen = told.recv_timeout(PATIENCE).context("the next publisher's first sample did not come")??;
             toll.add(ready, &seen)
         };
@@ -257,11 +262,11 @@ fn sleeping(context: &Context) -> Result<()> {
 
 /// A publisher that has sent one sample, mostly before its subscriber has come, and keeps still then: its memory is
 /// announced with the handshake, so that nothing but the sample can ring. Returned once it has its subscriber.
-fn speaker(context: &Context, chance: &mut Chance) -> Result<Peer> {
+fn speaker(context: &Context, rng: &mut Rng) -> Result<Peer> {
     context.orphans_end()?;
-    let mut peer = context.mortal(chance)?;
-    peer.tell(&Order::Publish(plan(chance, true)))?;
-    peer.tell(&Order::SendAndWait(Batch::of(1, WORDS, chance.any() >> 16)))?;
+    let mut peer = context.mortal(rng)?;
+    peer.tell(&Order::Publish(plan(rng, true)))?;
+    peer.tell(&Order::SendAndWait(Batch::of(1, WORDS, rng.any() >> 16)))?;
     for _ in 0..2 {
         peer.answer()??;
     }
@@ -269,19 +274,19 @@ fn speaker(context: &Context, chance: &mut Chance) -> Result<Peer> {
 }
 
 fn subscribers(context: &Context) -> Result<()> {
-    let mut chance = context.chance();
+    let mut rng = context.rng();
     let slots = 8;
     let builder = context.publisher("storm").depth(4).memory_limit(slots * (256 << 10)).loan_timeout(PATIENCE);
     let publisher = builder.build()?;
     let stream = context.stream()?;
-    let mut tally = context.tally()?;
+    let mut error_counters = context.error_counters()?;
     let mut witness = context.subscriber("storm").build()?;
     let mut send = |count: u64| -> Result<()> {
         for _ in 0..count {
             let sequence = Payload::of((256 << 10) / 8, count).send(&publisher, &stream)?;
             let sample = witness.receive(&stream)?;
             ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
-            ensure!(tally.finish(sample)? == 0, "sample {sequence} is torn");
+            ensure!(error_counters.finish(sample)? == 0, "sample {sequence} is torn");
         }
         Ok(())
     };
@@ -290,11 +295,11 @@ fn subscribers(context: &Context) -> Result<()> {
     let kills = context.kills(25, 500, 100);
     let mut checked = 0;
     for kill in 1..=kills {
-        let mut victim = context.mortal(&mut chance)?;
+        let mut victim = context.mortal(&mut rng)?;
         victim.subscribe("storm")?;
-        victim.tell(&Order::Consume { subscriber: 0, hold: chance.below(4) as usize })?;
-        send(chance.between(1, 12))?;
-        std::thread::park_timeout(Duration::from_micros(chance.below(2000)));
+        victim.tell(&Order::Consume { subscriber: 0, hold: rng.below(4) as usize })?;
+        send(rng.between(1, 12))?;
+        std::thread::park_timeout(Duration::from_micros(rng.below(2000)));
         victim.strike()?;
         send(slots + 4).with_context(|| format!("kill {kill}"))?;
         victim.ended()?;

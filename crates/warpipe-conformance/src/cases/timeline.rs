@@ -9,7 +9,7 @@ use warpipe::{Device, Error, Timeline};
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
-use crate::payload::Tally;
+use crate::payload::ErrorCounters;
 use crate::peer::{Answer, Order, Peer, SignalOrder};
 use crate::shared::Shared;
 
@@ -45,12 +45,13 @@ fn late_kernels_are_waited_for(context: &Context) -> Result<()> {
     let mut peer = owner(context)?;
     let (memory, fd) = Shared::create(&context.device)?;
     peer.signals(SignalOrder::Map(Shared::path(&fd)))?;
-    let (timeline, stream, mut tally) = (open(context, &context.device)?, context.stream()?, context.tally()?);
+    let (timeline, stream, mut error_counters) =
+        (open(context, &context.device)?, context.stream()?, context.error_counters()?);
     for seed in 1..=5 {
         peer.signals(SignalOrder::Write { seed, slow_us: 40_000 })?;
         peer.signals(SignalOrder::Signal(seed))?;
         timeline.wait(&stream, seed)?;
-        let wrong = memory.wrong(&mut tally, &stream, seed)?;
+        let wrong = memory.wrong(&mut error_counters, &stream, seed)?;
         ensure!(wrong == 0, "{wrong} words were read before they were written");
         ensure!(timeline.check(seed)? && timeline.value() == seed, "{timeline:?} after {seed}");
     }
@@ -66,13 +67,13 @@ fn without_waits(context: &Context) -> Result<()> {
     let (memory, fd) = Shared::create(&context.device)?;
     peer.signals(SignalOrder::Map(Shared::path(&fd)))?;
     let blind = delaying(context, Duration::ZERO, false);
-    let (timeline, stream, mut tally) = (open(context, &blind)?, blind.stream()?, Tally::new(&blind)?);
+    let (timeline, stream, mut error_counters) = (open(context, &blind)?, blind.stream()?, ErrorCounters::new(&blind)?);
     let mut wrong = 0;
     for seed in 1..=3 {
         peer.signals(SignalOrder::Write { seed, slow_us: 200_000 })?;
         peer.signals(SignalOrder::Signal(seed))?;
         timeline.wait(&stream, seed)?;
-        wrong += memory.wrong(&mut tally, &stream, seed)?;
+        wrong += memory.wrong(&mut error_counters, &stream, seed)?;
         timeline.wait_host(seed, PATIENCE)?;
     }
     context.figure("wrong_words", wrong);
@@ -164,11 +165,11 @@ fn killed_owner(context: &Context) -> Result<()> {
 }
 
 fn killed_anywhere(context: &Context) -> Result<()> {
-    let mut chance = context.chance();
+    let mut rng = context.rng();
     let mut last_values = Vec::new();
     let kills = context.kills(10, 200, 100);
     for _ in 0..kills {
-        let (mut victim, mut witness) = (context.mortal(&mut chance)?, context.peer()?);
+        let (mut victim, mut witness) = (context.mortal(&mut rng)?, context.peer()?);
         victim.signals(SignalOrder::CreateTimeline(NAME.into()))?;
         let (_memory, fd) = Shared::create(&context.device)?;
         victim.signals(SignalOrder::Map(Shared::path(&fd)))?;
@@ -181,7 +182,7 @@ fn killed_anywhere(context: &Context) -> Result<()> {
         }
         timeline.wait(&streams[0], Timeline::VALUE_MAX)?;
         witness.signals(SignalOrder::Wait(Timeline::VALUE_MAX))?;
-        let pause = Duration::from_micros(chance.below(8000));
+        let pause = Duration::from_micros(rng.below(8000));
         std::thread::park_timeout(pause);
         victim.kill()?;
         for stream in &streams {
@@ -227,14 +228,14 @@ fn closed_owner(context: &Context) -> Result<()> {
     let mut peer = owner(context)?;
     let (memory, fd) = Shared::create(&context.device)?;
     peer.signals(SignalOrder::Map(Shared::path(&fd)))?;
-    let (timeline, mut tally) = (open(context, &context.device)?, context.tally()?);
+    let (timeline, mut error_counters) = (open(context, &context.device)?, context.error_counters()?);
     let (early, late) = (context.stream()?, context.stream()?);
     peer.signals(SignalOrder::Write { seed: 9, slow_us: 100_000 })?;
     peer.signals(SignalOrder::Signal(1))?;
     timeline.wait(&early, 1)?;
     timeline.wait(&late, 2)?;
     peer.signals(SignalOrder::Close)?;
-    let wrong = memory.wrong(&mut tally, &early, 9)?;
+    let wrong = memory.wrong(&mut error_counters, &early, 9)?;
     ensure!(wrong == 0 && timeline.check(1)?, "{wrong} wrong words behind what was promised");
     late.synchronize(PATIENCE)?;
     gone(timeline.check(2), peer.id(), true)?;

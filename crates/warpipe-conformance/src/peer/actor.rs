@@ -10,16 +10,16 @@ use warpipe::{Error, LegacyMemory, Member, Publisher, Sample, SampleMut, Stream,
 
 use super::holder::Holder;
 use super::hung::Hung;
-use super::labour::Labour;
 use super::order::{Answer, Batch, Fault, Item, Order};
 use super::orphan;
 use super::semaphore::Contender;
 use super::signals::Signals;
+use super::worker::WorkerActor;
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
+use crate::device_malloc::{self, DeviceMalloc};
 use crate::guard::Guard;
-use crate::payload::{Check, Payload, Tally};
-use crate::plain::{self, Plain};
+use crate::payload::{Check, ErrorCounters, Payload};
 use crate::words::Words;
 
 /// Carries out the orders on standard input.
@@ -48,10 +48,10 @@ struct Actor {
     /// Keeps the sending stream until it is dropped.
     gate: Option<mpsc::Sender<()>>,
     opened: Vec<LegacyMemory>,
-    plain: Vec<Plain>,
+    plain: Vec<DeviceMalloc>,
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,
-    labour: Labour,
+    worker_actor: WorkerActor,
     holder: Holder,
     hung: Hung,
     sockets: Vec<std::os::fd::OwnedFd>,
@@ -66,7 +66,7 @@ struct Actor {
 struct Streams {
     sending: Stream,
     receiving: Stream,
-    tally: Tally,
+    error_counters: ErrorCounters,
 }
 
 impl Actor {
@@ -79,7 +79,7 @@ impl Actor {
             plain: Vec::new(),
             subscribers: Vec::new(),
             publisher: None,
-            labour: Labour::default(),
+            worker_actor: WorkerActor::default(),
             holder: Holder::default(),
             hung: Hung::default(),
             sockets: Vec::new(),
@@ -138,7 +138,7 @@ impl Actor {
             Order::ConnectOnly(name) => self.connect_only(&name)?,
             Order::PlayWords { path, rounds } => self.play_words(&path, rounds)?,
             Order::ExportLegacy { words, seed } => {
-                let plain = Plain::new(&self.context.device, words, seed)?;
+                let plain = DeviceMalloc::new(&self.context.device, words, seed)?;
                 let handle = plain.export()?;
                 self.plain.push(plain);
                 return Ok(Answer::Text(handle.to_string()));
@@ -146,11 +146,11 @@ impl Actor {
             Order::FreeLegacy => drop(self.plain.pop().context("memory to free")?),
             Order::OpenLegacy { handle, seed } => {
                 let memory = handle.open(&self.context.device)?;
-                plain::check(&memory, seed, &mut self.streams()?.tally)?;
+                device_malloc::check(&memory, seed, &mut self.streams()?.error_counters)?;
                 self.opened.push(memory);
             }
             Order::CloseLegacy => self.opened.pop().context("memory to close")?.close(PATIENCE)?,
-            Order::OpenEvent(handle) => plain::open_event(&self.context.device, &handle)?,
+            Order::OpenEvent(handle) => device_malloc::open_event(&self.context.device, &handle)?,
             Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
             Order::Join { name, role } => self.members.push(Member::join(&self.context.domain, &name, &role)?),
             Order::Leave => self.members.clear(),
@@ -169,7 +169,7 @@ impl Actor {
                 orphan::start(&self.context.orphans_path(), in_us, after_ms, unseen)?;
             }
             Order::Exec => return Err(exec_and_live().into()),
-            Order::Task(task) => return self.labour.carry_out(task, &self.context),
+            Order::Task(task) => return self.worker_actor.carry_out(task, &self.context),
             Order::Guard => {
                 self.context.warm_up()?;
                 self.guard = Some(self.context.guard());
@@ -190,7 +190,7 @@ impl Actor {
     fn streams(&mut self) -> Result<&mut Streams> {
         if self.streams.is_none() {
             let (sending, receiving) = (self.context.stream()?, self.context.stream()?);
-            self.streams = Some(Streams { sending, receiving, tally: self.context.tally()? });
+            self.streams = Some(Streams { sending, receiving, error_counters: self.context.error_counters()? });
         }
         self.streams.as_mut().context("made above")
     }
@@ -233,14 +233,14 @@ impl Actor {
     fn receive(&mut self, subscriber: usize, hold: bool) -> Result<Item> {
         let stream = self.streams()?.receiving.clone();
         let sample = self.subscriber(subscriber)?.receive(&stream)?;
-        let tally = &mut self.streams()?.tally;
+        let error_counters = &mut self.streams()?.error_counters;
         let mut item = describe(&sample);
-        let check = tally.check_sample(&sample)?;
+        let check = error_counters.check_sample(&sample)?;
         if hold {
             self.held.push((sample, check, item.clone()));
             return Ok(item);
         }
-        conclude(tally, sample, check, &mut item)?;
+        conclude(error_counters, sample, check, &mut item)?;
         Ok(item)
     }
 
@@ -258,12 +258,12 @@ impl Actor {
     }
 
     fn consume(&mut self, subscriber: usize, hold: usize) -> Result<()> {
-        let mut chance = self.context.chance();
+        let mut rng = self.context.rng();
         loop {
             self.receive(subscriber, true)?;
             while self.held.len() > hold {
-                let (sample, check, mut item) = self.held.swap_remove(chance.below(self.held.len() as u64) as usize);
-                conclude(&mut self.streams()?.tally, sample, check, &mut item)?;
+                let (sample, check, mut item) = self.held.swap_remove(rng.below(self.held.len() as u64) as usize);
+                conclude(&mut self.streams()?.error_counters, sample, check, &mut item)?;
                 say(&format!("got {} {}", item.sequence, item.wrong.unwrap_or(u64::MAX)));
             }
         }
@@ -283,10 +283,10 @@ impl Actor {
 
     fn release(&mut self) -> Result<Vec<Item>> {
         let mut items = Vec::new();
-        let mut chance = self.context.chance();
+        let mut rng = self.context.rng();
         while !self.held.is_empty() {
-            let (sample, check, mut item) = self.held.swap_remove(chance.below(self.held.len() as u64) as usize);
-            conclude(&mut self.streams()?.tally, sample, check, &mut item)?;
+            let (sample, check, mut item) = self.held.swap_remove(rng.below(self.held.len() as u64) as usize);
+            conclude(&mut self.streams()?.error_counters, sample, check, &mut item)?;
             items.push(item);
         }
         Ok(items)
@@ -317,7 +317,7 @@ impl Actor {
         self.plain.clear();
         self.subscribers.clear();
         self.publisher = None;
-        self.labour.end()?;
+        self.worker_actor.end()?;
         self.holder = Holder::default();
         self.hung = Hung::default();
         self.sockets.clear();
@@ -334,7 +334,7 @@ impl Actor {
 
 /// What can be said of a sample before its data is complete.
 fn describe(sample: &Sample) -> Item {
-    let mark = crate::payload::Mark::of(sample.metadata());
+    let mark = crate::payload::PayloadMark::of(sample.metadata());
     Item {
         sequence: sample.sequence(),
         seed: mark.map_or(0, |mark| mark.seed),
@@ -352,7 +352,7 @@ pub(crate) fn describe_layout(layout: &warpipe::Layout) -> String {
 
 /// Releases a sample behind its check and writes down how both ended. A lost sample is the item's fault and no
 /// failure of ours; what the check saw of it does not count.
-fn conclude(tally: &mut Tally, sample: Sample, check: Option<Check>, item: &mut Item) -> Result<()> {
+fn conclude(error_counters: &mut ErrorCounters, sample: Sample, check: Option<Check>, item: &mut Item) -> Result<()> {
     let stream = sample.stream().clone();
     if sample.layout().bytes() <= 64 << 10 && sample.wait(PATIENCE).is_ok() {
         item.digest = Some(digest(&sample.to_vec(PATIENCE)?));
@@ -360,7 +360,7 @@ fn conclude(tally: &mut Tally, sample: Sample, check: Option<Check>, item: &mut 
     match sample.finish(PATIENCE) {
         Ok(()) => {
             stream.synchronize(PATIENCE)?;
-            item.wrong = check.map(|check| tally.wrong_words(check));
+            item.wrong = check.map(|check| error_counters.wrong_words(check));
         }
         Err(error @ Error::SampleLost { .. }) => item.fault = Some(Fault::of(&error)),
         Err(error) => bail!(error),

@@ -18,8 +18,8 @@ use warpipe::{
 use super::order::Answer;
 use crate::PATIENCE;
 use crate::context::Context;
-use crate::payload::Tally;
-use crate::place::{fill, wrong_words};
+use crate::device_words::{fill, wrong_words};
+use crate::payload::ErrorCounters;
 
 /// What a peer is told to do with memory. Things are known by their number, in the order in which they came, each kind
 /// counted for itself.
@@ -130,16 +130,16 @@ pub(super) struct Holder {
     buffers: Vec<Buffer>,
     pool: Option<Pool>,
     published: Vec<Published>,
-    tools: Option<(Stream, Tally)>,
+    tools: Option<(Stream, ErrorCounters)>,
     domain: Option<Domain>,
 }
 
 impl Holder {
     pub(super) fn carry_out(&mut self, context: &Context, order: HolderOrder) -> Result<Answer> {
         if self.tools.is_none() {
-            self.tools = Some((context.stream()?, context.tally()?));
+            self.tools = Some((context.stream()?, context.error_counters()?));
         }
-        let (stream, tally) = self.tools.as_mut().context("made above")?;
+        let (stream, error_counters) = self.tools.as_mut().context("made above")?;
         let device = &context.device;
         let domain = self.domain.as_ref().unwrap_or(&context.domain);
         match order {
@@ -154,7 +154,7 @@ impl Holder {
             }
             HolderOrder::Withdraw { seed } => {
                 let published = self.published.pop().context("something published")?;
-                return Ok(Answer::Number(wrong_words(published.memory(), stream, tally, seed)?));
+                return Ok(Answer::Number(wrong_words(published.memory(), stream, error_counters, seed)?));
             }
             HolderOrder::Send { path } => {
                 let published = self.published.last().context("something published")?;
@@ -166,7 +166,7 @@ impl Holder {
             }
             HolderOrder::Check { number, seed } => {
                 let memory = self.shared.get(number).and_then(Option::as_ref).context("open memory")?;
-                return Ok(Answer::Number(wrong_words(memory, stream, tally, seed)?));
+                return Ok(Answer::Number(wrong_words(memory, stream, error_counters, seed)?));
             }
             HolderOrder::Close { number } => drop(self.shared.get_mut(number).context("open memory")?.take()),
             HolderOrder::OpenWithoutDescriptors(ticket) => {
@@ -206,7 +206,7 @@ impl Holder {
             }
             HolderOrder::CheckBlock { number, seed } => {
                 let block = self.lent.get(number).and_then(Option::as_ref).context("a block")?;
-                return Ok(Answer::Number(wrong_words(block, stream, tally, seed)?));
+                return Ok(Answer::Number(wrong_words(block, stream, error_counters, seed)?));
             }
             HolderOrder::FillAndFree { number, seed, slow_us, is_behind } => {
                 let block = self.lent.get_mut(number).and_then(Option::take).context("a block")?;

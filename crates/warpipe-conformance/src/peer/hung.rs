@@ -12,8 +12,8 @@ use super::actor::say;
 use super::order::Answer;
 use crate::PATIENCE;
 use crate::context::Context;
-use crate::double::Double;
-use crate::plain;
+use crate::device_malloc;
+use crate::fake_driver::FakeDriver;
 use crate::process::eventually;
 use crate::workload::{KINDS, Site, Workload};
 
@@ -66,7 +66,7 @@ pub(super) struct Hung {
 }
 
 struct Hanging {
-    double: Arc<Double>,
+    fake_driver: Arc<FakeDriver>,
     function: String,
     threads: Vec<(String, JoinHandle<Ended>)>,
 }
@@ -81,7 +81,7 @@ const TURNS: u64 = 2;
 type Ended = (Option<Box<dyn Workload>>, Result<()>);
 
 fn site(context: &Context, part: &str) -> Site {
-    Site { context: Arc::new(context.twin()), name: part.into(), double: None, patience: 3 * PATIENCE }
+    Site { context: Arc::new(context.twin()), name: part.into(), fake_driver: None, patience: 3 * PATIENCE }
 }
 
 fn turns(mut workload: Box<dyn Workload>) -> Ended {
@@ -112,12 +112,12 @@ impl Hung {
     }
 
     fn hang(&mut self, context: &Context, function: String, foreign: LegacyHandle) -> Result<Answer> {
-        let double = Arc::new(Double::of(&context.settings)?);
-        double.reset()?;
+        let fake_driver = Arc::new(FakeDriver::of(&context.settings)?);
+        fake_driver.reset()?;
         let twin = context.twin();
         let mut warm = KINDS.iter().map(|kind| kind.open(site(context, "warm"))).collect::<Result<Vec<_>>>()?;
         warm.iter_mut().try_for_each(|workload| workload.turn(1))?;
-        double.block(&function)?;
+        fake_driver.block(&function)?;
         let mut threads = Vec::new();
         let mut start = |name: String, work: Box<dyn FnOnce() -> Ended + Send>| {
             threads.push((name, std::thread::spawn(work)));
@@ -134,16 +134,16 @@ impl Hung {
             );
         }
         start("memory of another process".into(), Box::new(move || (None, open_foreign(&twin, &foreign))));
-        let is_hanging = || double.hanging(&function).is_ok_and(|count| count > 0);
+        let is_hanging = || fake_driver.hanging(&function).is_ok_and(|count| count > 0);
         eventually(PATIENCE, is_hanging);
-        let count = double.hanging(&function)?;
-        self.hanging = Some(Hanging { double, function, threads });
+        let count = fake_driver.hanging(&function)?;
+        self.hanging = Some(Hanging { fake_driver, function, threads });
         Ok(Answer::Number(count))
     }
 
     fn release(&mut self, context: &Context) -> Result<()> {
-        let Hanging { double, function, threads } = self.hanging.take().context("something hangs")?;
-        double.release(&function)?;
+        let Hanging { fake_driver, function, threads } = self.hanging.take().context("something hangs")?;
+        fake_driver.release(&function)?;
         for (index, (name, thread)) in threads.into_iter().enumerate() {
             ensure!(eventually(3 * PATIENCE, || thread.is_finished()), "the {name} does not come to an end");
             let (workload, ended) = thread.join().map_err(|_| anyhow::anyhow!("a panic"))?;
@@ -174,20 +174,20 @@ pub const FOREIGN_SEED: u64 = 77;
 
 fn open_foreign(context: &Context, handle: &LegacyHandle) -> Result<()> {
     let memory = handle.open(&context.device)?;
-    plain::check(&memory, FOREIGN_SEED, &mut context.tally()?)?;
+    device_malloc::check(&memory, FOREIGN_SEED, &mut context.error_counters()?)?;
     Ok(memory.close(3 * PATIENCE)?)
 }
 
 fn calls(context: &Context, foreign: &LegacyHandle) -> Result<Answer> {
-    let double = Double::of(&context.settings)?;
-    double.reset()?;
+    let fake_driver = FakeDriver::of(&context.settings)?;
+    fake_driver.reset()?;
     for kind in KINDS {
         let mut workload = kind.open(site(context, "calls"))?;
         (1..=TURNS).try_for_each(|seed| workload.turn(seed))?;
         workload.audit()?;
     }
     open_foreign(context, foreign)?;
-    let names: BTreeSet<String> = double.calls()?.into_keys().collect();
+    let names: BTreeSet<String> = fake_driver.calls()?.into_keys().collect();
     Ok(Answer::Text(Vec::from_iter(names).join(" ")))
 }
 

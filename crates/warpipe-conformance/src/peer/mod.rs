@@ -6,11 +6,11 @@
 mod actor;
 mod holder;
 mod hung;
-mod labour;
 mod order;
 mod orphan;
 mod semaphore;
 mod signals;
+mod worker;
 
 pub use actor::act;
 pub(crate) use actor::{describe_layout, digest};

@@ -16,15 +16,16 @@ pub(super) struct After {
     /// So much longer than its parent.
     longer: Duration,
     /// Here it writes a byte when it begins.
-    tally: RawFd,
+    error_counters: RawFd,
 }
 
 /// Forks an orphan `in_us` microseconds from now.
-pub(super) fn start(tally: &Path, in_us: u64, after_ms: u64, unseen: bool) -> Result<()> {
-    let tally = File::options().append(true).create(true).open(tally).context("the file of orphans")?;
+pub(super) fn start(error_counters: &Path, in_us: u64, after_ms: u64, unseen: bool) -> Result<()> {
+    let error_counters =
+        File::options().append(true).create(true).open(error_counters).context("the file of orphans")?;
     let fork = move || {
         std::thread::park_timeout(Duration::from_micros(in_us));
-        let after = After { longer: Duration::from_millis(after_ms), tally: tally.as_raw_fd() };
+        let after = After { longer: Duration::from_millis(after_ms), error_counters: error_counters.as_raw_fd() };
         if let Err(error) = fork_and_live(unseen, Some(after)) {
             eprintln!("no orphan: {error:#}");
         }
@@ -60,8 +61,8 @@ fn live(parent: i32, after: Option<After>) -> ! {
     unsafe {
         libc::syscall(libc::SYS_close, 0);
         libc::syscall(libc::SYS_close, 1);
-        if let Some(After { tally, .. }) = after {
-            libc::syscall(libc::SYS_write, tally, c"o".as_ptr(), 1usize);
+        if let Some(After { error_counters, .. }) = after {
+            libc::syscall(libc::SYS_write, error_counters, c"o".as_ptr(), 1usize);
         }
     }
     let Some(After { longer, .. }) = after else {

@@ -18,7 +18,7 @@ use super::order::Answer;
 use super::signals::hold;
 use crate::PATIENCE;
 use crate::context::Context;
-use crate::payload::{Check, Tally, fill_words};
+use crate::payload::{Check, ErrorCounters, fill_words};
 use crate::shared::Shared;
 
 /// What a peer is told to do with a semaphore.
@@ -207,7 +207,7 @@ pub(super) struct Contender {
 struct Post {
     semaphore: Semaphore,
     checks: Vec<Check>,
-    tally: Tally,
+    error_counters: ErrorCounters,
     stream: Stream,
     device: Device,
     board: Option<Board>,
@@ -266,8 +266,8 @@ fn deaf(device: &Device) -> Device {
 
 impl Post {
     fn new(semaphore: Semaphore, device: &Device) -> Result<Post> {
-        let (stream, tally) = (device.stream()?, Tally::new(device)?);
-        Ok(Post { semaphore, checks: Vec::new(), tally, stream, device: device.clone(), board: None })
+        let (stream, error_counters) = (device.stream()?, ErrorCounters::new(device)?);
+        Ok(Post { semaphore, checks: Vec::new(), error_counters, stream, device: device.clone(), board: None })
     }
 
     fn acquire(&self, timeout: Duration, on_stream: bool) -> warpipe::Result<Permit> {
@@ -337,7 +337,7 @@ impl Post {
             // the process ends; who has the permit is alone on it.
             unsafe {
                 if turn > 0 {
-                    self.checks.push(self.tally.check(&self.stream, board.data(), Board::WORDS, turn)?);
+                    self.checks.push(self.error_counters.check(&self.stream, board.data(), Board::WORDS, turn)?);
                 }
                 fill_words(&self.stream, board.data(), Board::WORDS, turn + 1, slow)?;
             }
@@ -349,7 +349,7 @@ impl Post {
 
     fn wrong(&mut self) -> Result<u64> {
         self.stream.synchronize(PATIENCE)?;
-        Ok(std::mem::take(&mut self.checks).into_iter().map(|check| self.tally.wrong_words(check)).sum())
+        Ok(std::mem::take(&mut self.checks).into_iter().map(|check| self.error_counters.wrong_words(check)).sum())
     }
 }
 

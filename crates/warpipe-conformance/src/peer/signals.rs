@@ -9,7 +9,7 @@ use warpipe::{Event, EventHandle, Recording, Stream, Timeline};
 use super::order::Answer;
 use crate::PATIENCE;
 use crate::context::Context;
-use crate::payload::Tally;
+use crate::payload::ErrorCounters;
 use crate::shared::Shared;
 
 /// What a peer is told about timelines and events. It has one stream for them.
@@ -74,14 +74,14 @@ pub(super) struct Signals {
     events: Vec<Event>,
     awaited: Option<Recording>,
     stream: Stream,
-    tally: Tally,
+    error_counters: ErrorCounters,
     memory: Option<Shared>,
 }
 
 impl Signals {
     pub(super) fn new(context: &Context) -> Result<Signals> {
-        let (stream, tally) = (context.stream()?, context.tally()?);
-        Ok(Signals { timeline: None, events: Vec::new(), awaited: None, stream, tally, memory: None })
+        let (stream, error_counters) = (context.stream()?, context.error_counters()?);
+        Ok(Signals { timeline: None, events: Vec::new(), awaited: None, stream, error_counters, memory: None })
     }
 
     pub(super) fn carry_out(&mut self, context: &Context, order: SignalOrder) -> Result<Answer> {
@@ -94,7 +94,7 @@ impl Signals {
             SignalOrder::Hold => hold(&self.stream)?,
             SignalOrder::Read { seed } => {
                 let memory = self.memory.as_ref().context("it has mapped nothing")?;
-                return Ok(Answer::Number(memory.wrong(&mut self.tally, &self.stream, seed)?));
+                return Ok(Answer::Number(memory.wrong(&mut self.error_counters, &self.stream, seed)?));
             }
             SignalOrder::CreateTimeline(name) => self.timeline = Some(Timeline::create(domain, &name, device)?),
             SignalOrder::OpenTimeline(name) => {

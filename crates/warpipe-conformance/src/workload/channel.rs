@@ -6,7 +6,7 @@ use anyhow::{Result, bail, ensure};
 use warpipe::{DType, Error, Layout, Publisher, Sample, Stream, Subscriber};
 
 use super::{Site, Workload};
-use crate::payload::{Mark, Payload, Tally};
+use crate::payload::{ErrorCounters, Payload, PayloadMark};
 
 struct Channel {
     /// None once its link was over, and it said so.
@@ -14,7 +14,7 @@ struct Channel {
     publisher: Publisher,
     sending: Stream,
     receiving: Stream,
-    tally: Tally,
+    error_counters: ErrorCounters,
     /// What was not received, by seed, and whether its send went well.
     due: BTreeMap<u64, bool>,
     /// The last one that came.
@@ -31,7 +31,7 @@ const SMALL: u64 = 64;
 pub(super) fn open(site: Site) -> Result<Box<dyn Workload>> {
     let context = &site.context;
     let (sending, receiving) = (context.stream()?, context.stream()?);
-    let tally = site.apart(|| Ok(context.tally()?))?;
+    let error_counters = site.apart(|| Ok(context.error_counters()?))?;
     let publisher = context.publisher(&site.name_of("channel")).history(1).loan_timeout(site.patience).build()?;
     let subscriber = Some(join(&site)?);
     Ok(Box::new(Channel {
@@ -39,7 +39,7 @@ pub(super) fn open(site: Site) -> Result<Box<dyn Workload>> {
         publisher,
         sending,
         receiving,
-        tally,
+        error_counters,
         due: BTreeMap::new(),
         last: 0,
         history: None,
@@ -85,7 +85,7 @@ impl Channel {
 
     /// Whether what was due has come by this sample.
     fn take(&mut self, sample: Sample) -> Result<()> {
-        let Some(mark) = Mark::of(sample.metadata()) else { bail!("a sample without a mark") };
+        let Some(mark) = PayloadMark::of(sample.metadata()) else { bail!("a sample without a mark") };
         let Some(was_sent) = self.due.remove(&mark.seed) else {
             ensure!(self.history.take() == Some(mark.seed), "sample {} was not due: doubled", mark.seed);
             return self.finish(sample);
@@ -102,11 +102,11 @@ impl Channel {
 
     fn finish(&mut self, sample: Sample) -> Result<()> {
         let (stream, sequence) = (sample.stream().clone(), sample.sequence());
-        let check = self.site.apart(|| self.tally.check_sample(&sample))?;
+        let check = self.site.apart(|| self.error_counters.check_sample(&sample))?;
         let finished = sample.finish(self.site.patience);
         self.site.apart(|| Ok(stream.synchronize(self.site.patience)?))?;
         finished?;
-        let wrong = check.map(|check| self.tally.wrong_words(check));
+        let wrong = check.map(|check| self.error_counters.wrong_words(check));
         ensure!(wrong == Some(0), "sample {sequence} is torn: {wrong:?} wrong words");
         Ok(())
     }
@@ -116,7 +116,7 @@ impl Channel {
         let mut late =
             self.site.context.subscriber(&self.site.name_of("channel")).timeout(self.site.patience).build()?;
         let sample = late.receive(&self.receiving)?;
-        let found = Mark::of(sample.metadata()).map(|mark| mark.seed);
+        let found = PayloadMark::of(sample.metadata()).map(|mark| mark.seed);
         ensure!(found == Some(seed), "the history has {found:?} where {seed} was sent last");
         self.finish(sample)
     }

@@ -19,7 +19,7 @@ use anyhow::{Result, bail};
 use warpipe::Error;
 
 use crate::context::Context;
-use crate::double::Double;
+use crate::fake_driver::FakeDriver;
 
 /// Where a workload runs.
 #[derive(Debug, Clone)]
@@ -28,9 +28,9 @@ pub struct Site {
     pub context: Arc<Context>,
     /// The first part of its endpoints' names.
     pub name: String,
-    /// The double from whose harm the workload's own kernels and checks are to be kept, if they
+    /// The fake driver from whose harm the workload's own kernels and checks are to be kept, if they
     /// are.
-    pub double: Option<Arc<Double>>,
+    pub fake_driver: Option<Arc<FakeDriver>>,
     /// How long anything may take before it counts as hung.
     pub patience: Duration,
 }
@@ -42,7 +42,7 @@ impl Site {
 
     /// Does something that is the user's and not the library's.
     fn apart<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let exempt = self.double.as_deref().map(Double::exempt).transpose()?;
+        let exempt = self.fake_driver.as_deref().map(FakeDriver::exempt).transpose()?;
         let value = work();
         drop(exempt);
         value

@@ -7,17 +7,24 @@ use warpipe::backend::Access;
 use warpipe::{LentBuffer, Memory, Pool, PoolClient, Stream};
 
 use super::{Site, Workload};
-use crate::payload::Tally;
-use crate::place::{Place, fill, wrong_words};
-use crate::plain::{self, Plain};
+use crate::device_malloc::{self, DeviceMalloc};
+use crate::device_words::{DeviceWords, fill, wrong_words};
+use crate::payload::ErrorCounters;
 
 const MIB: u64 = 1 << 20;
 
 /// Fills a place and sees that another of the same memory reads it.
-fn cross(site: &Site, tally: &mut Tally, stream: &Stream, from: &impl Place, to: &impl Place, seed: u64) -> Result<()> {
+fn cross(
+    site: &Site,
+    error_counters: &mut ErrorCounters,
+    stream: &Stream,
+    from: &impl DeviceWords,
+    to: &impl DeviceWords,
+    seed: u64,
+) -> Result<()> {
     let wrong = site.apart(|| {
         fill(from, stream, seed, Duration::ZERO, true)?;
-        wrong_words(to, stream, tally, seed)
+        wrong_words(to, stream, error_counters, seed)
     })?;
     ensure!(wrong == 0, "{wrong} wrong words");
     Ok(())
@@ -27,7 +34,7 @@ struct Blocks {
     client: PoolClient,
     pool: Pool,
     stream: Stream,
-    tally: Tally,
+    error_counters: ErrorCounters,
     site: Site,
 }
 
@@ -36,7 +43,7 @@ const LIMIT: u64 = 2 * BLOCK;
 
 pub(super) fn pool(site: Site) -> Result<Box<dyn Workload>> {
     let context = &site.context;
-    let (stream, tally) = (context.stream()?, site.apart(|| Ok(context.tally()?))?);
+    let (stream, error_counters) = (context.stream()?, site.apart(|| Ok(context.error_counters()?))?);
     let pool = Pool::builder(&site.name_of("pool"))
         .domain(&context.domain)
         .device(&context.device)
@@ -44,19 +51,19 @@ pub(super) fn pool(site: Site) -> Result<Box<dyn Workload>> {
         .reserve(LIMIT);
     let pool = pool.wait(site.patience).build()?;
     let client = PoolClient::open(&context.domain, &site.name_of("pool"), &context.device)?;
-    Ok(Box::new(Blocks { client, pool, stream, tally, site }))
+    Ok(Box::new(Blocks { client, pool, stream, error_counters, site }))
 }
 
 impl Workload for Blocks {
     fn turn(&mut self, seed: u64) -> Result<()> {
-        let Blocks { client, pool, stream, tally, site } = self;
+        let Blocks { client, pool, stream, error_counters, site } = self;
         let block = pool.allocate_timeout(BLOCK, site.patience)?;
         let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, &site.context.device)?;
-        cross(site, tally, stream, &lent, &block, seed)?;
+        cross(site, error_counters, stream, &lent, &block, seed)?;
         lent.free(stream)?;
         block.free(stream)?;
         let granted = client.allocate_timeout(BLOCK, site.patience)?;
-        cross(site, tally, stream, &granted, &granted, seed + (1 << 32))?;
+        cross(site, error_counters, stream, &granted, &granted, seed + (1 << 32))?;
         Ok(granted.free(stream)?)
     }
 
@@ -70,27 +77,27 @@ impl Workload for Blocks {
 
 struct Published {
     stream: Stream,
-    tally: Tally,
+    error_counters: ErrorCounters,
     site: Site,
 }
 
 pub(super) fn memory(site: Site) -> Result<Box<dyn Workload>> {
-    let (stream, tally) = (site.context.stream()?, site.apart(|| Ok(site.context.tally()?))?);
-    Ok(Box::new(Published { stream, tally, site }))
+    let (stream, error_counters) = (site.context.stream()?, site.apart(|| Ok(site.context.error_counters()?))?);
+    Ok(Box::new(Published { stream, error_counters, site }))
 }
 
 impl Workload for Published {
     fn turn(&mut self, seed: u64) -> Result<()> {
-        let Published { stream, tally, site } = self;
+        let Published { stream, error_counters, site } = self;
         let context = &site.context;
         let memory = Memory::allocate(&context.device, MIB)?;
         let publication = memory.publication(&site.name_of("memory")).domain(&context.domain).access(Access::ReadWrite);
         let published = publication.build()?;
         let opened = published.ticket()?.open(&context.device)?;
-        cross(site, tally, stream, &opened, &memory, seed)?;
+        cross(site, error_counters, stream, &opened, &memory, seed)?;
         let export = memory.export()?;
         let imported = Memory::import_fd(&context.device, &export.fd, &export.info, Access::ReadWrite)?;
-        cross(site, tally, stream, &imported, &opened, seed + (1 << 32))?;
+        cross(site, error_counters, stream, &imported, &opened, seed + (1 << 32))?;
         opened.write(stream, 0, &seed.to_le_bytes())?;
         let bytes = memory.to_vec(site.patience)?;
         ensure!(bytes[..8] == seed.to_le_bytes(), "what was written is read");
@@ -100,24 +107,24 @@ impl Workload for Published {
 
 struct Handles {
     stream: Stream,
-    tally: Tally,
+    error_counters: ErrorCounters,
     site: Site,
 }
 
 pub(super) fn legacy(site: Site) -> Result<Box<dyn Workload>> {
-    let (stream, tally) = (site.context.stream()?, site.apart(|| Ok(site.context.tally()?))?);
-    Ok(Box::new(Handles { stream, tally, site }))
+    let (stream, error_counters) = (site.context.stream()?, site.apart(|| Ok(site.context.error_counters()?))?);
+    Ok(Box::new(Handles { stream, error_counters, site }))
 }
 
 impl Workload for Handles {
     fn turn(&mut self, seed: u64) -> Result<()> {
         const WORDS: u64 = 4096;
-        let Handles { stream, tally, site } = self;
+        let Handles { stream, error_counters, site } = self;
         let device = &site.context.device;
-        let memory = site.apart(|| Plain::new(device, WORDS, seed))?;
+        let memory = site.apart(|| DeviceMalloc::new(device, WORDS, seed))?;
         let opened = memory.export()?.open(device)?;
         opened.used_by(stream)?;
-        site.apart(|| plain::check(&opened, seed, tally))?;
+        site.apart(|| device_malloc::check(&opened, seed, error_counters))?;
         let closed = opened.close(site.patience);
         site.apart(|| {
             drop(memory);

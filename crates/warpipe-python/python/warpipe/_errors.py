@@ -362,7 +362,7 @@ class JobError(Error):
     job: int
 
 
-class BuriedError(JobError):
+class DeadLetteredError(JobError):
     """Every attempt at a job failed. Attribute: ``reasons``, one for each attempt, the first first."""
 
     reasons: list[str]

@@ -21,7 +21,7 @@ LOOK_SECONDS = 0.1
 _Found = TypeVar("_Found")
 
 
-class Bell(Protocol):
+class Doorbell(Protocol):
     """What is readable when a look is worth it."""
 
     def fileno(self) -> int: ...
@@ -33,8 +33,8 @@ class _Endpoint(Protocol):
     def fileno(self) -> int: ...
 
 
-class _OwnBell:
-    """The bell of an endpoint, whose looks take in what rang."""
+class _EndpointDoorbell:
+    """The doorbell of an endpoint, whose looks take in what rang."""
 
     def __init__(self, endpoint: _Endpoint) -> None:
         self._endpoint = endpoint
@@ -49,26 +49,26 @@ class _OwnBell:
 class _Hub:
     """Wakes all who wait for one thing in one event loop: one descriptor, however many they are."""
 
-    def __init__(self, key: tuple[int, Hashable], loop: asyncio.AbstractEventLoop, bell: Bell) -> None:
-        self._key, self._loop, self._bell = key, loop, bell
+    def __init__(self, key: tuple[int, Hashable], loop: asyncio.AbstractEventLoop, doorbell: Doorbell) -> None:
+        self._key, self._loop, self._doorbell = key, loop, doorbell
         self._waiting: set[asyncio.Future[None]] = set()
         # One of its own: the endpoint may be closed meanwhile, and then its number is the next one's.
-        self._descriptor = os.dup(bell.fileno())
+        self._descriptor = os.dup(doorbell.fileno())
         loop.add_reader(self._descriptor, self._ring)
 
     @staticmethod
-    def of(what: Hashable, bell: Callable[[], Bell]) -> _Hub:
+    def of(what: Hashable, doorbell: Callable[[], Doorbell]) -> _Hub:
         """The hub of this loop for ``what``. While it has no waiter yet, the caller is about to be one."""
         loop = asyncio.get_running_loop()
         key = (id(loop), what)
         hub = _hubs.get(key)
         if hub is None:
-            hub = _hubs[key] = _Hub(key, loop, bell())
+            hub = _hubs[key] = _Hub(key, loop, doorbell())
         return hub
 
     def _ring(self) -> None:
         # In this order: what rings from now on is about what comes after the look.
-        self._bell.quiet()
+        self._doorbell.quiet()
         self._wake()
 
     def _wake(self) -> None:
@@ -115,13 +115,13 @@ def _settle(waiter: asyncio.Future[None]) -> None:
 
 
 async def found(
-    what: Hashable, bell: Callable[[], Bell], look: Callable[[], _Found | None], end: float, patience: float
+    what: Hashable, doorbell: Callable[[], Doorbell], look: Callable[[], _Found | None], end: float, patience: float
 ) -> _Found | None:
     """Looks, and sleeps until it rings, until something is there; None if ``time.monotonic()`` is ``end`` before."""
     here = look()
     is_over = here is not None
     while not is_over:
-        here, is_over = await _Hub.of(what, bell).sleep(look, end, patience)
+        here, is_over = await _Hub.of(what, doorbell).sleep(look, end, patience)
     return here
 
 
@@ -139,7 +139,7 @@ def late(what: str, timeout: float | None) -> TimeoutError:
 
 async def rung_of(endpoint: _Endpoint, look: Callable[[], _Found | None], timeout: float | None) -> _Found | None:
     """What ``look`` finds within ``timeout`` at an endpoint that can be polled."""
-    return await found(endpoint, lambda: _OwnBell(endpoint), look, end_of(timeout), LOOK_SECONDS)
+    return await found(endpoint, lambda: _EndpointDoorbell(endpoint), look, end_of(timeout), LOOK_SECONDS)
 
 
 async def next_of(endpoint: _Endpoint, look: Callable[[], _Found | None], what: str, timeout: float | None) -> _Found:

@@ -18,8 +18,8 @@
 //! The trait is sealed: what a backend answers is believed, so one that lies would break memory safety from safe code. The
 //! feature `testing` has wrappers that delay, fail or count the calls of one.
 
-pub(crate) mod kept;
 pub(crate) mod pointer;
+pub(crate) mod unreclaimed;
 mod word;
 
 pub mod cuda;

@@ -94,18 +94,18 @@ impl PointerInfo {
 
 /// What the process has mapped at an address: a line of `/proc/self/maps`.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Mapping {
+pub(crate) struct MapsEntry {
     pub(crate) is_readable: bool,
     pub(crate) name: String,
 }
 
 /// The mapping in which `address` lies. Asked only when an address is none of a device's.
-pub(crate) fn mapping_at(address: u64) -> Option<Mapping> {
+pub(crate) fn mapping_at(address: u64) -> Option<MapsEntry> {
     let maps = std::fs::read("/proc/self/maps").ok()?;
     String::from_utf8_lossy(&maps).lines().find_map(|line| mapping_of(line, address))
 }
 
-pub(crate) fn mapping_of(line: &str, address: u64) -> Option<Mapping> {
+pub(crate) fn mapping_of(line: &str, address: u64) -> Option<MapsEntry> {
     let mut fields = line.split_ascii_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;
     let number = |text| u64::from_str_radix(text, 16).ok();
@@ -113,7 +113,7 @@ pub(crate) fn mapping_of(line: &str, address: u64) -> Option<Mapping> {
     let name = fields.skip(3).collect::<Vec<_>>().join(" ");
     (number(start)?..number(end)?)
         .contains(&address)
-        .then(|| Mapping { is_readable: permissions.starts_with('r'), name })
+        .then(|| MapsEntry { is_readable: permissions.starts_with('r'), name })
 }
 
 /// What an address is that no device knows: memory of the process, or nothing. (A driver keeps addresses reserved that

@@ -149,7 +149,7 @@ impl Holding {
     }
 
     /// Lets all calls go on, now and later.
-    pub(crate) fn let_go(&self) {
+    pub(crate) fn unblock(&self) {
         self.lock().0 = None;
         self.changed.notify_all();
     }

@@ -11,13 +11,13 @@
 use std::ffi::CStr;
 use std::os::fd::RawFd;
 
-use super::table::OpenTable;
+use super::fd_table::OpenTable;
 
 /// Descriptors of memory that users of this library got. A number stays here when it is closed, so a later file of the driver
 /// under that number is left alone, too: then the child keeps the lifeline ([`release`]).
 pub(crate) static EXPORTED: OpenTable = OpenTable::new();
 
-/// Where the driver's files lie; the second is what a test double of it has.
+/// Where the driver's files lie; the second is the fake driver's.
 const FILES: [&[u8]; 2] = [b"/dev/nvidia", b"/memfd:/dev/nvidia"];
 
 /// A file that is open in processes that have started CUDA, and in no other: NVML opens the others, too, and goes on in a child.

@@ -11,12 +11,12 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use super::table::OPEN;
-use super::{Home, Made, PrivateFd, install};
+use super::fd_table::OPEN;
+use super::{CloseOnForkFd, FdResult, OwnerProcess, install};
 use crate::os::above_standard;
 
 /// While one exists, no thread forks. For one system call that makes descriptors, and their registration.
-pub(crate) struct Section {
+pub(crate) struct NoForkSection {
     /// Not within a fork of this thread, which another handler or a signal's may do: that waits for nobody here.
     is_counted: bool,
 }
@@ -39,11 +39,11 @@ static PROCESS: AtomicU32 = AtomicU32::new(0);
 const ONE_FORK: u64 = 1 << 32;
 const SECTIONS: u64 = ONE_FORK - 1;
 
-impl Section {
-    pub(crate) fn enter() -> Section {
+impl NoForkSection {
+    pub(crate) fn enter() -> NoForkSection {
         install();
         if FORKS.get() > 0 {
-            return Section { is_counted: false };
+            return NoForkSection { is_counted: false };
         }
         let mut pause = Pause::default();
         while !is_entered() {
@@ -52,27 +52,27 @@ impl Section {
             }
             pause.step();
         }
-        Section { is_counted: true }
+        NoForkSection { is_counted: true }
     }
 
     /// Registers a descriptor that was made in this section, under a number that no program takes for a standard one.
-    pub(crate) fn adopt(&self, fd: OwnedFd) -> Made<PrivateFd> {
+    pub(crate) fn adopt(&self, fd: OwnedFd) -> FdResult<CloseOnForkFd> {
         Ok(self.register(above_standard(fd)?))
     }
 
     /// The same of one that a peer sent, which stays where it is: to move it would close it. It came while
     /// [`take_standard`](crate::os::take_standard) held the standard numbers.
-    pub(crate) fn adopt_from_peer(&self, fd: OwnedFd) -> PrivateFd {
+    pub(crate) fn adopt_from_peer(&self, fd: OwnedFd) -> CloseOnForkFd {
         self.register(fd)
     }
 
-    fn register(&self, fd: OwnedFd) -> PrivateFd {
+    fn register(&self, fd: OwnedFd) -> CloseOnForkFd {
         OPEN.set(fd.as_raw_fd());
-        PrivateFd { fd: Some(fd), home: Home::here() }
+        CloseOnForkFd { fd: Some(fd), owner_process: OwnerProcess::current() }
     }
 }
 
-impl Drop for Section {
+impl Drop for NoForkSection {
     fn drop(&mut self) {
         if self.is_counted {
             without_signals(|| {
@@ -109,7 +109,7 @@ fn forget_other_process() {
 
 /// Work that opens and closes descriptors of its own, and waits for nobody.
 pub(crate) fn excluded<R>(work: impl FnOnce() -> R) -> R {
-    let _section = Section::enter();
+    let _section = NoForkSection::enter();
     work()
 }
 
@@ -234,7 +234,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, AtomicI32};
 
     use super::*;
-    use crate::fork::own::Common;
+    use crate::fork::per_process::InheritedOnFork;
     use crate::hostile::{alone, in_a_forked_child};
 
     #[test]
@@ -243,9 +243,9 @@ mod tests {
         alone(module_path!(), test, || {
             install();
             // As a signal's handler that forks within a section, and is interrupted by another one.
-            let section = Section::enter();
+            let section = NoForkSection::enter();
             close();
-            let inner = Section::enter();
+            let inner = NoForkSection::enter();
             close();
             open(|| panic!("the outer one's"));
             drop(inner);
@@ -269,7 +269,7 @@ mod tests {
             std::thread::scope(|scope| {
                 for _ in 0..2 {
                     scope.spawn(|| {
-                        let _section = Section::enter();
+                        let _section = NoForkSection::enter();
                         both.wait();
                         in_a_forked_child(|| GATE.load(Acquire) == 1);
                     });
@@ -338,7 +338,7 @@ mod tests {
                     // SAFETY: this thread's own number.
                     tell.send(unsafe { libc::pthread_self() }).unwrap();
                     while !is_over.load(Relaxed) {
-                        drop(Section::enter());
+                        drop(NoForkSection::enter());
                     }
                 });
                 let thread = told.recv().unwrap();
@@ -358,7 +358,7 @@ mod tests {
 
     #[test]
     fn a_handler_forks_while_its_thread_has_what_another_ones_section_waits_for() {
-        static COMMON: Common<u32> = Common::new(0);
+        static COMMON: InheritedOnFork<u32> = InheritedOnFork::new(0);
         let test = "a_handler_forks_while_its_thread_has_what_another_ones_section_waits_for";
         alone(module_path!(), test, || {
             install();
@@ -407,11 +407,11 @@ mod tests {
         alone(module_path!(), test, || {
             install();
             on_signal(forks_and_goes_on);
-            let section = Section::enter();
+            let section = NoForkSection::enter();
             let forking = std::thread::spawn(|| {
                 in_a_forked_child(|| true);
                 if IS_HANDLERS_CHILD.load(Acquire) {
-                    drop(Section::enter());
+                    drop(NoForkSection::enter());
                     // SAFETY: ends the process, whose other threads are not here.
                     unsafe { libc::_exit(i32::from(GATE.load(Acquire) != 0)) };
                 }
@@ -442,7 +442,7 @@ mod tests {
                 if child == 0 {
                     // SAFETY: as above.
                     unsafe { libc::alarm(20) };
-                    drop(Section::enter());
+                    drop(NoForkSection::enter());
                     close();
                     open(|| {});
                     // SAFETY: as above.

@@ -32,34 +32,34 @@ use rustix::net::{
 };
 use rustix::pipe::PipeFlags;
 
-use super::own::{Own, enter_with};
-use super::table::{File, identity};
-use super::{PrivateFd, Section};
+use super::fd_table::{FileId, identity};
+use super::per_process::{PerProcess, enter_with};
+use super::{CloseOnForkFd, NoForkSection};
 use crate::os::above_standard;
 
 /// The read ends.
 #[derive(Debug)]
 pub(crate) struct Lifeline {
     /// For the proof.
-    pub(crate) end: PrivateFd,
+    pub(crate) end: CloseOnForkFd,
     /// For the suspicion.
-    pub(crate) alarm: PrivateFd,
+    pub(crate) alarm: CloseOnForkFd,
 }
 
 /// The alarm's number is the first that is free from here on, or below a lower limit of the process.
 const ALARM_FROM: u64 = 1000;
 
-/// A descriptor that forked children inherit until [`let_go`], known by its file: a program that closes what it does not
+/// A descriptor that forked children inherit until [`release_in_child`], known by its file: a program that closes what it does not
 /// own may have closed it, and the number may be another file's.
-struct Kept {
+struct ReservedFd {
     fd: AtomicI32,
     device: AtomicU64,
     inode: AtomicU64,
 }
 
-impl Kept {
-    const fn none() -> Kept {
-        Kept { fd: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
+impl ReservedFd {
+    const fn none() -> ReservedFd {
+        ReservedFd { fd: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
     }
 
     fn set(&self, fd: OwnedFd) {
@@ -67,7 +67,7 @@ impl Kept {
         self.fd.store(fd.into_raw_fd(), Relaxed);
     }
 
-    fn name(&self, file: File) {
+    fn name(&self, file: FileId) {
         self.device.store(file.device, Relaxed);
         self.inode.store(file.inode, Relaxed);
     }
@@ -75,7 +75,7 @@ impl Kept {
     /// Its number, while that is the file that was kept.
     fn number(&self) -> Option<RawFd> {
         let fd = self.fd.load(Relaxed);
-        let file = File { device: self.device.load(Relaxed), inode: self.inode.load(Relaxed) };
+        let file = FileId { device: self.device.load(Relaxed), inode: self.inode.load(Relaxed) };
         (fd >= 0 && identity(fd) == Some(file)).then_some(fd)
     }
 
@@ -87,17 +87,17 @@ impl Kept {
     }
 }
 
-/// The socket that has the end's write end in its queue, once there is a [`Lifeline`]. Written within a [`Section`]
+/// The socket that has the end's write end in its queue, once there is a [`Lifeline`]. Written within a [`NoForkSection`]
 /// alone, as all of these.
-static SOCKET: Kept = Kept::none();
+static SOCKET: ReservedFd = ReservedFd::none();
 
 /// Its other end, until the write end has been sent.
-static SENDER: Kept = Kept::none();
+static SENDER: ReservedFd = ReservedFd::none();
 
 /// The alarm's write end.
-static ALARM: Kept = Kept::none();
+static ALARM: ReservedFd = ReservedFd::none();
 
-static CURRENT: Own<Mutex<Option<Arc<Lifeline>>>> = Own::new();
+static CURRENT: PerProcess<Mutex<Option<Arc<Lifeline>>>> = PerProcess::new();
 
 impl Lifeline {
     /// The lifeline of this process. Made anew in a forked child, and after somebody has closed it.
@@ -110,7 +110,7 @@ impl Lifeline {
         let lifeline = match known {
             Some(lifeline) if ALARM.number().is_some() => return Ok(lifeline.clone()),
             // To those who know of it the process is suspect; to close its socket would be a false proof.
-            Some(lifeline) => alarmed(&section, || PrivateFd::duplicate(&lifeline.end))?,
+            Some(lifeline) => alarmed(&section, || CloseOnForkFd::duplicate(&lifeline.end))?,
             None => {
                 // First, so that it gets the lowest number.
                 reserve()?;
@@ -136,7 +136,7 @@ fn pipe() -> Result<(OwnedFd, OwnedFd), Errno> {
 }
 
 /// A lifeline with an alarm of its own, and the end that `make` makes.
-fn alarmed(section: &Section, make: impl FnOnce() -> Result<PrivateFd, Errno>) -> Result<Lifeline, Errno> {
+fn alarmed(section: &NoForkSection, make: impl FnOnce() -> Result<CloseOnForkFd, Errno>) -> Result<Lifeline, Errno> {
     let (alarm, writer) = pipe()?;
     let alarm = section.adopt(alarm)?;
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
@@ -168,7 +168,7 @@ fn reserve() -> Result<(), Errno> {
 }
 
 /// Makes the end, and puts its write end into the socket's queue. The last step: what fails leaves nothing in flight.
-fn put_in_flight(section: &Section) -> Result<PrivateFd, Errno> {
+fn put_in_flight(section: &NoForkSection) -> Result<CloseOnForkFd, Errno> {
     let (end, writer) = pipe()?;
     let end = section.adopt(end)?;
     let sender = SENDER.number().ok_or(Errno::BADF)?;
@@ -189,8 +189,8 @@ fn send(sender: BorrowedFd<'_>, writer: BorrowedFd<'_>) -> Result<(), Errno> {
 /// In a parent, after a fork: puts the write end in flight once more, in a socket of its own under the old number, and
 /// lets go of the one that it shares with the child. Otherwise the child, letting go, may be the last one that has the
 /// shared socket while the parent is about to exit: that has closed the socket, and not yet the driver's files, which have
-/// higher numbers. System calls and atomics only; no other thread forks meanwhile, nor is in a [`Section`].
-pub(super) fn part_from_child() {
+/// higher numbers. System calls and atomics only; no other thread forks meanwhile, nor is in a [`NoForkSection`].
+pub(super) fn separate_from_child() {
     // What fails leaves the shared socket where it is. One in whose queue nothing is yet stays shared.
     if let Some(number) = SOCKET.number().filter(|_| SENDER.number().is_none()) {
         let _ = move_to_own_socket(number);
@@ -219,7 +219,7 @@ fn move_to_own_socket(number: RawFd) -> Result<(), Errno> {
 
 /// In a forked child, once it holds none of the driver's files: its parent's end is the parent's alone. System calls and
 /// atomics only.
-pub(super) fn let_go() {
+pub(super) fn release_in_child() {
     ALARM.close();
     SENDER.close();
     SOCKET.close();
@@ -227,7 +227,7 @@ pub(super) fn let_go() {
 
 /// In a forked child that holds the driver's files still: its copy of the socket stays, unknown, until it ends or calls
 /// `exec`. The alarm is its parent's alone: that may call `exec`, and then nothing else tells.
-pub(super) fn keep() {
+pub(super) fn keep_in_child() {
     ALARM.close();
     SENDER.close();
     SOCKET.fd.store(-1, Relaxed);

@@ -17,7 +17,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process};
 use super::stage::{Guarded, LONG, Scratch, command, eventually, role, stream};
 use crate::fork::driver_files::EXPORTED;
 use crate::fork::lifeline::Lifeline;
-use crate::link::peer::{Process, Sign};
+use crate::ipc::peer::{DeathEvidence, Process};
 use crate::os;
 use crate::{Device, Domain, Subscriber};
 
@@ -269,13 +269,13 @@ fn exec_is_seen_although_a_child_keeps_the_lifeline_and_streams_need_not_wait_fo
     let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).unwrap();
     // The first of its files is the alarm.
     let process = Process::of_parts([pidfd, parent.end.try_clone().unwrap(), parent.files.remove(0)]);
-    assert!(!process.shows(Sign::Suspect));
+    assert!(!process.shows(DeathEvidence::Suspect));
     parent.process.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
-    eventually("the process is suspect", || process.shows(Sign::Suspect));
-    eventually("it is over after a while", || process.shows(Sign::Over(Duration::from_millis(10))));
-    assert!(!process.shows(Sign::Proven), "the child may hold the driver's files");
+    eventually("the process is suspect", || process.shows(DeathEvidence::Suspect));
+    eventually("it is over after a while", || process.shows(DeathEvidence::Orphaned(Duration::from_millis(10))));
+    assert!(!process.shows(DeathEvidence::Proven), "the child may hold the driver's files");
     drop(child);
-    eventually("nobody holds them", || process.shows(Sign::Proven));
+    eventually("nobody holds them", || process.shows(DeathEvidence::Proven));
     assert!(rustix::process::test_kill_process(pid).is_ok(), "the new program runs");
 }
 

@@ -12,9 +12,9 @@ use rustix::io::Errno;
 use super::lingering::{Lingering, throw};
 use super::publisher_handshake::hello;
 use super::stage::{LONG, Scratch, alone, assert_delivers, eventually, hear, packet, pipe, send_raw};
-use crate::link::closer::{LANE_THREADS, PENDING_OF_OTHERS_MAX, pending_closes};
-use crate::link::limits::makes_way;
-use crate::link::message::{Message, Received};
+use crate::ipc::limits::eviction_candidate;
+use crate::ipc::message::{Message, Received};
+use crate::runtime::closer::{PENDING_OF_OTHERS_MAX, QUEUE_THREADS_MAX, pending_closes};
 use crate::{Device, Domain, Error, HandshakeFault, Publisher, Subscriber};
 
 /// Two users in lanes of their own.
@@ -71,7 +71,7 @@ fn what_one_user_sends_and_nobody_can_close_costs_no_other_user_anything() {
                 if thrown.len() < 2 * PENDING_OF_OTHERS_MAX {
                     throw(scratch.connection(), b"nonsense", &mut thrown);
                 }
-                pending_closes() > 4 * LANE_THREADS
+                pending_closes() > 4 * QUEUE_THREADS_MAX
             });
         });
         let [good, own] = [as_user(GOOD, || send_pipe(&scratch)), send_pipe(&scratch)];
@@ -79,7 +79,9 @@ fn what_one_user_sends_and_nobody_can_close_costs_no_other_user_anything() {
         as_user(BAD, || {
             // Now and then a thread that only got no processor counts as stuck: so each of these may take a while.
             eventually("it is refused", || {
-                if pending_closes() < PENDING_OF_OTHERS_MAX + LANE_THREADS && thrown.len() < 4 * PENDING_OF_OTHERS_MAX {
+                if pending_closes() < PENDING_OF_OTHERS_MAX + QUEUE_THREADS_MAX
+                    && thrown.len() < 4 * PENDING_OF_OTHERS_MAX
+                {
                     throw(scratch.connection(), b"nonsense", &mut thrown);
                 }
                 let socket = scratch.connection();
@@ -130,12 +132,12 @@ fn a_crowd_that_says_nothing_makes_way_by_itself() {
 }
 
 fn is_readable(socket: &OwnedFd) -> bool {
-    crate::link::message::wait_readable(socket.as_fd(), Duration::ZERO)
+    crate::ipc::message::wait_readable(socket.as_fd(), Duration::ZERO)
 }
 
 #[test]
 fn the_oldest_of_those_who_have_most_makes_way() {
-    assert_eq!(makes_way([].into_iter()), None);
-    assert_eq!(makes_way([(7, 1), (3, 2), (9, 2), (5, 2), (4, 1)].into_iter()), Some(3));
-    assert_eq!(makes_way([(7, 1), (3, 2)].into_iter()), Some(3), "of as many, the oldest of all");
+    assert_eq!(eviction_candidate([].into_iter()), None);
+    assert_eq!(eviction_candidate([(7, 1), (3, 2), (9, 2), (5, 2), (4, 1)].into_iter()), Some(3));
+    assert_eq!(eviction_candidate([(7, 1), (3, 2)].into_iter()), Some(3), "of as many, the oldest of all");
 }

@@ -4,9 +4,9 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::stage::{Random, packet};
 use crate::fuzzing::{assert_promises, messages};
-use crate::link::entry::{Allegation, Completion, Description, Metadata};
-use crate::link::message::decode;
-use crate::link::segment::{META_BYTES_MAX, Segment};
+use crate::ipc::message::decode;
+use crate::pubsub::entry::{Completion, Description, Metadata, UntrustedEntry};
+use crate::shm::segment::{META_BYTES_MAX, Segment};
 use crate::tensor::RANK_MAX;
 use crate::{DType, Device, Layout};
 
@@ -85,7 +85,7 @@ fn a_description_arrives_as_it_was_written() {
         let completion = Some(completion).filter(|_| sequence % 2 == 0);
         let written = Description { sequence, sent_ns, region, slot, layout, metadata: metadata.clone(), completion };
         written.write(segment.entry(1));
-        let mut copy = Allegation::default();
+        let mut copy = UntrustedEntry::default();
         copy.copy(segment.entry(1));
         let fits = slot.checked_add(layout.bytes()).unwrap();
         let read = copy.check(fits).unwrap();
@@ -104,7 +104,7 @@ fn a_description_arrives_as_it_was_written() {
 fn an_entry_of_nonsense_is_refused_or_keeps_every_bound() {
     let (segment, _fd) = Segment::create(&Device::host(), 1, [1; 16]).unwrap();
     let entry = segment.entry(1);
-    let (mut random, mut accepted, mut copy) = (Random(6), 0, Allegation::default());
+    let (mut random, mut accepted, mut copy) = (Random(6), 0, UntrustedEntry::default());
     for round in 0..ROUNDS {
         if round % 4 == 0 {
             for word in &entry.words {

@@ -10,8 +10,8 @@ use super::publisher_handshake::hello;
 use super::scribbler::Words;
 use super::stage::{LONG, Scratch, assert_delivers, eventually, hear, packet, send_raw};
 use super::subscriber_handshake::{Offer, meet};
-use crate::link::message::{Message, Received};
-use crate::link::seal;
+use crate::ipc::message::{Message, Received};
+use crate::shm::seal;
 use crate::{Error, HandshakeFault};
 
 /// A second open file of the same inode, with write access.

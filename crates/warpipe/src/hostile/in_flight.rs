@@ -9,7 +9,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::crowd::as_user;
 use super::stage::{Scratch, alone, assert_delivers, eventually, pipe, send_raw};
-use crate::link::PeerState;
+use crate::ipc::PeerState;
 use crate::{Error, Layout};
 
 /// A user with a count of its own.

@@ -302,8 +302,8 @@ fn a_region_that_finds_no_room_in_the_subscriber_is_mapped_when_there_is_some() 
 }
 
 #[test]
-fn an_owner_without_descriptors_buries_no_job_that_was_done() {
-    let test = "an_owner_without_descriptors_buries_no_job_that_was_done";
+fn an_owner_without_descriptors_defers_a_drop_no_job_that_was_done() {
+    let test = "an_owner_without_descriptors_defers_a_drop_no_job_that_was_done";
     let device = Device::host();
     if role().as_deref() == Some("worker") {
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
@@ -339,7 +339,7 @@ fn an_owner_without_descriptors_buries_no_job_that_was_done() {
             }
             writeln!(orders).unwrap();
             hear("answered");
-            // For some ticks of its watcher.
+            // For some ticks of its reactor.
             for _ in 0..if is_short { 30 } else { 0 } {
                 let waited = job.wait(&stream, Duration::from_millis(20)).map(drop);
                 assert!(matches!(waited, Err(Error::Timeout { .. })), "{waited:?}");
@@ -428,8 +428,8 @@ fn threads() -> usize {
 }
 
 #[test]
-fn a_watcher_that_finds_no_thread_leaves_nothing_and_can_be_started_later() {
-    alone(module_path!(), "a_watcher_that_finds_no_thread_leaves_nothing_and_can_be_started_later", || {
+fn a_reactor_that_finds_no_thread_leaves_nothing_and_can_be_started_later() {
+    alone(module_path!(), "a_reactor_that_finds_no_thread_leaves_nothing_and_can_be_started_later", || {
         const LIMITED: u32 = 61_235;
         if !rustix::process::geteuid().is_root() {
             return println!("skipped: the limit is of users who are not root");
@@ -439,7 +439,7 @@ fn a_watcher_that_finds_no_thread_leaves_nothing_and_can_be_started_later() {
         let (before, mut failures) = ((threads(), settled_descriptors()), 0);
         for spare in 0..10 {
             set_soft(Resource::Nproc, Some((before.0 + spare) as u64));
-            let started = crate::link::watcher::Watcher::of_process();
+            let started = crate::runtime::reactor::Reactor::of_process();
             set_soft(Resource::Nproc, None);
             let Err(error) = started else { break };
             assert!(matches!(error, Error::Os { call: "clone", .. }), "{error}");

@@ -18,11 +18,14 @@ use super::stage::{
     LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, memfd, name, packet, role, send_raw, stream,
 };
 use super::subscriber_handshake::{Offer, meet};
-use crate::link::PeerState;
-use crate::link::closer::{LANE_THREADS, pending_closes};
-use crate::link::message::{Message, Received};
+use crate::ipc::PeerState;
+use crate::ipc::message::{Message, Received};
+use crate::ipc::{
+    AccessPolicy, Address, ClientInfo, ClientSession, Disconnected, IpcServer, Kind, OutgoingReply, Rejection,
+    RequestHandler, ServerCore,
+};
 use crate::os::IS_OLD_KERNEL;
-use crate::rendezvous::{Address, Admission, Answer, Caller, Desk, Ending, Keep, Keeper, Kind, Refusal, Visitor};
+use crate::runtime::closer::{QUEUE_THREADS_MAX, pending_closes};
 use crate::{Device, Error, Publisher, Subscriber};
 
 /// A TCP socket with `SO_LINGER` and data that nobody reads: its last `close` returns when this is dropped.
@@ -106,9 +109,9 @@ pub(super) fn returns<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + 
 pub(super) fn assert_all_goes_on(victim: Victim, scratch: &Scratch, publisher: &Publisher, good: &mut Subscriber) {
     assert_delivers(publisher, good, b"delivers");
     let beat = |publisher: &Publisher| publisher.subscribers().iter().map(|it| it.silent_for).min().unwrap();
-    eventually("the watcher writes heartbeats", || beat(publisher) < Duration::from_millis(500));
+    eventually("the reactor writes heartbeats", || beat(publisher) < Duration::from_millis(500));
     assert_eq!(good.publisher_state(), Some(PeerState::Alive));
-    // The attendant's, and the rescue is the watcher's.
+    // The control thread's, and the rescue is the reactor's.
     assert_delivers(publisher, &mut scratch.subscriber(), b"to somebody new");
     drop(good.receive_timeout(&stream(), LONG).unwrap());
     victim.assert_rescue();
@@ -184,7 +187,7 @@ fn lingering_descriptors_hold_no_publisher_up() {
         }
         // Behind a goodbye, so that it stays unread; and in the wake channel.
         let socket = attached(&scratch);
-        send_raw(&socket, &packet(&Message::Bye(crate::link::message::Farewell::Closed)), &[]).unwrap();
+        send_raw(&socket, &packet(&Message::Close(crate::ipc::message::CloseReason::Closed)), &[]).unwrap();
         came += usize::from(throw(&socket, &words[2], &mut thrown));
         let socket = scratch.connection();
         send_raw(&socket, &packet(&hello()), &[]).unwrap();
@@ -212,41 +215,51 @@ fn lingering_descriptors_hold_no_publisher_up() {
 /// Lets everybody in.
 pub(super) struct Open;
 
-impl Keep for Open {
-    fn admit(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
-        Ok(Answer::default())
+impl RequestHandler for Open {
+    fn on_connect(&self, _: &ServerCore, _: &ClientInfo, _: &[u8]) -> Result<OutgoingReply, Rejection> {
+        Ok(OutgoingReply::default())
     }
 
-    fn answer(&self, _: &Desk, _: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
-        Ok(Answer { body: body.to_vec(), fds: vec![] })
+    fn on_request(&self, _: &ServerCore, _: &ClientInfo, body: &[u8]) -> Result<OutgoingReply, Rejection> {
+        Ok(OutgoingReply { body: body.to_vec(), fds: vec![] })
     }
 
-    fn holds(&self, _: &Caller) -> bool {
+    fn holds_anything(&self, _: &ClientInfo) -> bool {
         true
     }
 
-    fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
+    fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
 }
 
-/// As one that the watcher itself answers for.
+/// As one that the reactor itself answers for.
 pub(super) struct Quick;
 
-impl Keep for Quick {
-    fn admit(&self, desk: &Desk, caller: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
-        Open.admit(desk, caller, body)
+impl RequestHandler for Quick {
+    fn on_connect(
+        &self,
+        server_core: &ServerCore,
+        client: &ClientInfo,
+        body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        Open.on_connect(server_core, client, body)
     }
 
-    fn answer(&self, desk: &Desk, caller: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
-        Open.answer(desk, caller, body)
+    fn on_request(
+        &self,
+        server_core: &ServerCore,
+        client: &ClientInfo,
+        body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        Open.on_request(server_core, client, body)
     }
 
-    fn holds(&self, _: &Caller) -> bool {
+    fn holds_anything(&self, _: &ClientInfo) -> bool {
         true
     }
 
-    fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
+    fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
 
-    fn is_quick(&self) -> bool {
+    fn runs_on_reactor(&self) -> bool {
         true
     }
 }
@@ -255,27 +268,27 @@ impl Keep for Quick {
 fn lingering_descriptors_hold_no_keeper_up() {
     let test = "lingering_descriptors_hold_no_keeper_up";
     on_both_kernels(test, || {
-        let keeps: [Arc<dyn Keep>; 2] = [Arc::new(Open), Arc::new(Quick)];
+        let keeps: [Arc<dyn RequestHandler>; 2] = [Arc::new(Open), Arc::new(Quick)];
         for keep in keeps {
             let (scratch, elsewhere, victim) = (Scratch::new(), Scratch::new(), Victim::start(module_path!(), test));
             let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
-            let keeper = Keeper::open(&at, Admission::default(), keep).unwrap();
+            let server = IpcServer::open(&at, AccessPolicy::default(), keep).unwrap();
             let publisher = elsewhere.publisher(|it| it);
             let (mut good, mut thrown) = (elsewhere.subscriber(), Vec::new());
-            let visit = Message::Visit { generation: [7; 16], device: None, kind: Kind::Pool, body: vec![] };
-            let words = [packet(&visit), packet(&Message::Ask { serial: 1, body: vec![] }), b"nonsense".to_vec()];
+            let visit = Message::OpenSession { generation: [7; 16], device: None, kind: Kind::Pool, body: vec![] };
+            let words = [packet(&visit), packet(&Message::Request { serial: 1, body: vec![] }), b"nonsense".to_vec()];
             for word in &words {
                 let first = scratch.connection();
                 throw(&first, word, &mut thrown);
                 let second = scratch.connection();
                 send_raw(&second, &packet(&visit), &[]).unwrap();
-                assert!(matches!(hear(&second), Received::Message(Message::Granted { .. }, _)));
+                assert!(matches!(hear(&second), Received::Message(Message::SessionOpened { .. }, _)));
                 throw(&second, word, &mut thrown);
             }
             assert_all_goes_on(victim, &elsewhere, &publisher, &mut good);
-            let (visitor, _) = Visitor::attach(&at, None, b"", Duration::ZERO).unwrap();
-            drop(visitor);
-            returns("the end of the keeper", move || drop(keeper));
+            let (session, _) = ClientSession::attach(&at, None, b"", Duration::ZERO).unwrap();
+            drop(session);
+            returns("the end of the keeper", move || drop(server));
             thrown.clear();
             eventually("what hung is closed", || pending_closes() == 0);
         }
@@ -370,7 +383,7 @@ fn more_lingering_descriptors_than_threads_wait_and_are_closed_in_the_end() {
         // Of some of them this test has the last copy: its threads hang then.
         eventually("more hang than there are threads for", || {
             assert!(throw(scratch.connection(), b"nonsense", &mut thrown));
-            pending_closes() > LANE_THREADS
+            pending_closes() > QUEUE_THREADS_MAX
         });
         assert_all_goes_on(victim, &scratch, &publisher, &mut good);
         thrown.clear();

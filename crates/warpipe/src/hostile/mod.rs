@@ -9,7 +9,7 @@ mod fuse;
 mod fuzz;
 pub(crate) mod holes;
 mod in_flight;
-mod keeper;
+mod ipc_server;
 mod legacy;
 mod limits;
 mod lingering;

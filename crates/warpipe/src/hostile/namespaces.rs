@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 
 use super::stage::{Guarded, LONG, Scratch, alone, command, eventually, role, stream};
-use crate::origin::Origin;
+use crate::origin::ProcessOrigin;
 use crate::queue::{Queue, Worker};
 use crate::{Change, Device, Domain, Error, Member, Members, PeerState, Publisher, Subscriber};
 
@@ -323,9 +323,9 @@ fn numbers_in_a_proc_of_another_namespace_say_nothing_of_a_process() {
     let test = "numbers_in_a_proc_of_another_namespace_say_nothing_of_a_process";
     if role().as_deref() == Some("bare") {
         for _ in orders() {
-            let here = Origin::here().unwrap();
+            let here = ProcessOrigin::here().unwrap();
             // There is no other process here.
-            println!("outcome: {:?}", [here.life(&here), Origin { pid: 2, ..here }.life(&here)]);
+            println!("outcome: {:?}", [here.life(&here), ProcessOrigin { pid: 2, ..here }.life(&here)]);
         }
         return;
     }

@@ -8,10 +8,10 @@ use super::stage::{
     settled_descriptors,
 };
 use crate::backend::{DeviceId, DeviceKind};
-use crate::link::PeerState;
-use crate::link::message::{Farewell, Message, Received};
-use crate::link::seal;
-use crate::rendezvous::Kind;
+use crate::ipc::Kind;
+use crate::ipc::PeerState;
+use crate::ipc::message::{CloseReason, Message, Received};
+use crate::shm::seal;
 
 pub(super) fn hello() -> Message {
     let device = DeviceId { kind: DeviceKind::Host, uuid: [0; 16] };
@@ -168,7 +168,7 @@ fn words_that_make_no_sense_behind_the_hello_end_that_link_alone() {
                 .find(|heard| !matches!(heard, Received::Message(Message::Attached | Message::Region { .. }, _)));
             let said = format!("{farewell:?}");
             assert!(
-                matches!(farewell, Some(Received::Message(Message::Bye(Farewell::Failed(_)), _))),
+                matches!(farewell, Some(Received::Message(Message::Close(CloseReason::Failed(_)), _))),
                 "{message:?}: {said}"
             );
         }

@@ -11,9 +11,9 @@ use super::stage::{
     Guarded, LONG, Random, Scratch, alone, assert_delivers, command, descriptors, eventually, hear, mappings, packet,
     role, send_raw, settled_descriptors, stream,
 };
-use crate::link::PeerState;
-use crate::link::message::{Message, Received};
-use crate::link::seal;
+use crate::ipc::PeerState;
+use crate::ipc::message::{Message, Received};
+use crate::shm::seal;
 use crate::{Error, Layout, Policy, Publisher};
 
 /// A client that has attached by the book and holds its segment.

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use crate::link::entry::{Description, Metadata};
-use crate::link::ring::{ReceiverRing, Room, SenderRing};
-use crate::link::segment::Segment;
+use crate::pubsub::entry::{Description, Metadata};
+use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing};
+use crate::shm::segment::Segment;
 use crate::{Device, Layout};
 
 /// One step of either end.
@@ -87,8 +87,8 @@ impl Play {
             .chain(self.held.iter().copied())
             .chain(self.incomplete.iter().copied())
             .collect();
-        match self.sender.room() {
-            Room::At(position) => {
+        match self.sender.space() {
+            RingSpace::At(position) => {
                 assert!(position > self.last_position, "positions only grow");
                 let lands_on = |other: &u64| (position - other).is_multiple_of(self.depth as u64);
                 assert!(!used.iter().any(lands_on), "position {position} overwrites one of {used:?}");
@@ -103,7 +103,7 @@ impl Play {
                 }
             }
             // Full is right as long as something is used; an empty ring has room.
-            Room::Full => assert!(!used.is_empty(), "a ring that nobody uses is full"),
+            RingSpace::Full => assert!(!used.is_empty(), "a ring that nobody uses is full"),
         }
     }
 
@@ -239,20 +239,20 @@ fn send_all(segment: &Arc<Segment>) -> (u64, Vec<u64>) {
     while start.elapsed() < Duration::from_secs(1) {
         for _ in 0..100 {
             sequence += 1;
-            let mut room = sender.room();
-            if room == Room::Full
+            let mut room = sender.space();
+            if room == RingSpace::Full
                 && let Some(position) = sender.revoke_oldest_complete()
             {
                 dropped.extend(at.remove(&position));
-                room = sender.room();
+                room = sender.space();
             }
             match room {
-                Room::At(position) => {
+                RingSpace::At(position) => {
                     at.insert(position, sequence);
                     sender.publish(position, &fingerprint(sequence));
                     segment.entry(position).ready.store(position);
                 }
-                Room::Full => dropped.push(sequence),
+                RingSpace::Full => dropped.push(sequence),
             }
         }
     }

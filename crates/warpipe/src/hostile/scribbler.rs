@@ -49,7 +49,7 @@ impl Words {
         let entry = random.below(self.entries() as u64) as usize;
         match random.below(8) {
             0 => self.words[random.below(self.words.len() as u64) as usize].store(random.edge(), Relaxed),
-            // A turn that could be one: a position that falls on the entry, in any state.
+            // A state word that could be one: a position that falls on the entry, in any state.
             1 | 2 => {
                 let position = entry as u64 + random.below(8) * self.entries() as u64;
                 self.in_entry(entry, 0).store(position << 2 | random.below(4), Relaxed);
@@ -122,10 +122,10 @@ impl Drop for Scribbling {
 
 #[test]
 fn the_words_are_where_the_segment_has_them() {
-    let (segment, fd) = crate::link::segment::Segment::create(&crate::Device::host(), 4, [1; 16]).unwrap();
+    let (segment, fd) = crate::shm::segment::Segment::create(&crate::Device::host(), 4, [1; 16]).unwrap();
     let words = Words::map(&fd);
     assert_eq!(words.entries(), 4 + (8192 - 4096 - 4 * 640) / 640, "what is left of the last page counts, too");
-    segment.entry(3).turn.store(77, Relaxed);
+    segment.entry(3).state_word.store(77, Relaxed);
     segment.entry(3).ready.store(78);
     segment.entry(3).released.store(79);
     assert_eq!([0, 2, 64].map(|word| words.in_entry(3, word).load(Relaxed)), [77, 78, 79]);

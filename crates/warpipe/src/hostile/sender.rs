@@ -11,10 +11,10 @@ use super::stage::{
     settled_descriptors, stream,
 };
 use super::subscriber_handshake::{Offer, meet};
-use crate::link::entry::{Description, Metadata};
-use crate::link::message::{Farewell, Message, Received};
-use crate::link::ring::{Room, SenderRing};
-use crate::link::segment::{Entry, Segment};
+use crate::ipc::message::{CloseReason, Message, Received};
+use crate::pubsub::entry::{Description, Metadata};
+use crate::pubsub::ring::{RingSpace, SenderRing};
+use crate::shm::segment::{Entry, Segment};
 use crate::{Error, Layout, Subscriber};
 
 const REGION_BYTES: u64 = 2 << 20;
@@ -65,7 +65,7 @@ impl Fake {
 
     /// Publishes a right sample if there is room, spoilt before the receiver looks.
     fn send(&mut self, spoil: impl FnOnce(&Entry)) {
-        let Room::At(position) = self.ring.room() else { return };
+        let RingSpace::At(position) = self.ring.space() else { return };
         self.sequence += 1;
         let (metadata, layout) = (Metadata::new(b"meta").unwrap(), Layout::bytes_only(1000).unwrap());
         let description = Description {
@@ -83,7 +83,7 @@ impl Fake {
     }
 }
 
-/// The words of an entry's description, as `link::entry` packs them.
+/// The words of an entry's description, as `pubsub::entry` packs them.
 const PACKED: usize = 0;
 const SLOT: usize = 1;
 const SLOT_BYTES: usize = 2;
@@ -132,8 +132,8 @@ const LIES: [Lie; 24] = [
     ("sequence", |it| it.sequence.store(0, Relaxed)),
     ("sequence", |it| it.sequence.store(7, Relaxed)),
     ("sequence", |it| it.sequence.store(u64::MAX, Relaxed)),
-    ("position", |it| it.turn.store((2 + 5) << 2, Relaxed)),
-    ("turn", |it| it.turn.store(2 << 2 | 1, Relaxed)),
+    ("position", |it| it.state_word.store((2 + 5) << 2, Relaxed)),
+    ("state", |it| it.state_word.store(2 << 2 | 1, Relaxed)),
 ];
 
 #[test]
@@ -151,7 +151,7 @@ fn every_lie_in_an_entry_is_found_and_ends_the_link_alone() {
             let error = subscriber.receive(&stream).unwrap_err();
             assert!(matches!(&error, Error::Protocol { field, .. } if *field == lie), "lie {number}, {lie}: {error}");
             let farewell = hear(&fake.socket);
-            assert!(matches!(farewell, Received::Message(Message::Bye(Farewell::Failed(_)), _)), "{farewell:?}");
+            assert!(matches!(farewell, Received::Message(Message::Close(CloseReason::Failed(_)), _)), "{farewell:?}");
             fake.send(|_| ());
             assert!(subscriber.receive(&stream).is_err(), "it stays closed");
         }
@@ -236,7 +236,7 @@ fn a_wake_channel_that_is_closed_or_rings_without_end_costs_nobody_a_hang() {
         if rings {
             (0..1000).for_each(|_| fake._offer.wake.ring());
         } else {
-            let (other, _) = crate::link::wake::Wake::pair().unwrap();
+            let (other, _) = crate::runtime::doorbell::PeerDoorbell::pair().unwrap();
             drop(std::mem::replace(&mut fake._offer.wake, other));
             fake._offer.fds.clear();
         }
@@ -249,7 +249,7 @@ fn a_wake_channel_that_is_closed_or_rings_without_end_costs_nobody_a_hang() {
         let fd = subscriber.as_fd().try_clone_to_owned().unwrap();
         eventually("it reads as idle", || {
             assert!(subscriber.try_receive(&stream).unwrap().is_none());
-            !crate::link::message::wait_readable(fd.as_fd(), Duration::ZERO)
+            !crate::ipc::message::wait_readable(fd.as_fd(), Duration::ZERO)
         });
     }
 }
@@ -326,7 +326,7 @@ fn a_segment_scribbled_on_while_it_is_read_gives_samples_inside_the_region_or_er
             }
             drop((subscriber, stream));
             drop(scribbling);
-            // The dead would be rescued by the watcher; this sender lives, and must let the streams go itself.
+            // The dead would be rescued by the reactor; this sender lives, and must let the streams go itself.
             words.let_all_go();
         }
         println!("{calls} calls, {samples} samples, {errors} errors");

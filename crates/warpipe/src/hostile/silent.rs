@@ -18,15 +18,15 @@ use super::stage::{
 };
 use super::subscriber_handshake::{Offer, meet};
 use crate::backend::{Access, DeviceId};
-use crate::fork::PrivateFd;
-use crate::link::closer::{PeerFd, pending_closes};
-use crate::link::message::{Message, Received, wait_readable};
-use crate::link::peer::Process;
-use crate::link::wake::Wake;
-use crate::memory::board::Board;
-use crate::memory::page::{Draft, PAGE_BYTES, Page};
+use crate::fork::CloseOnForkFd;
+use crate::ipc::message::{Message, Received, wait_readable};
+use crate::ipc::peer::Process;
+use crate::ipc::{AccessPolicy, Address, ClientSession, IpcServer, Kind, RequestHandler};
 use crate::memory::region::Region;
-use crate::rendezvous::{Address, Admission, Keep, Keeper, Kind, Visitor};
+use crate::runtime::closer::{PeerFd, pending_closes};
+use crate::runtime::doorbell::PeerDoorbell;
+use crate::shm::fence_words::FenceWords;
+use crate::shm::page::{PAGE_BYTES, SharedPage, UnsealedPage};
 use crate::{Device, Subscriber};
 
 /// Two descriptors of such a file: opened, and merely located.
@@ -55,21 +55,21 @@ fn whatever_a_descriptor_is_taken_for_no_file_system_is_asked_first() {
     in_a_process(test, |silent, files| {
         type Taker = fn(&dyn Fn() -> PeerFd) -> bool;
         let takers: [(&str, Taker); 7] = [
-            ("a page", |fd| Page::open(None, fd(), PAGE_BYTES, "test").is_err()),
-            ("a page to be read", |fd| Page::read(fd(), PAGE_BYTES, "test").is_err()),
-            ("a page of two", |fd| Draft::open(fd(), PAGE_BYTES, "test").is_err()),
-            ("the words of a history", |fd| Board::read(fd(), PAGE_BYTES as u64, "test").is_err()),
+            ("a page", |fd| SharedPage::open(None, fd(), PAGE_BYTES, "test").is_err()),
+            ("a page to be read", |fd| SharedPage::read(fd(), PAGE_BYTES, "test").is_err()),
+            ("a page of two", |fd| UnsealedPage::open(fd(), PAGE_BYTES, "test").is_err()),
+            ("the words of a history", |fd| FenceWords::read(fd(), PAGE_BYTES as u64, "test").is_err()),
             ("a region", |fd| {
                 let owner: DeviceId = Device::host().info().id;
                 Region::import(&Device::host(), fd().as_fd(), 2 << 20, Access::Read, owner).is_err()
             }),
-            ("a wake channel", |fd| Wake::adopt(fd()).is_err()),
+            ("a wake channel", |fd| PeerDoorbell::adopt(fd()).is_err()),
             ("a process", |fd| {
                 let own = || {
                     let own = rustix::process::getpid();
-                    PeerFd::from(PrivateFd::open(|| rustix::process::pidfd_open(own, PidfdFlags::empty())).unwrap())
+                    PeerFd::from(CloseOnForkFd::open(|| rustix::process::pidfd_open(own, PidfdFlags::empty())).unwrap())
                 };
-                let live = || PeerFd::from(PrivateFd::new(pipe()).unwrap());
+                let live = || PeerFd::from(CloseOnForkFd::new(pipe()).unwrap());
                 [[fd(), live(), live()], [own(), fd(), live()], [own(), live(), fd()]]
                     .into_iter()
                     .all(|process| Process::relayed(process).is_err())
@@ -78,7 +78,7 @@ fn whatever_a_descriptor_is_taken_for_no_file_system_is_asked_first() {
         for (what, take) in takers {
             for file in &files {
                 let file = file.try_clone().unwrap();
-                let copy = move || PeerFd::from(PrivateFd::duplicate(&file).unwrap());
+                let copy = move || PeerFd::from(CloseOnForkFd::duplicate(&file).unwrap());
                 assert!(returns(what, move || take(&copy)), "{what}");
             }
         }
@@ -110,22 +110,22 @@ fn files_that_do_not_answer_hold_no_publisher_up() {
 fn files_that_do_not_answer_hold_no_keeper_up() {
     let test = "files_that_do_not_answer_hold_no_keeper_up";
     in_a_process(test, |silent, files| {
-        let keeps: [Arc<dyn Keep>; 2] = [Arc::new(Open), Arc::new(Quick)];
+        let keeps: [Arc<dyn RequestHandler>; 2] = [Arc::new(Open), Arc::new(Quick)];
         for keep in keeps {
             let (scratch, elsewhere, victim) = (Scratch::new(), Scratch::new(), start(test));
             let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
-            let keeper = Keeper::open(&at, Admission::default(), keep).unwrap();
+            let server = IpcServer::open(&at, AccessPolicy::default(), keep).unwrap();
             let publisher = elsewhere.publisher(|it| it);
             let mut good = elsewhere.subscriber();
-            let visit = Message::Visit { generation: [7; 16], device: None, kind: Kind::Pool, body: vec![] };
+            let visit = Message::OpenSession { generation: [7; 16], device: None, kind: Kind::Pool, body: vec![] };
             for file in &files {
                 let socket = scratch.connection();
                 send_raw(&socket, &packet(&visit), &[file.as_fd(), file.as_fd()]).unwrap();
                 assert!(matches!(hear(&socket), Received::Message(Message::Refused { .. }, _)));
             }
             assert_all_goes_on(victim, &elsewhere, &publisher, &mut good);
-            drop(Visitor::attach(&at, None, b"", Duration::ZERO).unwrap());
-            drop(keeper);
+            drop(ClientSession::attach(&at, None, b"", Duration::ZERO).unwrap());
+            drop(server);
         }
         silent.abort();
     });
@@ -166,7 +166,7 @@ fn files_that_do_not_answer_hold_no_subscriber_up() {
             }
         }
         assert_all_goes_on(one, &elsewhere, &publisher, &mut good);
-        // A region on a link that stands is the attendant's.
+        // A region on a link that stands is the control thread's.
         for file in &files {
             let mut misled = misled(&scratch, |socket, _| {
                 send_raw(socket, &packet(&Message::Region { id: 1, bytes: 2 << 20 }), &[file.as_fd()]).unwrap();
@@ -184,18 +184,18 @@ fn visited(fds: Vec<OwnedFd>) -> crate::Result<()> {
     let scratch = Scratch::new();
     let claim = scratch.domain.claim(&name(), false)?;
     std::thread::scope(|scope| {
-        let keeper = scope.spawn(|| {
+        let server = scope.spawn(|| {
             assert!(wait_readable(claim.listener.as_fd(), LONG));
             let socket = rustix::net::accept(&claim.listener).unwrap();
-            assert!(matches!(hear(&socket), Received::Message(Message::Visit { .. }, _)));
-            let granted = Message::Granted { generation: [7; 16], body: vec![], fds: fds.len() as u8 - 2 };
+            assert!(matches!(hear(&socket), Received::Message(Message::OpenSession { .. }, _)));
+            let granted = Message::SessionOpened { generation: [7; 16], body: vec![], fds: fds.len() as u8 - 2 };
             let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
             send_raw(&socket, &packet(&granted), &fds).unwrap();
             socket
         });
         let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
-        let visit = Visitor::attach(&at, None, b"", Duration::ZERO).map(drop);
-        drop(keeper.join().unwrap());
+        let visit = ClientSession::attach(&at, None, b"", Duration::ZERO).map(drop);
+        drop(server.join().unwrap());
         visit
     })
 }

@@ -14,8 +14,8 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
 use crate::fork::lifeline::Lifeline;
-use crate::fork::own::Own;
-use crate::link::message::{self, Received};
+use crate::fork::per_process::PerProcess;
+use crate::ipc::message::{self, Received};
 use crate::{Device, Domain, EndpointName, Publisher, Stream, Subscriber};
 
 /// How long anything may take; nothing comes near it unless it hangs.
@@ -174,7 +174,7 @@ pub(crate) fn in_a_forked_child(work: impl FnOnce() -> bool) {
 }
 
 /// Runs `work` while another thread holds the lock.
-pub(crate) fn while_locked<T: Default + Send>(lock: &'static Own<Mutex<T>>, work: impl FnOnce()) {
+pub(crate) fn while_locked<T: Default + Send>(lock: &'static PerProcess<Mutex<T>>, work: impl FnOnce()) {
     let (holds, is_held) = std::sync::mpsc::channel();
     let (go, gone) = std::sync::mpsc::channel::<()>();
     std::thread::scope(|scope| {

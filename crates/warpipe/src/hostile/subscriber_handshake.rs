@@ -11,9 +11,9 @@ use super::stage::{
     name, packet, pipe, send_raw, settled_descriptors,
 };
 use crate::backend::{Access, DeviceId, DeviceKind};
-use crate::link::message::{Message, Received, wait_readable};
-use crate::link::segment::{Segment, bytes_for};
-use crate::link::wake::Wake;
+use crate::ipc::message::{Message, Received, wait_readable};
+use crate::runtime::doorbell::PeerDoorbell;
+use crate::shm::segment::{Segment, bytes_for};
 use crate::{Device, Error, HandshakeFault, Subscriber};
 
 /// What a fake publisher offers, right in every point until a test spoils one.
@@ -26,14 +26,14 @@ pub(super) struct Offer {
     pub(super) fds: Vec<OwnedFd>,
     /// Kept, so that the segment can be written by this side.
     pub(super) segment: Arc<Segment>,
-    pub(super) wake: Wake,
+    pub(super) wake: PeerDoorbell,
 }
 
 impl Offer {
     pub(super) fn new() -> Offer {
         let (generation, depth) = ([9; 16], 4);
         let (segment, segment_fd) = Segment::create(&Device::host(), depth, generation).unwrap();
-        let (wake, their_wake) = Wake::pair().unwrap();
+        let (wake, their_wake) = PeerDoorbell::pair().unwrap();
         let device = DeviceId { kind: DeviceKind::Host, uuid: [0; 16] };
         let fds = vec![segment_fd.release(), their_wake.release()];
         Offer { generation, device, depth, lossless: true, regions: 0, fds, segment: Arc::new(segment), wake }

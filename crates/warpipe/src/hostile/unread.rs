@@ -5,11 +5,11 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
-use super::keeper::{attach, open, visit};
+use super::ipc_server::{attach, open, visit};
 use super::stage::{LONG, Scratch, alone, eventually, hear, packet, send_raw};
-use crate::link::limits::PeerLimits;
-use crate::link::message::{Farewell, Message, Received, wait_readable};
-use crate::rendezvous::Admission;
+use crate::ipc::AccessPolicy;
+use crate::ipc::limits::PeerLimits;
+use crate::ipc::message::{CloseReason, Message, Received, wait_readable};
 use crate::{Error, HandshakeFault};
 
 const PLACES: u32 = 4;
@@ -29,7 +29,7 @@ fn come_and_go(scratch: &Scratch, way: Way) -> OwnedFd {
     let (end, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
     send_raw(&socket, &packet(&visit()), &[end.as_fd(), end.as_fd()]).unwrap();
     if way != Way::Death {
-        let _ = send_raw(&socket, &packet(&Message::Bye(Farewell::Closed)), &[]);
+        let _ = send_raw(&socket, &packet(&Message::Close(CloseReason::Closed)), &[]);
     }
     if way == Way::GoodbyeAndShutdown {
         let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Write);
@@ -45,7 +45,7 @@ fn who_reads_nothing_keeps_its_place_however_it_leaves() {
         for way in [Way::Goodbye, Way::GoodbyeAndShutdown, Way::Death] {
             let scratch = Scratch::new();
             let limits = PeerLimits { all: PLACES, ..PeerLimits::default() };
-            let (_keeper, book) = open(&scratch, Admission { limits, ..Admission::default() });
+            let (_keeper, book) = open(&scratch, AccessPolicy { limits, ..AccessPolicy::default() });
             let mut sockets = Vec::new();
             for _ in 0..3 {
                 sockets.extend((0..PLACES).map(|_| come_and_go(&scratch, way)));
@@ -54,7 +54,7 @@ fn who_reads_nothing_keeps_its_place_however_it_leaves() {
             let full = attach(&scratch).map(drop).unwrap_err();
             assert!(matches!(full, Error::Handshake { fault: HandshakeFault::Full { .. }, .. }), "{way:?}: {full}");
             let is_granted = |socket: &OwnedFd| match hear(socket) {
-                Received::Message(Message::Granted { .. }, _) => true,
+                Received::Message(Message::SessionOpened { .. }, _) => true,
                 Received::Message(Message::Full { .. }, _) => false,
                 other => panic!("{way:?}: {other:?}"),
             };
@@ -62,7 +62,7 @@ fn who_reads_nothing_keeps_its_place_however_it_leaves() {
             assert_eq!(granted, PLACES as usize, "{way:?}");
             // Read to the end, and closed.
             drop(sockets);
-            let comes = || attach(&scratch).map(|visitor| visitor.ask(b"hello", Duration::from_secs(20)).is_ok());
+            let comes = || attach(&scratch).map(|session| session.request(b"hello", Duration::from_secs(20)).is_ok());
             eventually("there is room again", || matches!(comes(), Ok(true)));
         }
     });

@@ -149,11 +149,11 @@ fn a_user_whom_the_namespace_does_not_map_is_nobody_who_could_be_admitted() {
         std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
         let mut command = command(module_path!(), test, "keeper");
         command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(std::process::Stdio::piped());
-        let mut keeper = match in_a_namespace_of_root(&mut command) {
-            Ok(keeper) => super::stage::Guarded(keeper),
+        let mut server = match in_a_namespace_of_root(&mut command) {
+            Ok(server) => super::stage::Guarded(server),
             Err(error) => return println!("skipped: no user namespace of its own: {error}"),
         };
-        let stdout = std::io::BufReader::new(keeper.0.stdout.take().unwrap());
+        let stdout = std::io::BufReader::new(server.0.stdout.take().unwrap());
         let mut lines = std::io::BufRead::lines(stdout).map_while(Result::ok);
         let ready = lines.find(|line| line.contains("outcome: ready")).expect("a publisher in the namespace");
         assert!(ready.contains("does not map"), "{ready}");

@@ -4,19 +4,22 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::{BEAT, Introduction, check_role, endpoint};
+use super::{HEARTBEAT, Introduction, check_role, endpoint};
 use crate::clock::now_ns;
-use crate::domain::{Author, Domain};
 use crate::error::Result;
-use crate::fork::PrivateFd;
-use crate::memory::page::{PAGE_BYTES, Page};
-use crate::rendezvous::{Address, Admission, Answer, Caller, Desk, Ending, Keep, Keeper, Kind, Refusal};
+use crate::fork::CloseOnForkFd;
+use crate::ipc::domain::{Author, Domain};
+use crate::ipc::{
+    AccessPolicy, Address, ClientInfo, Disconnected, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
+    ServerCore,
+};
+use crate::shm::page::{PAGE_BYTES, SharedPage};
 
 /// This process as a member of a domain; dropped, it leaves.
 #[derive(Debug)]
 pub struct Member {
-    keeper: Keeper,
-    heart: Arc<Heart>,
+    server: IpcServer,
+    heartbeat: Arc<HeartbeatSource>,
     name: String,
 }
 
@@ -43,18 +46,18 @@ impl Member {
     /// ```
     pub fn join(domain: &Domain, name: &str, role: &str) -> Result<Member> {
         check_role(role)?;
-        let (page, fd) = Page::publish(None, PAGE_BYTES)?;
+        let (page, fd) = SharedPage::publish(None, PAGE_BYTES)?;
         let introduction = Introduction {
             role: role.to_owned(),
             author: Author::own(),
             since_ns: now_ns(),
             page_bytes: page.bytes() as u32,
         };
-        let heart = Arc::new(Heart { page, fd, introduction });
-        heart.beat(now_ns());
+        let heartbeat = Arc::new(HeartbeatSource { page, fd, introduction });
+        heartbeat.write_heartbeat(now_ns());
         let at = Address { domain, name: &endpoint(name)?, kind: Kind::Member };
-        let keeper = Keeper::open(&at, Admission::default(), heart.clone())?;
-        Ok(Member { keeper, heart, name: name.to_owned() })
+        let server = IpcServer::open(&at, AccessPolicy::default(), heartbeat.clone())?;
+        Ok(Member { server, heartbeat, name: name.to_owned() })
     }
 
     /// What it joined as.
@@ -64,45 +67,45 @@ impl Member {
 
     /// What it says that it does.
     pub fn role(&self) -> &str {
-        &self.heart.introduction.role
+        &self.heartbeat.introduction.role
     }
 
     /// This incarnation, as [`MemberInfo::generation`](super::MemberInfo::generation) shows it.
     pub fn generation(&self) -> [u8; 16] {
-        self.keeper.desk().generation()
+        self.server.server_core().generation()
     }
 }
 
 /// What is behind the name.
 #[derive(Debug)]
-struct Heart {
-    page: Page,
-    fd: PrivateFd,
+struct HeartbeatSource {
+    page: SharedPage,
+    fd: CloseOnForkFd,
     introduction: Introduction,
 }
 
-impl Heart {
-    fn beat(&self, now_ns: u64) {
-        self.page.at::<AtomicU64>(BEAT).store(now_ns, Relaxed);
+impl HeartbeatSource {
+    fn write_heartbeat(&self, now_ns: u64) {
+        self.page.at::<AtomicU64>(HEARTBEAT).store(now_ns, Relaxed);
     }
 }
 
-impl Keep for Heart {
-    fn admit(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
-        Answer::new(&self.introduction, vec![PrivateFd::duplicate(&self.fd)?])
+impl RequestHandler for HeartbeatSource {
+    fn on_connect(&self, _: &ServerCore, _: &ClientInfo, _: &[u8]) -> Result<OutgoingReply, Rejection> {
+        OutgoingReply::new(&self.introduction, vec![CloseOnForkFd::duplicate(&self.fd)?])
     }
 
-    fn answer(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
-        Err(Refusal("a member answers no questions".into()))
+    fn on_request(&self, _: &ServerCore, _: &ClientInfo, _: &[u8]) -> Result<OutgoingReply, Rejection> {
+        Err(Rejection("a member answers no questions".into()))
     }
 
-    fn holds(&self, _: &Caller) -> bool {
+    fn holds_anything(&self, _: &ClientInfo) -> bool {
         false
     }
 
-    fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
+    fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
 
-    fn tick(&self, _: &Desk, now_ns: u64) {
-        self.beat(now_ns);
+    fn on_server_tick(&self, _: &ServerCore, now_ns: u64) {
+        self.write_heartbeat(now_ns);
     }
 }

@@ -34,10 +34,10 @@
 //! * Its samples, memory, permits and jobs come back without this module: who shares them with the dead process sees the
 //!   same proof, and takes them back then.
 
+mod changes;
 mod member;
-mod queue;
-mod roster;
-mod scout;
+mod monitor;
+mod table;
 #[cfg(test)]
 mod tests;
 mod watch;
@@ -48,11 +48,11 @@ use serde::{Deserialize, Serialize};
 
 pub use self::member::Member;
 pub use self::watch::{Members, MembersBuilder};
-use crate::domain::{Author, EndpointName};
 use crate::error::{Error, Result};
-use crate::link::PeerState;
+use crate::ipc::PeerState;
+use crate::ipc::domain::{Author, EndpointName};
 
-crate::rendezvous::messages!(Introduction);
+crate::ipc::messages!(Introduction);
 
 /// The most members that one watch follows; further names wait until there is room.
 pub const MEMBERS_MAX: usize = 1024;
@@ -64,7 +64,7 @@ pub const ROLE_BYTES_MAX: usize = 64;
 const FOLDER: &str = "members/";
 
 /// The word, in a member's page, that it writes the time into.
-const BEAT: usize = 0;
+const HEARTBEAT: usize = 0;
 
 /// What a member answers to a watch, with the descriptor of its page.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -122,11 +122,11 @@ impl Change {
     /// Whose.
     pub fn member(&self) -> &MemberInfo {
         match self {
-            Change::Joined(who)
-            | Change::Stalled(who)
-            | Change::Recovered(who)
-            | Change::Left(who)
-            | Change::Died(who) => who,
+            Change::Joined(member)
+            | Change::Stalled(member)
+            | Change::Recovered(member)
+            | Change::Left(member)
+            | Change::Died(member) => member,
         }
     }
 
@@ -134,7 +134,7 @@ impl Change {
         matches!(self, Change::Left(_) | Change::Died(_))
     }
 
-    fn is_of_the_heart(&self) -> bool {
+    fn is_of_heartbeat(&self) -> bool {
         matches!(self, Change::Stalled(_) | Change::Recovered(_))
     }
 }

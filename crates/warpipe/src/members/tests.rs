@@ -7,10 +7,10 @@ use std::sync::atomic::Ordering::Relaxed;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::*;
-use crate::domain::{Author, Domain};
-use crate::fork::PrivateFd;
-use crate::link::message::{self, Farewell, Message};
-use crate::memory::page::{PAGE_BYTES, Page};
+use crate::fork::CloseOnForkFd;
+use crate::ipc::domain::{Author, Domain};
+use crate::ipc::message::{self, CloseReason, Message};
+use crate::shm::page::{PAGE_BYTES, SharedPage};
 
 const WAIT: Duration = Duration::from_secs(10);
 
@@ -18,8 +18,8 @@ const WAIT: Duration = Duration::from_secs(10);
 struct Impostor {
     domain: Domain,
     listener: OwnedFd,
-    page: Page,
-    fd: PrivateFd,
+    page: SharedPage,
+    fd: CloseOnForkFd,
 }
 
 impl Impostor {
@@ -31,7 +31,7 @@ impl Impostor {
         let path = domain.path().join("members+impostor.sock");
         rustix::net::bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
         rustix::net::listen(&listener, 8).unwrap();
-        let (page, fd) = Page::create(None, PAGE_BYTES).unwrap();
+        let (page, fd) = SharedPage::create(None, PAGE_BYTES).unwrap();
         Impostor { domain, listener, page, fd }
     }
 
@@ -45,7 +45,7 @@ impl Impostor {
         assert!(message::wait_readable(self.listener.as_fd(), WAIT), "nobody calls");
         let socket = rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC).unwrap();
         let body = postcard::to_stdvec(introduction).unwrap();
-        let granted = Message::Granted { generation, body, fds: 1 };
+        let granted = Message::SessionOpened { generation, body, fds: 1 };
         message::send(socket.as_fd(), &granted, &[self.fd.as_fd()]).unwrap();
         socket
     }
@@ -59,7 +59,7 @@ impl Drop for Impostor {
 
 fn joined(members: &Members) -> MemberInfo {
     match members.changes(WAIT).unwrap() {
-        Some(Change::Joined(who)) => who,
+        Some(Change::Joined(member)) => member,
         other => panic!("{other:?}"),
     }
 }
@@ -73,7 +73,7 @@ fn a_member_whose_socket_closes_while_its_process_lives_is_suspect_and_not_told_
         let members = watching.join().unwrap();
         assert_eq!(joined(&members).name, "impostor");
         drop(socket);
-        // It is called on again, and is the same: nothing is told but that its heart, which never beat, stands still.
+        // It is called on again, and is the same: nothing is told but that its heartbeat, which never beat, stands still.
         let socket = impostor.grant(&impostor.introduction(), [7; 16]);
         assert!(matches!(members.changes(WAIT).unwrap(), Some(Change::Stalled(_))));
         drop(socket);
@@ -82,25 +82,25 @@ fn a_member_whose_socket_closes_while_its_process_lives_is_suspect_and_not_told_
         assert_eq!(joined(&members).generation, [8; 16]);
         let states: Vec<PeerState> = members.states();
         assert!(states.contains(&PeerState::Suspect) && states.len() == 2, "{states:?}");
-        message::send(socket.as_fd(), &Message::Bye(Farewell::Closed), &[]).unwrap();
+        message::send(socket.as_fd(), &Message::Close(CloseReason::Closed), &[]).unwrap();
         drop(socket);
-        // Its heart does not beat either.
-        let told = std::iter::from_fn(|| members.changes(WAIT).unwrap()).find(|change| !change.is_of_the_heart());
-        assert!(matches!(told, Some(Change::Left(who)) if who.generation == [8; 16]));
+        // Its heartbeat does not beat either.
+        let told = std::iter::from_fn(|| members.changes(WAIT).unwrap()).find(|change| !change.is_of_heartbeat());
+        assert!(matches!(told, Some(Change::Left(member)) if member.generation == [8; 16]));
     });
 }
 
 #[test]
 fn a_heartbeat_from_the_future_is_none() {
     let impostor = Impostor::new("future");
-    impostor.page.at::<AtomicU64>(BEAT).store(u64::MAX, Relaxed);
+    impostor.page.at::<AtomicU64>(HEARTBEAT).store(u64::MAX, Relaxed);
     std::thread::scope(|scope| {
         let watching = scope.spawn(|| Members::watch(&impostor.domain).unwrap());
         let _socket = impostor.grant(&impostor.introduction(), [7; 16]);
         let members = watching.join().unwrap();
         joined(&members);
         assert!(matches!(members.changes(WAIT).unwrap(), Some(Change::Stalled(_))), "it does not beat");
-        impostor.page.at::<AtomicU64>(BEAT).store(0, Relaxed);
+        impostor.page.at::<AtomicU64>(HEARTBEAT).store(0, Relaxed);
         assert!(
             matches!(members.changes(WAIT).unwrap(), Some(Change::Recovered(_))),
             "it has beaten, whatever it says"

@@ -5,21 +5,21 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::queue::Callback;
-use super::roster::with_endpoints;
-use super::scout::{Scout, Shared};
+use super::changes::Callback;
+use super::monitor::{DirectoryMonitor, WatchShared};
+use super::table::with_endpoints;
 use super::{Change, MemberInfo, endpoint};
-use crate::domain::Domain;
 use crate::error::{Error, Result};
-use crate::fork::Home;
+use crate::fork::OwnerProcess;
+use crate::ipc::domain::Domain;
 
 /// Who is in a domain, followed until this is dropped.
 ///
 /// Costs two threads and, for each member, a socket, a pidfd and a page. A watch is no member: nobody sees it.
 pub struct Members {
-    home: Home,
-    shared: Arc<Shared>,
-    scout: Option<JoinHandle<()>>,
+    owner_process: OwnerProcess,
+    shared: Arc<WatchShared>,
+    monitor: Option<JoinHandle<()>>,
     calls_back: bool,
 }
 
@@ -62,14 +62,14 @@ impl MembersBuilder {
     /// # Errors
     /// [`Error::Os`], [`Error::DescriptorLimit`] when there is no watch, thread or descriptor left.
     pub fn start(self) -> Result<Members> {
-        let home = Home::here();
-        let shared = Arc::new(Shared::new(self.domain, self.cleans)?);
-        let scout = Scout::new(shared.clone())?;
+        let owner_process = OwnerProcess::current();
+        let shared = Arc::new(WatchShared::new(self.domain, self.cleans)?);
+        let monitor = DirectoryMonitor::new(shared.clone())?;
         let calls_back = !self.callbacks.is_empty();
         let queue = shared.queue.clone();
-        let mut members = Members { home, shared, scout: None, calls_back };
-        start_thread("warpipe-calls", move || queue.serve(self.callbacks))?;
-        members.scout = Some(start_thread("warpipe-scout", move || scout.run())?);
+        let mut members = Members { owner_process, shared, monitor: None, calls_back };
+        start_thread("warpipe-notify", move || queue.serve(self.callbacks))?;
+        members.monitor = Some(start_thread("warpipe-members", move || monitor.run())?);
         members.shared.wait_until_settled();
         Ok(members)
     }
@@ -112,8 +112,8 @@ impl Members {
     /// # Errors
     /// [`Error::Os`] when the directory cannot be read; [`Error::Forked`].
     pub fn list(&self) -> Result<Vec<MemberInfo>> {
-        self.home.check()?;
-        let list = self.shared.roster().list();
+        self.owner_process.check()?;
+        let list = self.shared.table().list();
         with_endpoints(list, &self.shared.domain)
     }
 
@@ -123,7 +123,7 @@ impl Members {
     /// # Errors
     /// [`Error::Argument`] if this watch has callbacks, which get the changes; [`Error::Forked`].
     pub fn changes(&self, timeout: Duration) -> Result<Option<Change>> {
-        self.home.check()?;
+        self.owner_process.check()?;
         if self.calls_back {
             return Err(Error::argument("changes", "asked of a watch with callbacks", "either the one or the other"));
         }
@@ -136,7 +136,7 @@ impl Members {
     /// # Errors
     /// [`Error::Forked`].
     pub fn put_back(&self, change: Change) -> Result<()> {
-        self.home.check()?;
+        self.owner_process.check()?;
         self.shared.queue.put_back(change);
         Ok(())
     }
@@ -147,15 +147,15 @@ impl Members {
     /// # Errors
     /// [`Error::Name`] for no name of a member; [`Error::Argument`] beyond 4096 at a time; [`Error::Forked`].
     pub fn on_death_of(&self, name: &str, cleanup: impl FnOnce(&MemberInfo) + Send + 'static) -> Result<()> {
-        self.home.check()?;
+        self.owner_process.check()?;
         endpoint(name)?;
-        self.shared.roster().register(name, Box::new(cleanup))
+        self.shared.table().register(name, Box::new(cleanup))
     }
 
     /// Of everybody, also of who holds no lock in the domain.
     #[cfg(test)]
-    pub(super) fn states(&self) -> Vec<crate::link::PeerState> {
-        self.shared.roster().list().into_iter().map(|(member, _)| member.state).collect()
+    pub(super) fn states(&self) -> Vec<crate::ipc::PeerState> {
+        self.shared.table().list().into_iter().map(|(member, _)| member.state).collect()
     }
 
     /// How many changes were left out because more than 4096 had not been heard: first [`Stalled`](Change::Stalled) and
@@ -169,30 +169,30 @@ impl Members {
     /// something else, or as nothing known, or [`MEMBERS_MAX`](super::MEMBERS_MAX) are followed already, or this process has
     /// no descriptor left.
     pub fn overlooked(&self) -> usize {
-        self.shared.roster().overlooked
+        self.shared.table().overlooked
     }
 }
 
 impl AsFd for Members {
     /// A descriptor that is readable while [`changes`](Members::changes) has something (an eventfd; only to be polled).
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.shared.queue.bell.as_fd()
+        self.shared.queue.doorbell.as_fd()
     }
 }
 
 impl Drop for Members {
     /// Ends the watch. A callback that runs at this moment is not waited for.
     fn drop(&mut self) {
-        if !self.home.is_here() {
+        if !self.owner_process.is_current() {
             // A forked child: the threads are not here, and nothing of it is ours to close.
             std::mem::forget(self.shared.clone());
-            std::mem::forget(self.scout.take());
+            std::mem::forget(self.monitor.take());
             return;
         }
         self.shared.close();
         self.shared.queue.close();
-        // Bounded: the scout waits for nobody but, for a moment, an endpoint that it is clearing.
-        drop(self.scout.take().map(JoinHandle::join));
+        // Bounded: the monitor waits for nobody but, for a moment, an endpoint that it is clearing.
+        drop(self.monitor.take().map(JoinHandle::join));
     }
 }
 

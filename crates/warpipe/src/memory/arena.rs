@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::region::Region;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::PrivateFd;
+use crate::fork::CloseOnForkFd;
 
 /// The most slots that may be in use at once.
 pub(crate) const SLOTS_MAX: usize = 8192;
@@ -28,7 +28,7 @@ pub(crate) struct Slot {
     bytes: u64,
     /// Who holds it: a loan, links, the history. 0 for a number not in use.
     holders: u32,
-    /// The value that the slot's word on the board must reach before it is free; 0 for none.
+    /// The value that the slot's fence word must reach before it is free; 0 for none.
     fence: u64,
     /// Which of all that were taken; 0 once it is free.
     serial: u64,
@@ -45,7 +45,7 @@ impl Slot {
 #[derive(Debug)]
 pub(crate) struct Chunk {
     pub(crate) region: Arc<Region>,
-    pub(crate) export: PrivateFd,
+    pub(crate) export: CloseOnForkFd,
     /// Free ranges `(offset, bytes)`, by offset, never adjacent.
     free: Vec<(u64, u64)>,
 }
@@ -203,7 +203,7 @@ impl Arena {
 
     /// One holder less; without holders the slot is free, or waits for its fence.
     #[inline]
-    pub(crate) fn let_go(&mut self, id: SlotId) {
+    pub(crate) fn release(&mut self, id: SlotId) {
         let slot = &mut self.slots[id as usize];
         slot.holders -= 1;
         self.changes += 1;
@@ -314,7 +314,7 @@ mod tests {
         let slots: Vec<_> = (0..4).map(|_| arena.take(512 << 10).unwrap()).collect();
         assert!(arena.take(1).is_none());
         for id in [1, 3, 0, 2] {
-            arena.let_go(slots[id]);
+            arena.release(slots[id]);
         }
         assert!(arena.take(2 << 20).is_some(), "four quarters make a whole");
     }
@@ -335,7 +335,7 @@ mod tests {
         grow(&mut arena, 1, 0).unwrap();
         let slot = arena.take(2 << 20).unwrap();
         arena.fence(slot, 7);
-        arena.let_go(slot);
+        arena.release(slot);
         arena.collect(|_, value| value < 7);
         assert!(arena.take(1).is_none());
         arena.collect(|_, value| value <= 7);

@@ -11,18 +11,18 @@ use std::time::{Duration, Instant};
 use rustix::fs::inotify;
 
 use super::ticket::{TEXT_BYTES_MAX, Ticket};
-use crate::domain::watch::Inotify;
 use crate::error::{Error, Result, TicketFault};
-use crate::link::message;
+use crate::ipc::domain::watch::Inotify;
+use crate::ipc::message;
 use crate::os::above_standard;
 
 /// How long a reader that waits sleeps at most between looks: what the directory tells wakes it earlier.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// A file under construction, removed unless it gets its name.
-struct Draft<'a>(Option<&'a Path>);
+struct TemporaryFile<'a>(Option<&'a Path>);
 
-impl Drop for Draft<'_> {
+impl Drop for TemporaryFile<'_> {
     fn drop(&mut self) {
         self.0.into_iter().for_each(|path| drop(std::fs::remove_file(path)));
     }
@@ -48,14 +48,14 @@ impl Ticket {
     pub fn write_file(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let failed = |call| move |e| Error::os(call, format!("the ticket file {}", path.display()), e);
-        let (new, file) = draft_of(path, failed("open"))?;
-        let mut draft = Draft(Some(&new));
+        let (new, file) = temporary_of(path, failed("open"))?;
+        let mut temporary = TemporaryFile(Some(&new));
         // What this program prints meanwhile is not to come into the file.
         let file = above_standard(file.into()).map_err(std::io::Error::from);
         let mut file = File::from(file.map_err(failed("fcntl(F_DUPFD_CLOEXEC)"))?);
         file.write_all(format!("{self}\n").as_bytes()).map_err(failed("write"))?;
         std::fs::rename(&new, path).map_err(failed("rename"))?;
-        draft.0 = None;
+        temporary.0 = None;
         Ok(())
     }
 
@@ -117,11 +117,11 @@ fn arrivals(path: &Path) -> Result<Option<Inotify>> {
 }
 
 /// How many drafts of the dead are passed over.
-const DRAFTS_MAX: u64 = 64;
+const TEMPORARIES_MAX: u64 = 64;
 
 /// A new file beside it, under a name that no other writer takes. One that was killed may have left its draft under the
 /// same number: in a container, each run of a program mostly has the same process id.
-fn draft_of(path: &Path, failed: impl Fn(std::io::Error) -> Error) -> Result<(PathBuf, File)> {
+fn temporary_of(path: &Path, failed: impl Fn(std::io::Error) -> Error) -> Result<(PathBuf, File)> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let name = path.file_name().ok_or_else(|| Error::argument("path", path.display(), "the path of a file"))?;
     let mut options = File::options();
@@ -129,13 +129,13 @@ fn draft_of(path: &Path, failed: impl Fn(std::io::Error) -> Error) -> Result<(Pa
     let mut attempts = 0;
     loop {
         attempts += 1;
-        let mut draft = std::ffi::OsString::from(".");
-        draft.push(name);
-        draft.push(format!(".{}-{}.new", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
-        let draft = path.with_file_name(draft);
-        match options.open(&draft) {
-            Ok(file) => return Ok((draft, file)),
-            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && attempts < DRAFTS_MAX => {}
+        let mut temporary = std::ffi::OsString::from(".");
+        temporary.push(name);
+        temporary.push(format!(".{}-{}.new", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
+        let temporary = path.with_file_name(temporary);
+        match options.open(&temporary) {
+            Ok(file) => return Ok((temporary, file)),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && attempts < TEMPORARIES_MAX => {}
             Err(error) => return Err(failed(error)),
         }
     }

@@ -28,7 +28,7 @@ pub use imports::LegacyMemory;
 use crate::backend::{DeviceId, DeviceKind, DevicePtr, IpcBytes, PointerKind};
 use crate::device::Device;
 use crate::error::{Error, LegacyFault, Result};
-use crate::origin::{self, Life, Origin};
+use crate::origin::{self, Liveness, ProcessOrigin};
 
 const MAGIC: [u8; 8] = *b"WPLEGACY";
 const VERSION: u16 = 1;
@@ -59,7 +59,7 @@ const VERSION: u16 = 1;
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LegacyHandle {
-    origin: Origin,
+    origin: ProcessOrigin,
     owner: DeviceId,
     /// The allocation's number in its process: the driver's bytes for a freed one and a later one may be the same.
     allocation: u64,
@@ -93,7 +93,7 @@ impl LegacyHandle {
             return Err(other_device(found.owner, device));
         }
         let offset = ptr.wrapping_sub(found.base);
-        let (origin, owner) = (Origin::here()?, found.owner);
+        let (origin, owner) = (ProcessOrigin::here()?, found.owner);
         check_range(offset, bytes, found.bytes)?;
         // SAFETY: the base of an allocation of the right kind, as was just looked up; it is live by the caller's
         // promise.
@@ -115,7 +115,7 @@ impl LegacyHandle {
     /// a handle of another machine or backend; [`Error::PeerAccess`], [`Error::NoSuchDevice`] for a GPU that this
     /// process cannot reach or see; [`Error::DescriptorLimit`], [`Error::Driver`].
     pub fn open(&self, device: &Device) -> Result<LegacyMemory> {
-        let here = Origin::here()?;
+        let here = ProcessOrigin::here()?;
         if self.origin.host != here.host {
             return Err(Error::legacy(LegacyFault::ForeignHost));
         }
@@ -130,13 +130,13 @@ impl LegacyHandle {
     }
 
     /// Why the device refused: that is nothing that a driver tells.
-    fn explain(&self, error: Error, here: &Origin) -> Error {
+    fn explain(&self, error: Error, here: &ProcessOrigin) -> Error {
         let Error::LegacyHandle { fault: LegacyFault::Refused(reason) } = error else { return error };
         let pid = self.origin.pid;
         match self.origin.life(here) {
-            Life::Gone => Error::ExporterGone { pid },
-            Life::Alive => Error::legacy(LegacyFault::Stale { pid, reason }),
-            Life::Unknown => Error::legacy(LegacyFault::Refused(reason)),
+            Liveness::Gone => Error::ExporterGone { pid },
+            Liveness::Alive => Error::legacy(LegacyFault::Stale { pid, reason }),
+            Liveness::Unknown => Error::legacy(LegacyFault::Refused(reason)),
         }
     }
 
@@ -183,7 +183,7 @@ impl LegacyHandle {
         put(&[kind_code(self.owner.kind), 0]);
         put(&self.origin.pid.to_le_bytes());
         put(&self.owner.uuid);
-        let Origin { host, namespace, started, .. } = self.origin;
+        let ProcessOrigin { host, namespace, started, .. } = self.origin;
         for number in [host, namespace, started, self.allocation, self.allocation_bytes, self.offset, self.bytes] {
             put(&number.to_le_bytes());
         }
@@ -246,7 +246,7 @@ fn parse(bytes: &[u8]) -> Result<LegacyHandle, LegacyFault> {
         return Err(LegacyFault::Garbled("it names no process"));
     }
     fits(offset, length, allocation_bytes)?;
-    let origin = Origin { host, namespace, started, pid };
+    let origin = ProcessOrigin { host, namespace, started, pid };
     Ok(LegacyHandle { origin, owner, allocation, allocation_bytes, offset, bytes: length, raw: reader.take() })
 }
 

@@ -2,26 +2,21 @@
 //! faces on them that other processes reach by a descriptor or a ticket.
 
 pub(crate) mod arena;
-pub(crate) mod board;
 mod file;
-pub(crate) mod lane;
 pub(crate) mod legacy;
-pub(crate) mod mapping;
+pub(crate) mod mapped_region;
 mod owned;
-pub(crate) mod page;
 mod published;
-pub(crate) mod raiser;
 pub(crate) mod region;
 mod shared;
-pub(crate) mod shelf;
 #[cfg(test)]
 mod tests;
 pub(crate) mod ticket;
-pub(crate) mod tied;
+pub(crate) mod weak_cache;
 
 pub use self::owned::{Export, Memory, MemoryInfo};
 pub use self::published::{Publication, Published};
 pub use self::shared::SharedMemory;
 pub use self::ticket::Ticket;
 
-crate::rendezvous::messages!(published::Reply, published::Request);
+crate::ipc::messages!(published::TicketReply, published::TicketRequest);

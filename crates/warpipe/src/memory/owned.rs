@@ -6,15 +6,15 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::mapping::Mapping;
+use super::mapped_region::MappedRegion;
 use super::published::{Publication, Published};
 use super::region::Region;
 use super::shared::SharedMemory;
 use crate::backend::{Access, DeviceId, DevicePtr};
 use crate::device::Device;
-use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::fork::driver_files::EXPORTED;
+use crate::ipc::domain::Domain;
 use crate::stream::Stream;
 
 /// An allocation that can be given to other processes (`cuMemCreate` with an exportable handle; a sealed memfd on the
@@ -43,7 +43,7 @@ use crate::stream::Stream;
 /// ```
 #[derive(Debug, Clone)]
 pub struct Memory {
-    pub(super) mapping: Arc<Mapping>,
+    pub(super) mapping: Arc<MappedRegion>,
 }
 
 /// What must be known of a descriptor of memory to import it: to be sent along with it.
@@ -74,7 +74,7 @@ impl Memory {
     /// [`Error::DeviceMemory`] when the device has no room; [`Error::Argument`] for 0 bytes; [`Error::Driver`],
     /// [`Error::Os`].
     pub fn allocate(device: &Device, bytes: u64) -> Result<Memory> {
-        Ok(Memory { mapping: Arc::new(Mapping::allocate(device, bytes)?) })
+        Ok(Memory { mapping: Arc::new(MappedRegion::allocate(device, bytes)?) })
     }
 
     /// Its device address.
@@ -100,7 +100,7 @@ impl Memory {
     /// Says that `stream` is given work on this memory: it is not unmapped before that stream has done what it was given
     /// until the last handle is dropped. To be called before the work is enqueued.
     pub fn used_on(&self, stream: &Stream) {
-        self.mapping.note(stream);
+        self.mapping.record_use(stream);
     }
 
     /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be reused at once.
@@ -128,7 +128,7 @@ impl Memory {
     /// # Errors
     /// [`Error::DescriptorLimit`]; [`Error::Driver`]; [`Error::Forked`].
     pub fn export_fd(&self) -> Result<OwnedFd> {
-        self.mapping.check_home()?;
+        self.mapping.check_owner_process()?;
         let fd = self.mapping.region().export()?;
         // The caller's own: a forked child may keep it, as with any descriptor.
         let copy = rustix::io::fcntl_dupfd_cloexec(&fd, 3)
@@ -163,10 +163,10 @@ impl Memory {
     /// [`Error::NotDeviceMemory`]: another descriptor, or another size; [`Error::PeerAccess`]: `device` cannot reach the
     /// memory's device; [`Error::Range`]: more bytes than are mapped; [`Error::DeviceMemory`], [`Error::Driver`].
     pub fn import_fd(device: &Device, fd: impl AsFd, info: &MemoryInfo, access: Access) -> Result<SharedMemory> {
-        super::mapping::check_range("an imported descriptor", 0, info.bytes, info.mapped_bytes)?;
+        super::mapped_region::check_range("an imported descriptor", 0, info.bytes, info.mapped_bytes)?;
         super::shared::check_reach(device, info.device)?;
         let region = Region::import(device, fd.as_fd(), info.mapped_bytes, access, info.device)?;
-        let mapping = Mapping::of(region, device, info.device, access, info.bytes)?;
+        let mapping = MappedRegion::of(region, device, info.device, access, info.bytes)?;
         Ok(SharedMemory::whole(Arc::new(mapping), "an imported descriptor"))
     }
 

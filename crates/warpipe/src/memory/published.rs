@@ -6,30 +6,33 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::mapping::{IMPORTS, Key, Mapping};
+use super::mapped_region::{IMPORTS, ImportKey, MappedRegion};
 use super::owned::Memory;
 use super::region::Region;
 use super::ticket::{Incarnation, Ticket, Wanted};
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
-use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
-use crate::fork::PrivateFd;
-use crate::rendezvous::{Address, Admission, Answer, Caller, Desk, Ending, Gift, Keep, Keeper, Kind, Refusal, decode};
+use crate::fork::CloseOnForkFd;
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::{
+    AccessPolicy, Address, ClientInfo, Disconnected, IncomingReply, IpcServer, Kind, OutgoingReply, Rejection,
+    RequestHandler, ServerCore, decode,
+};
 
 /// The number of the one memory of a publication.
-pub(super) const ONLY: u64 = 0;
+pub(super) const PUBLISHED_ID: u64 = 0;
 
-/// What a visitor comes for.
+/// What a client asks for.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Request {
+pub(super) struct TicketRequest {
     pub(super) incarnation: Option<Incarnation>,
     pub(super) id: u64,
 }
 
 /// What it is told; a descriptor goes with the memory.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Reply {
+pub(super) enum TicketReply {
     Memory { mapped: u64, bytes: u64, access: Access, owner: DeviceId },
     Expired,
 }
@@ -41,13 +44,13 @@ pub struct Publication {
     name: String,
     domain: Option<Domain>,
     access: Access,
-    admission: Admission,
+    access_policy: AccessPolicy,
 }
 
 impl Publication {
     pub(super) fn new(memory: &Memory, name: &str) -> Publication {
-        let (memory, name, admission) = (memory.clone(), name.to_string(), Admission::default());
-        Publication { memory, name, domain: None, access: Access::Read, admission }
+        let (memory, name, access_policy) = (memory.clone(), name.to_string(), AccessPolicy::default());
+        Publication { memory, name, domain: None, access: Access::Read, access_policy }
     }
 
     /// The domain to publish in; the environment's by default.
@@ -65,13 +68,13 @@ impl Publication {
 
     /// Admit these users beside the own one. The domain directory must let them in, too.
     pub fn allow_uids(mut self, uids: &[u32]) -> Self {
-        self.admission.uids.extend(uids);
+        self.access_policy.uids.extend(uids);
         self
     }
 
     /// Admit processes whose effective group is one of these.
     pub fn allow_gids(mut self, gids: &[u32]) -> Self {
-        self.admission.gids.extend(gids);
+        self.access_policy.gids.extend(gids);
         self
     }
 
@@ -84,7 +87,7 @@ impl Publication {
         let name = EndpointName::new(&self.name)?;
         let domain = self.domain.map_or_else(Domain::from_environment, Ok)?;
         let memory = self.memory;
-        let counter = Counter {
+        let handler = PublishedHandler {
             mapped: memory.mapping.region().bytes(),
             bytes: memory.bytes(),
             access: self.access,
@@ -92,17 +95,20 @@ impl Publication {
             export: memory.mapping.region().export()?,
         };
         let at = Address { domain: &domain, name: &name, kind: Kind::Memory };
-        let keeper = Keeper::open(&at, self.admission, Arc::new(counter))?;
+        let server = IpcServer::open(&at, self.access_policy, Arc::new(handler))?;
         // Opened here, it is found here: the same mapping, and the driver is not asked.
-        IMPORTS.put(&Key::new(domain.owner(), keeper.desk().generation(), ONLY, memory.device()), &memory.mapping);
-        Ok(Published { keeper, memory, domain, name })
+        IMPORTS.put(
+            &ImportKey::new(domain.owner(), server.server_core().generation(), PUBLISHED_ID, memory.device()),
+            &memory.mapping,
+        );
+        Ok(Published { server, memory, domain, name })
     }
 }
 
 /// Memory under a name. Dropped, it gives the name up: nobody else can open it, and who has it open keeps it.
 #[derive(Debug)]
 pub struct Published {
-    keeper: Keeper,
+    server: IpcServer,
     memory: Memory,
     domain: Domain,
     name: EndpointName,
@@ -135,8 +141,8 @@ impl Published {
     pub fn ticket_of(&self, range: impl RangeBounds<u64>) -> Result<Ticket> {
         let (offset, bytes) = offset_and_length(range, self.memory.bytes())?;
         self.memory.mapping.check(self.name(), offset, bytes)?;
-        let wanted = Wanted { id: ONLY, offset, bytes: Some(bytes) };
-        let incarnation = Some(self.keeper.desk().generation());
+        let wanted = Wanted { id: PUBLISHED_ID, offset, bytes: Some(bytes) };
+        let incarnation = Some(self.server.server_core().generation());
         Ticket::new(&self.domain, &self.name, Kind::Memory, incarnation, wanted, Some(self.memory.mapping.owner))
     }
 }
@@ -161,57 +167,57 @@ fn offset_and_length(range: impl RangeBounds<u64>, available: u64) -> Result<(u6
 }
 
 /// What answers for a publication.
-struct Counter {
+struct PublishedHandler {
     mapped: u64,
     bytes: u64,
     access: Access,
     owner: DeviceId,
-    export: PrivateFd,
+    export: CloseOnForkFd,
 }
 
-impl Keep for Counter {
-    fn admit(&self, desk: &Desk, _: &Caller, body: &[u8]) -> Result<Answer, Refusal> {
-        let Request { incarnation, id } = decode(body, desk.name())?;
-        if id != ONLY || incarnation.is_some_and(|wanted| wanted != desk.generation()) {
-            return Answer::new(&Reply::Expired, vec![]);
+impl RequestHandler for PublishedHandler {
+    fn on_connect(&self, server_core: &ServerCore, _: &ClientInfo, body: &[u8]) -> Result<OutgoingReply, Rejection> {
+        let TicketRequest { incarnation, id } = decode(body, server_core.name())?;
+        if id != PUBLISHED_ID || incarnation.is_some_and(|wanted| wanted != server_core.generation()) {
+            return OutgoingReply::new(&TicketReply::Expired, vec![]);
         }
-        let export = PrivateFd::duplicate(&self.export)?;
-        let Counter { mapped, bytes, access, owner, .. } = *self;
-        Answer::new(&Reply::Memory { mapped, bytes, access, owner }, vec![export])
+        let export = CloseOnForkFd::duplicate(&self.export)?;
+        let PublishedHandler { mapped, bytes, access, owner, .. } = *self;
+        OutgoingReply::new(&TicketReply::Memory { mapped, bytes, access, owner }, vec![export])
     }
 
-    fn answer(&self, _: &Desk, _: &Caller, _: &[u8]) -> Result<Answer, Refusal> {
-        Err(Refusal("there is nothing more to ask of memory".into()))
+    fn on_request(&self, _: &ServerCore, _: &ClientInfo, _: &[u8]) -> Result<OutgoingReply, Rejection> {
+        Err(Rejection("there is nothing more to ask of memory".into()))
     }
 
-    fn holds(&self, _: &Caller) -> bool {
+    fn holds_anything(&self, _: &ClientInfo) -> bool {
         false
     }
 
-    fn gone(&self, _: &Desk, _: &Caller, _: Ending) {}
+    fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
 
-    fn is_quick(&self) -> bool {
+    fn runs_on_reactor(&self) -> bool {
         true
     }
 }
 
 /// What a publication gave, checked and mapped. `None` if it is another one than was wanted.
-pub(super) fn import(gift: Gift, device: &Device, name: &str) -> Result<Option<Mapping>> {
+pub(super) fn import(incoming: IncomingReply, device: &Device, name: &str) -> Result<Option<MappedRegion>> {
     let wrong = |field, found: String, allowed: &str| Error::Protocol {
         name: name.to_string(),
         field,
         found,
         allowed: allowed.to_string(),
     };
-    let Reply::Memory { mapped, bytes, access, owner } = decode(&gift.body, name)? else { return Ok(None) };
+    let TicketReply::Memory { mapped, bytes, access, owner } = decode(&incoming.body, name)? else { return Ok(None) };
     if bytes == 0 || bytes > mapped {
         return Err(wrong("bytes", bytes.to_string(), &format!("1 to {mapped}")));
     }
-    let [fd] = &gift.fds[..] else {
-        return Err(wrong("descriptors", gift.fds.len().to_string(), "1"));
+    let [fd] = &incoming.fds[..] else {
+        return Err(wrong("descriptors", incoming.fds.len().to_string(), "1"));
     };
     super::shared::check_reach(device, owner)?;
     let region = Region::import(device, fd.as_fd(), mapped, access, owner)?;
     fd.approve();
-    Mapping::of(region, device, owner, access, bytes).map(Some)
+    MappedRegion::of(region, device, owner, access, bytes).map(Some)
 }

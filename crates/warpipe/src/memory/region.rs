@@ -2,10 +2,10 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use crate::backend::{Access, DeviceId, DevicePtr, RawRegion, kept};
+use crate::backend::{Access, DeviceId, DevicePtr, RawRegion, unreclaimed};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::PrivateFd;
+use crate::fork::CloseOnForkFd;
 
 /// A mapped region; released when dropped. Whoever enqueues work on it keeps it alive until that work is done.
 #[derive(Debug)]
@@ -34,10 +34,10 @@ impl Region {
     }
 
     /// The descriptor that is the right to this memory.
-    pub(crate) fn export(&self) -> Result<PrivateFd> {
+    pub(crate) fn export(&self) -> Result<CloseOnForkFd> {
         // SAFETY: `raw` is live as long as self.
         let fd = unsafe { self.device.backend().export(&self.raw)? };
-        PrivateFd::new(fd).map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a region's descriptor", e))
+        CloseOnForkFd::new(fd).map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a region's descriptor", e))
     }
 
     pub(crate) fn ptr(&self) -> DevicePtr {
@@ -52,7 +52,7 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         // SAFETY: allocated or imported once, released here only. That no enqueued work uses it is kept by the
-        // owners: a publisher retires its arena, a subscriber its imports (see `Watcher::retire`).
-        unsafe { kept::release(self.device.backend(), self.raw) };
+        // owners: a publisher retires its arena, a subscriber its imports (see `Reactor::drop_after`).
+        unsafe { unreclaimed::release(self.device.backend(), self.raw) };
     }
 }

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::mapping::{Mapping, check_range, wait_for};
+use super::mapped_region::{MappedRegion, check_range, wait_for};
 use crate::backend::{Access, DeviceId, DevicePtr};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::link::proof::Streams;
+use crate::runtime::fence::StreamSet;
 use crate::stream::Stream;
 
 /// Another process's memory, or a range of it, mapped here (`cuMemMap` of an imported handle, or `mmap`). Cheap to clone:
@@ -18,16 +18,16 @@ use crate::stream::Stream;
 /// a timeline for example.
 #[derive(Debug, Clone)]
 pub struct SharedMemory {
-    mapping: Arc<Mapping>,
+    mapping: Arc<MappedRegion>,
     /// The streams of this handle and its clones.
-    streams: Arc<Streams>,
+    streams: Arc<StreamSet>,
     name: Arc<str>,
     offset: u64,
     bytes: u64,
 }
 
 impl SharedMemory {
-    pub(super) fn whole(mapping: Arc<Mapping>, name: &str) -> SharedMemory {
+    pub(super) fn whole(mapping: Arc<MappedRegion>, name: &str) -> SharedMemory {
         let bytes = mapping.bytes;
         SharedMemory { mapping, streams: Arc::default(), name: name.into(), offset: 0, bytes }
     }
@@ -75,8 +75,8 @@ impl SharedMemory {
     /// Says that `stream` is given work on this memory. To be called before the work is enqueued: the memory is not
     /// unmapped before the stream has done it.
     pub fn used_on(&self, stream: &Stream) {
-        self.streams.note(stream);
-        self.mapping.note(stream);
+        self.streams.record_use(stream);
+        self.mapping.record_use(stream);
     }
 
     /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be reused at once.
@@ -90,7 +90,7 @@ impl SharedMemory {
         if self.access() == Access::Read {
             return Err(Error::argument("memory", "given for reading", "memory given for writing, too"));
         }
-        self.streams.note(stream);
+        self.streams.record_use(stream);
         self.mapping.write(stream, self.offset + offset, bytes)
     }
 

@@ -8,15 +8,15 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::mapping::{IMPORTS, Key, Mapping};
-use super::published::{self, ONLY, Request};
+use super::mapped_region::{IMPORTS, ImportKey, MappedRegion};
+use super::published::{self, PUBLISHED_ID, TicketRequest};
 use super::shared::{SharedMemory, check_reach};
 use crate::backend::DeviceId;
 use crate::device::Device;
-use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Expiry, Result, TicketFault};
-use crate::origin::Origin;
-use crate::rendezvous::{Address, Kind, Visitor, encode};
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::{Address, ClientSession, Kind, encode};
+use crate::origin::ProcessOrigin;
 
 /// One run of an endpoint.
 pub(crate) type Incarnation = [u8; 16];
@@ -88,7 +88,7 @@ impl Ticket {
         let path = path.into_os_string().into_string().map_err(|path| {
             Error::argument("domain", PathBuf::from(path).display(), "a path in UTF-8, to be named by a ticket")
         })?;
-        let (host, owner, name) = (Origin::here()?.host, domain.owner(), name.to_string());
+        let (host, owner, name) = (ProcessOrigin::here()?.host, domain.owner(), name.to_string());
         Ok(Ticket { fields: Fields { host, domain: path, owner, name, kind, incarnation, wanted, device } })
     }
 
@@ -97,7 +97,7 @@ impl Ticket {
     /// # Errors
     /// [`Error::Name`]; [`Error::Os`] when the machine's identity cannot be read.
     pub fn to(domain: &Domain, name: &str) -> Result<Ticket> {
-        let wanted = Wanted { id: ONLY, offset: 0, bytes: None };
+        let wanted = Wanted { id: PUBLISHED_ID, offset: 0, bytes: None };
         Ticket::new(domain, &EndpointName::new(name)?, Kind::Memory, None, wanted, None)
     }
 
@@ -149,15 +149,15 @@ impl Ticket {
         SharedMemory::whole(self.fetch(device, timeout)?, self.name()).range(offset, bytes)
     }
 
-    fn fetch(&self, device: &Device, timeout: Duration) -> Result<Arc<Mapping>> {
+    fn fetch(&self, device: &Device, timeout: Duration) -> Result<Arc<MappedRegion>> {
         let Wanted { id, .. } = self.fields.wanted;
-        let body = encode(&Request { incarnation: self.fields.incarnation, id })?;
-        let (visitor, gift) = self.attach(device, &body, timeout)?;
-        let key = Key::new(visitor.uid(), visitor.generation(), id, device);
+        let body = encode(&TicketRequest { incarnation: self.fields.incarnation, id })?;
+        let (session, incoming) = self.attach(device, &body, timeout)?;
+        let key = ImportKey::new(session.uid(), session.generation(), id, device);
         IMPORTS.get_or(
             &key,
             |_| true,
-            || match published::import(gift, device, self.name())? {
+            || match published::import(incoming, device, self.name())? {
                 Some(mapping) => Ok(Arc::new(mapping)),
                 None => Err(self.expired(Expiry::Replaced)),
             },
@@ -166,7 +166,7 @@ impl Ticket {
 
     /// Whether it can be opened as `kind` on `device` at all.
     pub(crate) fn check(&self, kind: Kind, device: &Device) -> Result<()> {
-        if self.fields.host != Origin::here()?.host {
+        if self.fields.host != ProcessOrigin::here()?.host {
             return Err(Error::Ticket(TicketFault::ForeignHost));
         }
         if self.fields.kind != kind {
@@ -182,22 +182,22 @@ impl Ticket {
         device: &Device,
         body: &[u8],
         timeout: Duration,
-    ) -> Result<(Visitor, crate::rendezvous::Gift)> {
+    ) -> Result<(ClientSession, crate::ipc::IncomingReply)> {
         let Fields { ref domain, owner, ref name, kind, incarnation, .. } = self.fields;
         let (domain, name) = (Domain::of_user(domain, owner)?, EndpointName::new(name)?);
         let at = Address { domain: &domain, name: &name, kind };
         let wait = if incarnation.is_some() { Duration::ZERO } else { timeout };
-        let attached = Visitor::attach(&at, Some(device.info().id), body, wait);
-        let (visitor, gift) = attached.map_err(|error| match error {
+        let attached = ClientSession::attach(&at, Some(device.info().id), body, wait);
+        let (session, incoming) = attached.map_err(|error| match error {
             Error::NoOwner { was_there, .. } if incarnation.is_some() => self.expired(Expiry::Gone { died: was_there }),
             Error::OtherKind { .. } if incarnation.is_some() => self.expired(Expiry::Replaced),
             other => other,
         })?;
         // Whatever it gives: it is another run than the one that was wanted.
-        if incarnation.is_some_and(|wanted| wanted != visitor.generation()) {
+        if incarnation.is_some_and(|wanted| wanted != session.generation()) {
             return Err(self.expired(Expiry::Replaced));
         }
-        Ok((visitor, gift))
+        Ok((session, incoming))
     }
 
     pub(crate) fn expired(&self, expiry: Expiry) -> Error {
@@ -312,7 +312,7 @@ pub(crate) mod forged {
             device,
         };
         let whole = postcard::to_stdvec(&fields);
-        let wanted = Wanted { id: ONLY, offset: 0, bytes: None };
+        let wanted = Wanted { id: PUBLISHED_ID, offset: 0, bytes: None };
         fields = Fields { kind: Kind::Pool, incarnation: None, wanted, device: None, ..fields };
         [whole, postcard::to_stdvec(&fields)].into_iter().flatten().collect()
     }
@@ -325,7 +325,7 @@ mod tests {
     fn ticket() -> Ticket {
         let wanted = Wanted { id: 3, offset: 4096, bytes: Some(100) };
         let fields = Fields {
-            host: Origin::here().unwrap().host,
+            host: ProcessOrigin::here().unwrap().host,
             domain: "/run/user/1000/warpipe".into(),
             owner: 1000,
             name: "camera/front".into(),

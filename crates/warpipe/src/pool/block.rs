@@ -2,35 +2,35 @@
 
 use std::sync::Arc;
 
-use super::core::State;
+use super::allocator::PoolState;
 use super::{PAIRS_MAX, released_at};
 use crate::backend::{Access, TimelineWord};
-use crate::link::peer::{Process, Sign};
+use crate::ipc::peer::{DeathEvidence, Process};
 use crate::memory::arena::SlotId;
-use crate::memory::page::Page;
+use crate::shm::page::SharedPage;
 
 /// A block that somebody has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Block {
+pub(super) struct BlockUsers {
     is_owned: bool,
     borrows: u32,
 }
 
-impl Block {
+impl BlockUsers {
     /// The owner's own.
-    pub(super) fn owned() -> Block {
-        Block { is_owned: true, borrows: 0 }
+    pub(super) fn owned() -> BlockUsers {
+        BlockUsers { is_owned: true, borrows: 0 }
     }
 
     /// One that a peer has allocated.
-    pub(super) fn borrowed() -> Block {
-        Block { is_owned: false, borrows: 1 }
+    pub(super) fn borrowed() -> BlockUsers {
+        BlockUsers { is_owned: false, borrows: 1 }
     }
 }
 
 /// A block that is lent under a number.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Lend {
+pub(super) struct LentBlock {
     pub(super) slot: SlotId,
     pub(super) bytes: u64,
     pub(super) access: Access,
@@ -38,7 +38,7 @@ pub(super) struct Lend {
 
 /// What is counted.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Counts {
+pub(super) struct PoolCounts {
     pub(super) allocations: u64,
     pub(super) waits: u64,
     pub(super) high_water: u64,
@@ -47,8 +47,8 @@ pub(super) struct Counts {
 /// A peer, and what it has.
 #[derive(Debug)]
 pub(super) struct Borrower {
-    pub(super) page: Arc<Page>,
-    open: Vec<Open>,
+    pub(super) page: Arc<SharedPage>,
+    open: Vec<OpenGrant>,
     unused: Vec<u32>,
     next_pair: u32,
     values: u64,
@@ -60,21 +60,21 @@ pub(super) struct Borrower {
 
 /// A block that a peer has, and how it says that it has let it go.
 #[derive(Debug, Clone, Copy)]
-struct Open {
+struct OpenGrant {
     slot: SlotId,
     pair: u32,
     value: u64,
 }
 
 impl Borrower {
-    pub(super) fn new(page: Page, process: Arc<Process>) -> Borrower {
+    pub(super) fn new(page: SharedPage, process: Arc<Process>) -> Borrower {
         let page = Arc::new(page);
         Borrower { page, open: vec![], unused: vec![], next_pair: 0, values: 0, process, is_leaving: false }
     }
 
     /// Whether it has left and is proven dead: nobody else is told of that any more.
-    pub(super) fn is_dead_and_gone(&self) -> bool {
-        self.is_leaving && self.process.shows(Sign::Proven)
+    pub(super) fn has_left_and_died(&self) -> bool {
+        self.is_leaving && self.process.shows(DeathEvidence::Proven)
     }
 
     #[cfg(test)]
@@ -94,7 +94,7 @@ impl Borrower {
         };
         // Counted for all pairs at once: no word has come to it before.
         self.values += 1;
-        self.open.push(Open { slot, pair, value: self.values });
+        self.open.push(OpenGrant { slot, pair, value: self.values });
         Some((pair, self.values))
     }
 
@@ -121,45 +121,45 @@ impl Borrower {
     }
 
     /// All that it has, whatever its words say.
-    pub(super) fn into_slots(self) -> (Arc<Page>, Vec<SlotId>) {
+    pub(super) fn into_slots(self) -> (Arc<SharedPage>, Vec<SlotId>) {
         (self.page, self.open.iter().map(|open| open.slot).collect())
     }
 
     fn take_released(&mut self) -> Vec<SlotId> {
         let page = &self.page;
         // Exactly the value: what an honest peer leaves, and a scribbler hardly ever.
-        let is_released = |open: &mut Open| page.at::<TimelineWord>(released_at(open.pair)).is(open.value);
-        let released: Vec<Open> = self.open.extract_if(.., is_released).collect();
+        let is_released = |open: &mut OpenGrant| page.at::<TimelineWord>(released_at(open.pair)).is(open.value);
+        let released: Vec<OpenGrant> = self.open.extract_if(.., is_released).collect();
         self.unused.extend(released.iter().map(|open| open.pair));
         released.into_iter().map(|open| open.slot).collect()
     }
 }
 
-impl State {
+impl PoolState {
     /// A peer has the block, too.
     pub(super) fn borrow(&mut self, slot: SlotId) {
         if let Some(block) = self.blocks.get_mut(&slot) {
             block.borrows += 1;
             self.arena.hold(slot);
         }
-        self.note_use();
+        self.update_high_water();
     }
 
     /// Takes back what peers have let go.
     pub(super) fn collect_released(&mut self) {
         let released: Vec<SlotId> = self.borrowers.values_mut().flat_map(Borrower::take_released).collect();
-        released.into_iter().for_each(|slot| self.borrower_lets_go(slot));
+        released.into_iter().for_each(|slot| self.release_borrower(slot));
     }
 
-    pub(super) fn borrower_lets_go(&mut self, slot: SlotId) {
+    pub(super) fn release_borrower(&mut self, slot: SlotId) {
         if let Some(block) = self.blocks.get_mut(&slot) {
             block.borrows -= 1;
             self.let_go(slot);
         }
     }
 
-    pub(super) fn owner_lets_go(&mut self, slot: SlotId) {
-        self.lends.retain(|_, lend| lend.slot != slot);
+    pub(super) fn release_owner(&mut self, slot: SlotId) {
+        self.lent_blocks.retain(|_, lend| lend.slot != slot);
         if let Some(block) = self.blocks.get_mut(&slot) {
             block.is_owned = false;
             self.let_go(slot);
@@ -167,8 +167,8 @@ impl State {
     }
 
     fn let_go(&mut self, slot: SlotId) {
-        self.blocks.retain(|&id, block| id != slot || *block != Block { is_owned: false, borrows: 0 });
-        self.arena.let_go(slot);
+        self.blocks.retain(|&id, block| id != slot || *block != BlockUsers { is_owned: false, borrows: 0 });
+        self.arena.release(slot);
     }
 
     /// Bytes that are not free: held by anybody, or behind a stream that is not done.
@@ -178,14 +178,14 @@ impl State {
 
     /// Bytes that the owner has, and that peers have; what both have counts in both.
     pub(super) fn held(&self) -> (u64, u64) {
-        let bytes = |is_so: fn(&Block) -> bool| {
+        let bytes = |is_so: fn(&BlockUsers) -> bool| {
             let slots = self.blocks.iter().filter(|(_, block)| is_so(block));
             slots.map(|(&slot, _)| self.arena.slot(slot).bytes()).sum()
         };
         (bytes(|block| block.is_owned), bytes(|block| block.borrows > 0))
     }
 
-    pub(super) fn note_use(&mut self) {
+    pub(super) fn update_high_water(&mut self) {
         self.counts.high_water = self.counts.high_water.max(self.used());
     }
 }

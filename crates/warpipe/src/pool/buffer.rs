@@ -4,16 +4,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::core::Core;
+use super::allocator::PoolAllocator;
 use crate::backend::{Access, DevicePtr};
 use crate::device::Device;
-use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
-use crate::link::proof::Streams;
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::{AccessPolicy, Address, IpcServer, Kind};
 use crate::memory::arena::{SlotId, check_limit};
-use crate::memory::mapping::{check_range, copy_out, wait_for};
+use crate::memory::mapped_region::{check_range, copy_out, wait_for};
 use crate::memory::ticket::Ticket;
-use crate::rendezvous::{Address, Admission, Keeper, Kind};
+use crate::runtime::fence::StreamSet;
 use crate::stream::Stream;
 
 /// How a pool is to be. See [`Pool::builder`].
@@ -25,7 +25,7 @@ pub struct PoolBuilder {
     memory_limit: u64,
     reserve: u64,
     wait: Duration,
-    admission: Admission,
+    access_policy: AccessPolicy,
 }
 
 impl PoolBuilder {
@@ -64,19 +64,19 @@ impl PoolBuilder {
     /// user to another is cleared first; but who has had a block has mapped its whole region, and a mapping cannot be
     /// taken back: users who must not read each other get a pool each.
     pub fn allow_uids(mut self, uids: &[u32]) -> Self {
-        self.admission.uids.extend(uids);
+        self.access_policy.uids.extend(uids);
         self
     }
 
     /// Admit processes whose effective group is one of these.
     pub fn allow_gids(mut self, gids: &[u32]) -> Self {
-        self.admission.gids.extend(gids);
+        self.access_policy.gids.extend(gids);
         self
     }
 
     /// The most peers at once: 256 by default.
     pub fn peers_max(mut self, peers: usize) -> Self {
-        self.admission.limits.all = u32::try_from(peers).unwrap_or(u32::MAX);
+        self.access_policy.limits.all = u32::try_from(peers).unwrap_or(u32::MAX);
         self
     }
 
@@ -94,14 +94,14 @@ impl PoolBuilder {
         let domain = self.domain.map_or_else(Domain::from_environment, Ok)?;
         let device = self.device.unwrap_or_else(|| Device::preferred().device);
         check_limit(&device, self.memory_limit)?;
-        let core = Core::new(name.clone(), domain.clone(), device, self.memory_limit)?;
+        let allocator = PoolAllocator::new(name.clone(), domain.clone(), device, self.memory_limit)?;
         if self.reserve > 0 {
-            core.reserve(self.reserve)?;
+            allocator.reserve(self.reserve)?;
         }
         let at = Address { domain: &domain, name: &name, kind: Kind::Pool };
-        let keeper = Keeper::open(&at, self.admission, core.clone())?;
-        let _ = core.generation.set(keeper.desk().generation());
-        Ok(Pool { inner: Arc::new(Inner { _keeper: keeper, core, wait: self.wait }) })
+        let server = IpcServer::open(&at, self.access_policy, allocator.clone())?;
+        let _ = allocator.generation.set(server.server_core().generation());
+        Ok(Pool { inner: Arc::new(PoolInner { _keeper: server, allocator, wait: self.wait }) })
     }
 }
 
@@ -131,21 +131,21 @@ impl PoolBuilder {
 /// ```
 #[derive(Debug, Clone)]
 pub struct Pool {
-    inner: Arc<Inner>,
+    inner: Arc<PoolInner>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct PoolInner {
     /// Dropped first: nobody comes any more.
-    _keeper: Keeper,
-    core: Arc<Core>,
+    _keeper: IpcServer,
+    allocator: Arc<PoolAllocator>,
     wait: Duration,
 }
 
-impl Drop for Inner {
+impl Drop for PoolInner {
     fn drop(&mut self) {
-        if self.core.home.is_here() {
-            self.core.lock().is_closed = true;
+        if self.allocator.owner_process.is_current() {
+            self.allocator.lock().is_closed = true;
         }
     }
 }
@@ -185,18 +185,18 @@ impl Pool {
             memory_limit: 4 << 30,
             reserve: 0,
             wait: Duration::ZERO,
-            admission: Admission::default(),
+            access_policy: AccessPolicy::default(),
         }
     }
 
     /// Its name.
     pub fn name(&self) -> &str {
-        self.inner.core.name.as_str()
+        self.inner.allocator.name.as_str()
     }
 
     /// Its device.
     pub fn device(&self) -> &Device {
-        &self.inner.core.device
+        &self.inner.allocator.device
     }
 
     /// A block of `bytes` bytes, aligned to 512, that nobody uses any more: of what is free, else of a new region
@@ -214,20 +214,20 @@ impl Pool {
     /// # Errors
     /// As [`allocate`](Self::allocate).
     pub fn allocate_timeout(&self, bytes: u64, timeout: Duration) -> Result<Buffer> {
-        let core = &self.inner.core;
-        let slot = core.allocate(bytes, timeout)?;
-        let ptr = core.address(slot);
-        Ok(Buffer { core: core.clone(), slot, ptr, bytes, streams: Arc::default(), is_free: false })
+        let allocator = &self.inner.allocator;
+        let slot = allocator.allocate(bytes, timeout)?;
+        let ptr = allocator.address(slot);
+        Ok(Buffer { allocator: allocator.clone(), slot, ptr, bytes, streams: Arc::default(), is_free: false })
     }
 
     #[cfg(test)]
-    pub(super) fn core(&self) -> &Arc<Core> {
-        &self.inner.core
+    pub(super) fn allocator(&self) -> &Arc<PoolAllocator> {
+        &self.inner.allocator
     }
 
     /// What it has now. In a forked child all is 0.
     pub fn stats(&self) -> PoolStats {
-        let core = &self.inner.core;
+        let allocator = &self.inner.allocator;
         let mut stats = PoolStats {
             regions: 0,
             total_bytes: 0,
@@ -240,9 +240,9 @@ impl Pool {
             waits: 0,
             peers: 0,
         };
-        if core.home.is_here() {
-            let mut state = core.lock();
-            core.reclaim(&mut state);
+        if allocator.owner_process.is_current() {
+            let mut state = allocator.lock();
+            allocator.reclaim(&mut state);
             (stats.regions, stats.total_bytes) = (state.arena.chunks().len(), state.arena.total());
             (stats.limit_bytes, stats.waiting_bytes) = (state.arena.limit(), state.arena.waiting_bytes());
             (stats.in_use_bytes, stats.lent_bytes) = state.held();
@@ -260,11 +260,11 @@ impl Pool {
 /// the block stays with it; [`free`](Buffer::free) waits for as long as it takes.
 #[derive(Debug)]
 pub struct Buffer {
-    core: Arc<Core>,
+    allocator: Arc<PoolAllocator>,
     slot: SlotId,
     ptr: DevicePtr,
     bytes: u64,
-    streams: Arc<Streams>,
+    streams: Arc<StreamSet>,
     is_free: bool,
 }
 
@@ -281,14 +281,14 @@ impl Buffer {
 
     /// Its device.
     pub fn device(&self) -> &Device {
-        &self.core.device
+        &self.allocator.device
     }
 
     /// Says that `stream` is given work on this block. To be called before the work is enqueued: the block is not handed
     /// out again before the stream has done it.
     pub fn used_on(&self, stream: &Stream) {
-        self.streams.note(stream);
-        self.core.streams().note(stream);
+        self.streams.record_use(stream);
+        self.allocator.streams().record_use(stream);
     }
 
     /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be reused at once.
@@ -297,9 +297,9 @@ impl Buffer {
     /// [`Error::Range`]; [`Error::Argument`] for a stream of another device; [`Error::Driver`]; [`Error::Forked`];
     /// [`Error::Timeout`] when too much is on its way behind streams that stand still.
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
-        check_range(self.core.name.as_str(), offset, bytes.len() as u64, self.bytes)?;
-        self.core.home.check()?;
-        stream.check_of(&self.core.device)?;
+        check_range(self.allocator.name.as_str(), offset, bytes.len() as u64, self.bytes)?;
+        self.allocator.owner_process.check()?;
+        stream.check_of(&self.allocator.device)?;
         if bytes.is_empty() {
             return Ok(());
         }
@@ -315,10 +315,10 @@ impl Buffer {
     /// # Errors
     /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`]; [`Error::Forked`].
     pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
-        self.core.home.check()?;
+        self.allocator.owner_process.check()?;
         wait_for(&self.streams, timeout)?;
         // SAFETY: the block is mapped as long as self.
-        unsafe { copy_out(&self.core.device, self.ptr, self.bytes) }
+        unsafe { copy_out(&self.allocator.device, self.ptr, self.bytes) }
     }
 
     /// A ticket with which peers may open this block ([`LentBuffer::open`](crate::LentBuffer::open)), as long as it is
@@ -327,7 +327,7 @@ impl Buffer {
     /// # Errors
     /// [`Error::OwnerGone`] when the pool is closed; [`Error::Os`]; [`Error::Forked`].
     pub fn lend(&self, access: Access) -> Result<Ticket> {
-        self.core.lend(self.slot, self.bytes, access)
+        self.allocator.lend(self.slot, self.bytes, access)
     }
 
     /// Lets the block go behind the work enqueued on `stream` so far, and on the other streams that were named
@@ -337,11 +337,11 @@ impl Buffer {
     /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the block is let go as if it were
     /// dropped; [`Error::Forked`].
     pub fn free(mut self, stream: &Stream) -> Result<()> {
-        self.core.home.check()?;
-        stream.check_of(&self.core.device)?;
+        self.allocator.owner_process.check()?;
+        stream.check_of(&self.allocator.device)?;
         self.used_on(stream);
         self.streams.join(stream)?;
-        self.core.let_go_behind(self.slot, stream)?;
+        self.allocator.release_behind(self.slot, stream)?;
         self.is_free = true;
         Ok(())
     }
@@ -352,22 +352,22 @@ impl Drop for Buffer {
         if self.is_free {
             return;
         }
-        if !self.core.home.is_here() {
+        if !self.allocator.owner_process.is_current() {
             // A forked child: the parent's blocks are not ours to give up.
-            return std::mem::forget(self.core.clone());
+            return std::mem::forget(self.allocator.clone());
         }
-        self.core.lock().lends.retain(|_, lend| lend.slot != self.slot);
-        let (mut proof, slot) = (self.streams.mark_busy(), self.slot);
-        if proof.is_passed() {
-            return self.core.let_go(slot);
+        self.allocator.lock().lent_blocks.retain(|_, lend| lend.slot != self.slot);
+        let (mut fence, slot) = (self.streams.fence_busy(), self.slot);
+        if fence.is_reached() {
+            return self.allocator.release(slot);
         }
-        let core = self.core.clone();
-        self.core.watcher().retire(move || {
-            let is_passed = proof.is_passed();
-            if is_passed {
-                core.let_go(slot);
+        let allocator = self.allocator.clone();
+        self.allocator.reactor().drop_after(move || {
+            let is_reached = fence.is_reached();
+            if is_reached {
+                allocator.release(slot);
             }
-            is_passed
+            is_reached
         });
     }
 }

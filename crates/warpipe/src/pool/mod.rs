@@ -9,23 +9,23 @@
 //! the owner's by a word on a board of its own, a borrower's by its word, a dead one's by the proof of its death and of
 //! our own streams. What a peer writes into its page decides about nothing but the blocks that it has itself.
 
-mod account;
+mod allocator;
 mod block;
 mod buffer;
-mod core;
-mod counter;
-mod marks;
+mod client;
+mod last_writers;
+mod server;
 #[cfg(test)]
 mod tests;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::account::{LentBuffer, PoolClient};
 pub use self::buffer::{Buffer, Pool, PoolBuilder, PoolStats};
+pub use self::client::{LentBuffer, PoolClient};
 use crate::backend::{Access, DeviceId, TimelineWord};
 use crate::memory::ticket::Incarnation;
 
-crate::rendezvous::messages!(Grant, Hello, Reception, Wish);
+crate::ipc::messages!(AllocReply, Hello, HelloReply, AllocRequest);
 
 /// The most blocks that one peer may have at once.
 const PAIRS_MAX: u32 = 1024;
@@ -54,14 +54,14 @@ struct Hello {
 
 /// The owner's answer; with a welcome goes the page.
 #[derive(Debug, Serialize, Deserialize)]
-enum Reception {
+enum HelloReply {
     Welcome { owner: DeviceId, page_bytes: u64 },
     Expired,
 }
 
 /// What a peer asks for.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-enum Wish {
+enum AllocRequest {
     /// The block that was lent under this number.
     Lent(u64),
     /// A block of its own.
@@ -70,8 +70,8 @@ enum Wish {
 
 /// The owner's answer; with a block goes its region.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-enum Grant {
-    Block(Lending),
+enum AllocReply {
+    Block(BlockGrant),
     /// Taken back, or never lent.
     Returned,
     Full {
@@ -84,7 +84,7 @@ enum Grant {
 
 /// Where a block is, and by which words it is given back.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-struct Lending {
+struct BlockGrant {
     region: u32,
     mapped: u64,
     offset: u64,

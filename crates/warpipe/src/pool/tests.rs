@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
 use std::time::{Duration, Instant};
 
-use super::block::Block;
-use super::core::{Core, Taken};
+use super::allocator::{AllocOutcome, PoolAllocator};
+use super::block::BlockUsers;
 use super::*;
 use crate::backend::testing::{Hook, Wrapped};
 use crate::error::Expiry;
-use crate::link::peer::Process;
-use crate::link::watcher::{Next, Watched};
-use crate::rendezvous::encode;
+use crate::ipc::encode;
+use crate::ipc::peer::Process;
+use crate::runtime::reactor::{EventSource, Next};
 use crate::{Device, Domain, Error, Kind, Memory, Stream, Ticket};
 
 const WAIT: Duration = Duration::from_secs(10);
@@ -232,21 +232,23 @@ fn a_client_waits_for_what_others_let_go_and_has_a_limit_of_blocks() {
 #[test]
 fn a_block_that_passes_to_another_user_is_cleared_and_else_it_is_not() {
     let stage = Stage::new("clear");
-    let core = stage.pool.core();
+    let allocator = stage.pool.allocator();
     let stream = stage.device.stream().unwrap();
-    for (uid, is_cleared) in [(core.uid, false), (core.uid + 1, true)] {
+    for (uid, is_cleared) in [(allocator.uid, false), (allocator.uid + 1, true)] {
         let block = stage.pool.allocate(2 * MIB).unwrap();
         block.write(&stream, MIB, b"secret").unwrap();
         block.free(&stream).unwrap();
-        let Taken::Block { slot, cleared_at } = core.take(MIB + 8, uid, Block::owned()).unwrap() else {
+        let AllocOutcome::Block { slot, cleared_at } = allocator.take(MIB + 8, uid, BlockUsers::owned()).unwrap()
+        else {
             panic!("it is free");
         };
         assert_eq!(cleared_at.is_some(), is_cleared);
-        core.wait_until_clear(slot, cleared_at).unwrap();
+        allocator.wait_until_clear(slot, cleared_at).unwrap();
         // SAFETY: the block is mapped as long as the pool is.
-        let bytes = unsafe { crate::memory::mapping::copy_out(&stage.device, core.address(slot), MIB + 8) }.unwrap();
+        let bytes =
+            unsafe { crate::memory::mapped_region::copy_out(&stage.device, allocator.address(slot), MIB + 8) }.unwrap();
         assert_eq!(&bytes[MIB as usize..], if is_cleared { &[0; 8] } else { b"secret\0\0" });
-        core.let_go(slot);
+        allocator.release(slot);
     }
     let again = stage.pool.allocate(8).unwrap();
     assert_eq!(again.to_vec(WAIT).unwrap(), [0; 8], "what the other user had is cleared for us, too");
@@ -255,17 +257,19 @@ fn a_block_that_passes_to_another_user_is_cleared_and_else_it_is_not() {
 /// Sees whether a pool's lock is free while the device is given work.
 #[derive(Debug, Default)]
 struct Unlocked {
-    core: OnceLock<Weak<Core>>,
+    allocator: OnceLock<Weak<PoolAllocator>>,
     calls: AtomicU32,
     is_held: AtomicBool,
 }
 
 impl Hook for Unlocked {
     fn before(&self, method: &'static str) -> crate::Result<()> {
-        if let Some(core) = self.core.get().and_then(Weak::upgrade).filter(|_| ["zero", "batch"].contains(&method)) {
+        if let Some(allocator) =
+            self.allocator.get().and_then(Weak::upgrade).filter(|_| ["zero", "batch"].contains(&method))
+        {
             self.calls.fetch_add(1, Relaxed);
             // Another thread may have it for a moment, this one until the call returns.
-            self.is_held.fetch_or(!eventually(|| core.try_lock().is_some()), Relaxed);
+            self.is_held.fetch_or(!eventually(|| allocator.try_lock().is_some()), Relaxed);
         }
         Ok(())
     }
@@ -275,13 +279,14 @@ impl Hook for Unlocked {
 fn a_pools_lock_is_free_while_the_device_is_told_to_clear_a_block() {
     let wrapped = Wrapped::new(Device::host().backend().clone(), Unlocked::default());
     let stage = Stage::on("unlocked", Device::from_backend(wrapped.clone()));
-    let core = stage.pool.core();
-    let Taken::Block { slot, .. } = core.take(2 * MIB, core.uid + 1, Block::owned()).unwrap() else {
+    let allocator = stage.pool.allocator();
+    let AllocOutcome::Block { slot, .. } = allocator.take(2 * MIB, allocator.uid + 1, BlockUsers::owned()).unwrap()
+    else {
         panic!("it is free");
     };
-    core.let_go(slot);
+    allocator.release(slot);
     let client = PoolClient::open(&stage.domain, "pool", &Device::host()).unwrap();
-    wrapped.hook().core.set(core.me.clone()).unwrap();
+    wrapped.hook().allocator.set(allocator.me.clone()).unwrap();
     let lent = client.allocate(2 * MIB).unwrap();
     assert_eq!(lent.to_vec(WAIT).unwrap()[..8], [0; 8]);
     let hook = wrapped.hook();
@@ -306,7 +311,7 @@ fn ranges_and_access_are_kept_to() {
 }
 
 #[test]
-fn what_a_peer_scribbles_into_its_page_frees_nothing() {
+fn garbage_in_a_peers_page_frees_nothing() {
     let stage = Stage::new("scribble");
     let client = stage.client();
     let own = stage.pool.allocate(MIB).unwrap();
@@ -323,7 +328,7 @@ fn what_a_peer_scribbles_into_its_page_frees_nothing() {
 /// Told of every tick.
 struct Clock(Mutex<mpsc::Sender<()>>);
 
-impl Watched for Clock {
+impl EventSource for Clock {
     fn on_ready(&self, _: u64) -> Next {
         Next::Stop
     }
@@ -334,25 +339,25 @@ impl Watched for Clock {
 }
 
 #[test]
-fn the_watcher_does_not_wait_for_who_is_in_a_call_of_the_driver_with_a_pools_lock() {
+fn the_reactor_does_not_wait_for_who_is_in_a_call_of_the_driver_with_a_pools_lock() {
     let stage = Stage::new("tick");
-    let core = stage.pool.core();
-    let held = core.lock();
+    let allocator = stage.pool.allocator();
+    let held = allocator.lock();
     let (tell, told) = mpsc::channel();
-    let clock: Arc<dyn Watched> = Arc::new(Clock(Mutex::new(tell)));
-    core.watcher().tick(Arc::downgrade(&clock));
+    let clock: Arc<dyn EventSource> = Arc::new(Clock(Mutex::new(tell)));
+    allocator.reactor().register_ticks(Arc::downgrade(&clock));
     // The second one comes when the pool has had its tick in between.
-    (0..2).for_each(|_| told.recv_timeout(WAIT).expect("the watcher goes on"));
+    (0..2).for_each(|_| told.recv_timeout(WAIT).expect("the reactor goes on"));
     drop(held);
 }
 
 #[test]
-fn a_block_that_is_granted_when_its_asker_has_given_up_comes_back() {
+fn a_block_granted_after_its_client_gave_up_comes_back() {
     let stage = Stage::new("late");
     let client = stage.client();
-    let held = stage.pool.core().lock();
-    let wish = encode(&Wish::Block { bytes: MIB }).unwrap();
-    let late = client.visitor().ask(&wish, Duration::from_millis(10)).unwrap_err();
+    let held = stage.pool.allocator().lock();
+    let wish = encode(&AllocRequest::Block { bytes: MIB }).unwrap();
+    let late = client.session().request(&wish, Duration::from_millis(10)).unwrap_err();
     assert!(matches!(late, Error::Timeout { .. }), "{late}");
     drop(held);
     assert!(eventually(|| stage.pool.stats().allocations == 1), "it is granted");
@@ -361,13 +366,13 @@ fn a_block_that_is_granted_when_its_asker_has_given_up_comes_back() {
 }
 
 #[test]
-fn who_says_goodbye_with_a_block_and_dies_later_gives_it_back_then() {
+fn a_block_of_a_peer_that_closed_gracefully_comes_back_at_its_death() {
     let stage = Stage::new("goodbye");
     let client = stage.client();
     let block = client.allocate(2 * MIB).unwrap();
-    let core = stage.pool.core();
+    let allocator = stage.pool.allocator();
     let goodbye = |process| {
-        let mut state = core.lock();
+        let mut state = allocator.lock();
         let borrower = state.borrowers.values_mut().next().unwrap();
         borrower.is_leaving = true;
         borrower.set_process(process);

@@ -1,12 +1,12 @@
 //! A slot on loan for a job's input or its result.
 
 use crate::backend::DevicePtr;
-use crate::channel::{SampleMut, SlotHold};
 use crate::error::Result;
+use crate::pubsub::{SampleMut, SlotHold};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
-use super::wire::{Ticket, check_user};
+use super::wire::{DeliveryTag, check_user};
 
 /// Device memory on loan: of the queue for a job's input ([`Queue::loan`](super::Queue::loan)), or of the worker for
 /// its result ([`Lease::output`](super::Lease::output)). Fill it on a stream, then submit or complete with it on that
@@ -18,7 +18,7 @@ pub struct Loan {
     pub(super) sample: SampleMut,
     pub(super) metadata: Vec<u8>,
     /// Of a result: the lease that it is for.
-    pub(super) lease: Option<Ticket>,
+    pub(super) lease: Option<DeliveryTag>,
 }
 
 impl Loan {
@@ -26,7 +26,7 @@ impl Loan {
         Loan { sample, metadata: Vec::new(), lease: None }
     }
 
-    pub(super) fn of_lease(sample: SampleMut, lease: Ticket) -> Loan {
+    pub(super) fn of_lease(sample: SampleMut, lease: DeliveryTag) -> Loan {
         Loan { lease: Some(lease), ..Loan::new(sample) }
     }
 

@@ -6,38 +6,38 @@
 //! cannot write into a result that was accepted.
 //!
 //! Two links make one worker: the queue publishes jobs and the worker subscribes, the worker publishes answers and the
-//! queue subscribes. Both are the channel's; what is here is bookkeeping of the queue's owner alone ([`ledger`]), what
-//! is written beside the tensors ([`wire`]), and who looks when ([`desk`]).
+//! queue subscribes. Both are the channel's; what is here is bookkeeping of the queue's owner alone ([`job_table`]), what
+//! is written beside the tensors ([`wire`]), and who looks when ([`dispatcher`]).
 
-mod desk;
-mod duty;
-mod giving;
-mod handle;
 #[cfg(test)]
-mod held_up;
-mod ledger;
+mod blocked_driver;
+mod delivery;
+mod dispatcher;
+mod job_handle;
+mod job_table;
+mod lease;
 mod loan;
 mod owner;
-mod recruit;
-mod seat;
+mod pending_workers;
 #[cfg(test)]
 mod tests;
 mod watch;
 pub(crate) mod wire;
 mod worker;
+mod worker_session;
 
-pub use duty::{AnswerError, Duty, Lease};
-pub use handle::{JobHandle, JobResult};
+pub use job_handle::{JobHandle, JobResult};
+pub use lease::{AnswerError, Duty, Lease};
 pub use loan::Loan;
 pub use owner::{Order, Queue, QueueBuilder, QueueState, SubmitError};
 pub use watch::QueueWatch;
 pub use worker::{Worker, WorkerBuilder};
 
-use crate::domain::EndpointName;
 use crate::error::Result;
+use crate::ipc::domain::EndpointName;
 
 /// The name under which a worker that says it is `generation` publishes its answers.
-fn answers_of(queue: &str, generation: [u8; 16]) -> Result<EndpointName> {
+fn results_name(queue: &str, generation: [u8; 16]) -> Result<EndpointName> {
     let [a, b, ..] =
         [&generation[..8], &generation[8..]].map(|half| half.iter().fold(0u64, |n, &b| n << 8 | u64::from(b)));
     EndpointName::new(&format!("{queue}/worker-{:016x}", a ^ b.rotate_left(1)))

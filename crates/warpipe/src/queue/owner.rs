@@ -3,24 +3,24 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::answers_of;
-use super::desk::Desk;
-use super::giving::Books;
-use super::handle::{JobHandle, JobResult, receive};
-use super::ledger::{Ledger, Rules};
+use super::delivery::JobTableGuard;
+use super::dispatcher::Dispatcher;
+use super::job_handle::{JobHandle, JobResult, into_result};
+use super::job_table::{JobTable, QueueRules};
 use super::loan::Loan;
+use super::results_name;
 use super::watch::QueueWatch;
-use crate::channel::{Observer, Policy, Publisher};
 use crate::device::Device;
-use crate::domain::{Domain, EndpointName};
 use crate::error::{Error, Result};
-use crate::link::wake::Bell;
-use crate::rendezvous::Kind;
+use crate::ipc::Kind;
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::pubsub::{Policy, Publisher, SubscriberChanges};
+use crate::runtime::doorbell::LocalDoorbell;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
 /// The most jobs that one worker may hold.
-const CREDITS_MAX: u32 = 256;
+const PREFETCH_MAX: u32 = 256;
 
 /// In which order [`Queue::next_result`] gives results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub struct QueueBuilder {
     name: String,
     domain: Option<Domain>,
     device: Option<Device>,
-    credits: u32,
+    prefetch: u32,
     max_attempts: u32,
     lease_timeout: Option<Duration>,
     order: Order,
@@ -63,12 +63,12 @@ impl QueueBuilder {
     }
 
     /// How many jobs a worker may hold at once, 1 to 256: 2 by default, so that the next one is there when one is done.
-    pub fn credits(mut self, jobs: u32) -> Self {
-        self.credits = jobs;
+    pub fn prefetch(mut self, jobs: u32) -> Self {
+        self.prefetch = jobs;
         self
     }
 
-    /// How often a job is tried before it is buried: 3 by default.
+    /// How often a job is tried before it is dead-lettered: 3 by default.
     pub fn max_attempts(mut self, attempts: u32) -> Self {
         self.max_attempts = attempts;
         self
@@ -138,12 +138,12 @@ impl QueueBuilder {
     pub fn build(self) -> Result<Queue> {
         self.check()?;
         let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
-        let observer = Arc::new(Observer::new()?);
+        let observer = Arc::new(SubscriberChanges::new()?);
         let builder = Publisher::builder(&self.name)
             .domain(&domain)
             .policy(Policy::DropNewest)
-            // More than credits: what a late worker has not released takes a place.
-            .depth((2 * self.credits).next_power_of_two().max(16))
+            // More than the prefetch: what a late worker has not released takes a place.
+            .depth((2 * self.prefetch).next_power_of_two().max(16))
             .memory_limit(self.memory_limit)
             .loan_timeout(self.submit_timeout)
             .subscribers_max(self.workers_max)
@@ -151,21 +151,21 @@ impl QueueBuilder {
             .kind(Kind::Queue)
             .observed_by(&observer);
         let builder = self.device.iter().fold(builder, |builder, device| builder.device(device));
-        let rules = Rules {
-            credits: self.credits,
+        let rules = QueueRules {
+            prefetch: self.prefetch,
             max_attempts: self.max_attempts,
             lease_timeout: self.lease_timeout,
             order: self.order,
         };
-        let desk = Desk::new(self, domain, builder.build()?, observer, Ledger::new(rules))?;
-        Ok(Queue { desk })
+        let dispatcher = Dispatcher::new(self, domain, builder.build()?, observer, JobTable::new(rules))?;
+        Ok(Queue { dispatcher })
     }
 
     fn check(&self) -> Result<()> {
         EndpointName::new(&self.name)?;
-        answers_of(&self.name, [0; 16])?;
-        if self.credits == 0 || self.credits > CREDITS_MAX {
-            return Err(Error::argument("credits", self.credits, format!("1 to {CREDITS_MAX}")));
+        results_name(&self.name, [0; 16])?;
+        if self.prefetch == 0 || self.prefetch > PREFETCH_MAX {
+            return Err(Error::argument("prefetch", self.prefetch, format!("1 to {PREFETCH_MAX}")));
         }
         if self.max_attempts == 0 {
             return Err(Error::argument("max_attempts", 0, "at least 1"));
@@ -189,7 +189,7 @@ pub struct QueueState {
     pub waiting: usize,
     /// Jobs that workers hold.
     pub leased: usize,
-    /// Jobs that are done or buried, and whose outcome was not taken.
+    /// Jobs that are done or dead-lettered, and whose outcome was not taken.
     pub finished: usize,
 }
 
@@ -224,7 +224,7 @@ pub struct QueueState {
 /// ```
 #[derive(Debug)]
 pub struct Queue {
-    pub(super) desk: Arc<Desk>,
+    pub(super) dispatcher: Arc<Dispatcher>,
 }
 
 impl Queue {
@@ -234,7 +234,7 @@ impl Queue {
             name: name.to_string(),
             domain: None,
             device: None,
-            credits: 2,
+            prefetch: 2,
             max_attempts: 3,
             lease_timeout: None,
             order: Order::Submission,
@@ -249,12 +249,12 @@ impl Queue {
 
     /// Its name.
     pub fn name(&self) -> &str {
-        self.desk.publisher.name()
+        self.dispatcher.publisher.name()
     }
 
     /// Its device.
     pub fn device(&self) -> &Device {
-        self.desk.publisher.device()
+        self.dispatcher.publisher.device()
     }
 
     /// Lends memory for a job's input.
@@ -262,7 +262,7 @@ impl Queue {
     /// # Errors
     /// Those of [`Publisher::loan`](crate::Publisher::loan): inputs come back when their jobs are done.
     pub fn loan(&self, layout: &Layout) -> Result<Loan> {
-        self.desk.publisher.loan(layout).map(Loan::new)
+        self.dispatcher.publisher.loan(layout).map(Loan::new)
     }
 
     /// Hands in a job behind the work enqueued on `stream`. Waits for room, not for a worker, nor for the device.
@@ -272,7 +272,7 @@ impl Queue {
     /// by the driver (its stream's launch queue is full); for a stream of another device, [`Error::Argument`].
     /// [`Error::QueueClosed`]; [`Error::Driver`]; [`Error::Forked`].
     pub fn submit(&self, input: Loan, stream: &Stream) -> Result<JobHandle, SubmitError> {
-        self.submit_before(input, stream, 0, self.desk.options.submit_timeout)
+        self.submit_before(input, stream, 0, self.dispatcher.options.submit_timeout)
     }
 
     /// [`submit`](Self::submit) with another wait for room.
@@ -290,7 +290,7 @@ impl Queue {
     /// [`Error::QueueFull`]; [`Error::Timeout`], as [`submit`](Self::submit); [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
         // A queue that is shut refuses the job itself.
-        self.desk.attend_entry(timeout, |_| Some(()))
+        self.dispatcher.wait_to_submit(timeout, |_| Some(()))
     }
 
     /// Puts back a result that was taken and not used: its [`JobHandle`], or [`next_result`](Self::next_result), gives it
@@ -299,9 +299,9 @@ impl Queue {
     /// # Errors
     /// [`Error::NoSuchJob`] for a result that this queue does not miss; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn put_back(&self, result: JobResult) -> Result<()> {
-        self.desk.home.check()?;
+        self.dispatcher.owner_process.check()?;
         let job = result.job();
-        if !self.desk.put_back(result)? {
+        if !self.dispatcher.put_back(result)? {
             return Err(Error::NoSuchJob { name: self.name().to_string(), job });
         }
         Ok(())
@@ -325,21 +325,21 @@ impl Queue {
         deadline_ns: u64,
         timeout: Duration,
     ) -> Result<JobHandle, SubmitError> {
-        let desk = &self.desk;
-        if !desk.publisher.lent(&input.sample) {
+        let dispatcher = &self.dispatcher;
+        if !dispatcher.publisher.lent(&input.sample) {
             let error = Error::argument("input", "a loan of somebody else", "one of this queue's `loan`");
             return Err(SubmitError { error, loan: Some(Box::new(input)) });
         }
         let mut input = Some(input);
-        let enter = |books: &mut Books<'_>| {
-            if books.is_shut {
-                return Some(Err(SubmitError { error: desk.gone(), loan: None }));
+        let enter = |guard: &mut JobTableGuard<'_>| {
+            if guard.is_shut {
+                return Some(Err(SubmitError { error: dispatcher.gone(), loan: None }));
             }
-            Some(desk.enter(books, input.take()?, stream, deadline_ns))
+            Some(dispatcher.enter(guard, input.take()?, stream, deadline_ns))
         };
-        let entered = desk.attend_entry(timeout, enter);
+        let entered = dispatcher.wait_to_submit(timeout, enter);
         let failed = match entered {
-            Ok(Ok(id)) => return Ok(JobHandle::new(&self.desk, id)),
+            Ok(Ok(id)) => return Ok(JobHandle::new(&self.dispatcher, id)),
             Ok(Err(failed)) => failed,
             Err(error) => SubmitError { error, loan: None },
         };
@@ -351,32 +351,32 @@ impl Queue {
     /// The next result, in the builder's [`Order`], of a job whose [`JobHandle`] has not taken it. Waits for it.
     ///
     /// # Errors
-    /// [`Error::Timeout`], also when there is no job; [`Error::Buried`] and [`Error::Rejected`], once, in that job's
+    /// [`Error::Timeout`], also when there is no job; [`Error::DeadLettered`] and [`Error::Rejected`], once, in that job's
     /// place; [`Error::Argument`] for a stream of another device; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn next_result(&self, stream: &Stream, timeout: Duration) -> Result<JobResult> {
         stream.check_of(self.device())?;
         let late = || Error::Timeout { what: format!("a result of {:?}", self.name()), waited: timeout };
-        let (id, outcome) = self.desk.attend(timeout, |ledger| ledger.take_next().map(Ok), late)?;
-        receive(self.name(), id, outcome, stream)
+        let (id, outcome) = self.dispatcher.wait_until(timeout, |table| table.take_next().map(Ok), late)?;
+        into_result(self.name(), id, outcome, stream)
     }
 
-    /// Waits until every job is done or buried. Their outcomes stay to be taken.
+    /// Waits until every job is done or dead-lettered. Their outcomes stay to be taken.
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn drain(&self, timeout: Duration) -> Result<()> {
         let late = || Error::Timeout { what: format!("the end of the jobs of {:?}", self.name()), waited: timeout };
-        self.desk.attend(timeout, |ledger| (ledger.unfinished() == 0).then_some(Ok(())), late)
+        self.dispatcher.wait_until(timeout, |table| (table.unfinished() == 0).then_some(Ok(())), late)
     }
 
-    /// Takes no more jobs, and waits until every one is done or buried. The outcomes stay to be taken, and the
+    /// Takes no more jobs, and waits until every one is done or dead-lettered. The outcomes stay to be taken, and the
     /// workers stay attached, until the queue is dropped.
     ///
     /// # Errors
     /// As [`drain`](Self::drain); the queue is shut all the same.
     pub fn shutdown(&self, timeout: Duration) -> Result<()> {
-        self.desk.home.check()?;
-        self.desk.lock().is_shut = true;
+        self.dispatcher.owner_process.check()?;
+        self.dispatcher.lock().is_shut = true;
         self.drain(timeout)
     }
 
@@ -386,8 +386,8 @@ impl Queue {
     /// [`Error::Timeout`]; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn wait_for_workers(&self, count: usize, timeout: Duration) -> Result<()> {
         let late = || Error::Timeout { what: format!("worker {count} of {:?}", self.name()), waited: timeout };
-        let is_there = |ledger: &Ledger| ledger.seats.iter().filter(|seat| seat.is_open()).count() >= count;
-        self.desk.attend(timeout, |ledger| is_there(ledger).then_some(Ok(())), late)
+        let is_there = |table: &JobTable| table.sessions.iter().filter(|session| session.is_open()).count() >= count;
+        self.dispatcher.wait_until(timeout, |table| is_there(table).then_some(Ok(())), late)
     }
 
     /// How it fares just now.
@@ -395,14 +395,14 @@ impl Queue {
     /// # Errors
     /// [`Error::Forked`].
     pub fn state(&self) -> Result<QueueState> {
-        self.desk.home.check()?;
-        let mut ledger = self.desk.lock();
-        self.desk.catch_up(&mut ledger);
+        self.dispatcher.owner_process.check()?;
+        let mut table = self.dispatcher.lock();
+        self.dispatcher.catch_up(&mut table);
         Ok(QueueState {
-            workers: ledger.seats.iter().filter(|seat| seat.is_open()).map(|seat| seat.pid).collect(),
-            waiting: ledger.waiting(),
-            leased: ledger.seats.iter().map(|seat| seat.leases.len()).sum(),
-            finished: ledger.len() - ledger.unfinished(),
+            workers: table.sessions.iter().filter(|session| session.is_open()).map(|session| session.pid).collect(),
+            waiting: table.waiting(),
+            leased: table.sessions.iter().map(|session| session.leases.len()).sum(),
+            finished: table.len() - table.unfinished(),
         })
     }
 
@@ -411,34 +411,34 @@ impl Queue {
     /// # Errors
     /// [`Error::Os`], [`Error::DescriptorLimit`]; [`Error::Forked`].
     pub fn watch(&self) -> Result<QueueWatch> {
-        self.desk.home.check()?;
-        let bell = Arc::new(Bell::new()?);
-        self.desk.lock().watches.push(Arc::downgrade(&bell));
-        Ok(QueueWatch::new(bell))
+        self.dispatcher.owner_process.check()?;
+        let doorbell = Arc::new(LocalDoorbell::new()?);
+        self.dispatcher.lock().watches.push(Arc::downgrade(&doorbell));
+        Ok(QueueWatch::new(doorbell))
     }
 
     /// Device memory taken for inputs so far and its limit, in bytes.
     pub fn memory_in_use(&self) -> (u64, u64) {
-        self.desk.publisher.memory_in_use()
+        self.dispatcher.publisher.memory_in_use()
     }
 }
 
 #[cfg(test)]
 impl Queue {
     /// Ends the links of all workers.
-    pub(crate) fn turn_all_away(&self, reason: &str) {
-        let publisher = &self.desk.publisher;
-        publisher.members().iter().for_each(|member| publisher.expel(member.id, reason));
+    pub(crate) fn expel_all(&self, reason: &str) {
+        let publisher = &self.dispatcher.publisher;
+        publisher.linked_subscribers().iter().for_each(|member| publisher.expel(member.id, reason));
     }
 }
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        if self.desk.home.is_here() {
-            self.desk.close();
+        if self.dispatcher.owner_process.is_current() {
+            self.dispatcher.close();
         } else {
             // A forked child: the parent's queue is not ours to close.
-            std::mem::forget(self.desk.clone());
+            std::mem::forget(self.dispatcher.clone());
         }
     }
 }

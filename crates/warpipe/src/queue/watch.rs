@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use crate::link::wake::Bell;
+use crate::runtime::doorbell::LocalDoorbell;
 
 /// A descriptor of one event loop (`eventfd`), readable when something has become of a queue's jobs: then
 /// [`quiet`](Self::quiet) it and look, in this order. It may ring for nothing. Rings as long as it lives, and once more
@@ -31,22 +31,22 @@ use crate::link::wake::Bell;
 /// ```
 #[derive(Debug)]
 pub struct QueueWatch {
-    bell: Arc<Bell>,
+    doorbell: Arc<LocalDoorbell>,
 }
 
 impl QueueWatch {
-    pub(super) fn new(bell: Arc<Bell>) -> QueueWatch {
-        QueueWatch { bell }
+    pub(super) fn new(doorbell: Arc<LocalDoorbell>) -> QueueWatch {
+        QueueWatch { doorbell }
     }
 
     /// Takes in what has rung so far.
     pub fn quiet(&self) {
-        self.bell.drain();
+        self.doorbell.drain();
     }
 }
 
 impl AsFd for QueueWatch {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
+        self.doorbell.as_fd()
     }
 }

@@ -9,7 +9,7 @@
 //! holds breaks the protocol.
 
 use crate::error::{Error, Result};
-use crate::link::entry::{Metadata, Violation};
+use crate::pubsub::entry::{Metadata, Violation};
 
 /// The most bytes of the user's own that travel with a job or its result.
 pub const JOB_META_BYTES_MAX: usize = 200;
@@ -20,7 +20,7 @@ const ANSWER_BYTES: usize = 13;
 
 /// A job's place in its queue, as it is told to its worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Ticket {
+pub(crate) struct DeliveryTag {
     pub(crate) job: u64,
     /// How often the job has been given out, with this time.
     pub(crate) number: u32,
@@ -30,7 +30,7 @@ pub(crate) struct Ticket {
     pub(crate) deadline_ns: u64,
 }
 
-impl Ticket {
+impl DeliveryTag {
     /// With the user's bytes behind it.
     pub(crate) fn encode(&self, user: &[u8]) -> Result<Metadata> {
         let mut bytes = Vec::with_capacity(JOB_BYTES + user.len());
@@ -44,22 +44,22 @@ impl Ticket {
     }
 
     /// The ticket; the user's bytes begin at [`user_of_job`].
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Ticket, Violation> {
+    pub(crate) fn decode(bytes: &[u8]) -> Result<DeliveryTag, Violation> {
         let wrong = || violation("job metadata", format!("{} bytes", bytes.len()), "a job's ticket");
         let (head, user) = bytes.split_at_checked(JOB_BYTES).ok_or_else(wrong)?;
         if head[0] != JOB || user.len() > JOB_META_BYTES_MAX {
             return Err(wrong());
         }
-        let ticket = Ticket {
+        let tag = DeliveryTag {
             job: u64_at(head, 1),
             number: u32_at(head, 9),
             attempt: u32_at(head, 13),
             deadline_ns: u64_at(head, 17),
         };
-        if ticket.job == 0 || ticket.number == 0 || ticket.attempt == 0 {
-            return Err(violation("job ticket", format!("{ticket:?}"), "numbers from 1"));
+        if tag.job == 0 || tag.number == 0 || tag.attempt == 0 {
+            return Err(violation("job ticket", format!("{tag:?}"), "numbers from 1"));
         }
-        Ok(ticket)
+        Ok(tag)
     }
 }
 
@@ -75,7 +75,7 @@ pub(crate) fn user_of_answer(bytes: &[u8]) -> &[u8] {
 
 /// What became of a lease.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Verdict {
+pub(crate) enum AnswerKind {
     /// The sample is the result.
     Completed,
     /// It costs an attempt.
@@ -93,17 +93,17 @@ pub(crate) enum Verdict {
 pub(crate) struct Answer {
     pub(crate) job: u64,
     pub(crate) number: u32,
-    pub(crate) verdict: Verdict,
+    pub(crate) kind: AnswerKind,
 }
 
 impl Answer {
     pub(crate) fn encode(&self, user: &[u8]) -> Result<Metadata> {
-        let (kind, rest) = match &self.verdict {
-            Verdict::Completed => (1, check_user(user)?),
-            Verdict::Failed(reason) => (2, cut(reason)),
-            Verdict::Returned => (3, &[][..]),
-            Verdict::Rejected(reason) => (4, cut(reason)),
-            Verdict::Expired => (5, &[][..]),
+        let (kind, rest) = match &self.kind {
+            AnswerKind::Completed => (1, check_user(user)?),
+            AnswerKind::Failed(reason) => (2, cut(reason)),
+            AnswerKind::Returned => (3, &[][..]),
+            AnswerKind::Rejected(reason) => (4, cut(reason)),
+            AnswerKind::Expired => (5, &[][..]),
         };
         let mut bytes = vec![kind];
         bytes.extend(self.job.to_le_bytes());
@@ -119,15 +119,15 @@ impl Answer {
             return Err(wrong());
         }
         let reason = || String::from_utf8_lossy(rest).chars().filter(|c| !c.is_control()).collect::<String>();
-        let verdict = match (head[0], rest.is_empty()) {
-            (1, _) => Verdict::Completed,
-            (2, _) => Verdict::Failed(reason()),
-            (3, true) => Verdict::Returned,
-            (4, _) => Verdict::Rejected(reason()),
-            (5, true) => Verdict::Expired,
+        let kind = match (head[0], rest.is_empty()) {
+            (1, _) => AnswerKind::Completed,
+            (2, _) => AnswerKind::Failed(reason()),
+            (3, true) => AnswerKind::Returned,
+            (4, _) => AnswerKind::Rejected(reason()),
+            (5, true) => AnswerKind::Expired,
             (kind, _) => return Err(violation("answer kind", kind, "1 to 5")),
         };
-        Ok(Answer { job: u64_at(head, 1), number: u32_at(head, 9), verdict })
+        Ok(Answer { job: u64_at(head, 1), number: u32_at(head, 9), kind })
     }
 }
 
@@ -160,24 +160,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ticket_comes_out_as_it_went_in() {
-        let ticket = Ticket { job: 7, number: 3, attempt: 2, deadline_ns: 9 };
-        let metadata = ticket.encode(b"mine").unwrap();
-        assert_eq!(Ticket::decode(metadata.as_bytes()).unwrap(), ticket);
+    fn a_delivery_tag_decodes_as_it_was_encoded() {
+        let tag = DeliveryTag { job: 7, number: 3, attempt: 2, deadline_ns: 9 };
+        let metadata = tag.encode(b"mine").unwrap();
+        assert_eq!(DeliveryTag::decode(metadata.as_bytes()).unwrap(), tag);
         assert_eq!(user_of_job(metadata.as_bytes()), b"mine");
-        assert!(ticket.encode(&[0; JOB_META_BYTES_MAX]).is_ok());
-        assert!(ticket.encode(&[0; JOB_META_BYTES_MAX + 1]).is_err());
+        assert!(tag.encode(&[0; JOB_META_BYTES_MAX]).is_ok());
+        assert!(tag.encode(&[0; JOB_META_BYTES_MAX + 1]).is_err());
     }
 
     #[test]
     fn every_answer_comes_out_as_it_went_in_and_long_reasons_are_cut() {
-        let verdicts = [Verdict::Completed, Verdict::Failed("why".into()), Verdict::Returned, Verdict::Expired];
-        for verdict in verdicts {
-            let answer = Answer { job: 1, number: 2, verdict };
+        let kinds =
+            [AnswerKind::Completed, AnswerKind::Failed("why".into()), AnswerKind::Returned, AnswerKind::Expired];
+        for kind in kinds {
+            let answer = Answer { job: 1, number: 2, kind };
             assert_eq!(Answer::decode(answer.encode(b"").unwrap().as_bytes()).unwrap(), answer);
         }
-        let long = Answer { job: 1, number: 2, verdict: Verdict::Rejected("é".repeat(500)) };
-        let Verdict::Rejected(reason) = Answer::decode(long.encode(b"").unwrap().as_bytes()).unwrap().verdict else {
+        let long = Answer { job: 1, number: 2, kind: AnswerKind::Rejected("é".repeat(500)) };
+        let AnswerKind::Rejected(reason) = Answer::decode(long.encode(b"").unwrap().as_bytes()).unwrap().kind else {
             panic!("another verdict")
         };
         assert_eq!(reason, "é".repeat(100));
@@ -188,12 +189,12 @@ mod tests {
         for length in 0..=256 {
             for fill in [0u8, 1, 2, 3, 5, 9, 0xff] {
                 let bytes = vec![fill; length];
-                let _ = (Ticket::decode(&bytes), Answer::decode(&bytes));
+                let _ = (DeliveryTag::decode(&bytes), Answer::decode(&bytes));
             }
         }
         assert!(Answer::decode(&[9; 20]).is_err());
         assert!(Answer::decode(&[3; 20]).is_err(), "a return says nothing more");
-        assert!(Ticket::decode(&[0; 25]).is_err());
-        assert!(Ticket::decode(&[1; 24]).is_err());
+        assert!(DeliveryTag::decode(&[0; 25]).is_err());
+        assert!(DeliveryTag::decode(&[1; 24]).is_err());
     }
 }

@@ -4,17 +4,17 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::answers_of;
-use super::duty::{Answers, Lease};
-use super::wire::Ticket;
-use crate::channel::{Policy, Publisher, Sample, Subscriber, SubscriberBuilder};
+use super::lease::{Lease, ResultPublisher};
+use super::results_name;
+use super::wire::DeliveryTag;
 use crate::clock::now_ns;
 use crate::device::Device;
-use crate::domain::Domain;
 use crate::error::{Error, Result};
-use crate::link::watcher::new_generation;
+use crate::ipc::Kind;
+use crate::ipc::domain::Domain;
 use crate::nvtx;
-use crate::rendezvous::Kind;
+use crate::pubsub::{Policy, Publisher, Sample, Subscriber, SubscriberBuilder};
+use crate::runtime::reactor::new_generation;
 use crate::stream::Stream;
 
 /// Results of one worker that the queue's owner may have taken and not released.
@@ -85,7 +85,7 @@ impl WorkerBuilder {
         let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
         let device = self.device.clone().unwrap_or_else(|| Device::preferred().device);
         let generation = new_generation();
-        let answers = Publisher::builder(answers_of(&self.name, generation)?.as_str())
+        let answers = Publisher::builder(results_name(&self.name, generation)?.as_str())
             .domain(&domain)
             .device(&device)
             .kind(Kind::Results)
@@ -103,8 +103,8 @@ impl WorkerBuilder {
             .kind(Kind::Queue)
             .generation(generation);
         let jobs = self.spin.into_iter().fold(builder, SubscriberBuilder::spin).build()?;
-        let answers = Answers::new(answers, self.name, &jobs);
-        Ok(Worker { jobs, desk: Arc::new(answers) })
+        let answers = ResultPublisher::new(answers, self.name, &jobs);
+        Ok(Worker { jobs, results: Arc::new(answers) })
     }
 }
 
@@ -116,7 +116,7 @@ impl WorkerBuilder {
 pub struct Worker {
     /// Declared first: no more jobs, before the answers end.
     jobs: Subscriber,
-    desk: Arc<Answers>,
+    results: Arc<ResultPublisher>,
 }
 
 impl Worker {
@@ -136,12 +136,12 @@ impl Worker {
 
     /// The queue's name.
     pub fn queue(&self) -> &str {
-        self.desk.queue()
+        self.results.queue()
     }
 
     /// The process that owns the queue.
     pub fn queue_pid(&self) -> i32 {
-        self.desk.queue_pid()
+        self.results.queue_pid()
     }
 
     /// Waits for the next job, as long as the builder's timeout says. `stream` will wait, on the device, until the
@@ -192,9 +192,9 @@ impl Worker {
 
     /// Checks what the queue wrote; a job whose deadline has passed is answered and not begun.
     fn begin(&mut self, sample: Sample, stream: &Stream) -> Result<Option<Lease>> {
-        let ticket = Ticket::decode(sample.metadata()).map_err(|wrong| self.jobs.fail(wrong))?;
-        let lease = Lease::new(sample, ticket, stream, &self.desk);
-        if ticket.deadline_ns != 0 && ticket.deadline_ns <= now_ns() {
+        let tag = DeliveryTag::decode(sample.metadata()).map_err(|wrong| self.jobs.fail(wrong))?;
+        let lease = Lease::new(sample, tag, stream, &self.results);
+        if tag.deadline_ns != 0 && tag.deadline_ns <= now_ns() {
             return lease.expire().map(|()| None);
         }
         Ok(Some(lease))
@@ -202,8 +202,8 @@ impl Worker {
 
     fn told(&self, error: Error) -> Error {
         match error {
-            Error::PublisherGone { graceful, .. } => self.desk.gone(error, graceful),
-            Error::Evicted { .. } | Error::LinkClosed { .. } => self.desk.gone(error, false),
+            Error::PublisherGone { graceful, .. } => self.results.queue_gone(error, graceful),
+            Error::Evicted { .. } | Error::LinkClosed { .. } => self.results.queue_gone(error, false),
             other => other,
         }
     }

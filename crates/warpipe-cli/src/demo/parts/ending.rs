@@ -11,7 +11,7 @@ pub fn run(stage: &mut Stage) -> anyhow::Result<()> {
     let living = stage.subscribers.len() + 1;
     for (id, event) in stage.end_all()? {
         match event {
-            Event::Finished { counts } => stage.note(id, counts),
+            Event::Finished { counts } => stage.record(id, counts),
             Event::Left { extra } => {
                 reports += 1;
                 let role = stage.role(id);

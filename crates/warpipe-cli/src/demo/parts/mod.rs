@@ -87,7 +87,7 @@ fn reach(stage: &mut Stage, number: u64) -> anyhow::Result<Vec<Counts>> {
             Event::Reached { counts } => Some(*counts),
             _ => None,
         })?;
-        stage.note(id, counts);
+        stage.record(id, counts);
         all.push(counts);
     }
     Ok(all)

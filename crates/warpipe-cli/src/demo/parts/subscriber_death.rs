@@ -103,7 +103,7 @@ fn hold(stage: &mut Stage, victim: Id) -> anyhow::Result<Vec<u64>> {
         Event::Held { numbers, counts } => Some((numbers.clone(), *counts)),
         _ => None,
     })?;
-    stage.note(victim, counts);
+    stage.record(victim, counts);
     Ok(numbers)
 }
 

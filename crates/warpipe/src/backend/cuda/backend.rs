@@ -10,12 +10,12 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use super::broadcast::Broadcast;
-use super::ending::{self, Inside};
 use super::fault::{self, Fault};
 use super::gather::Gather;
 use super::kernels::Kernels;
-use super::legacy::{EVENTS, Ledger};
+use super::legacy::{EVENTS, IpcHandleTable};
 use super::memory::allocation;
+use super::shutdown_gate::{self, DriverGuard};
 use super::staging::Staging;
 use super::sys::{self, CUcontext, CUdevice, CUresult, Driver};
 use super::waits;
@@ -24,7 +24,7 @@ use crate::backend::{
     RawStream, Rows, StreamOp, TimelineWord,
 };
 use crate::error::{Error, Result};
-use crate::fork::own::Own;
+use crate::fork::per_process::PerProcess;
 use crate::kernel::Kernel;
 use crate::stream::Backoff;
 
@@ -47,13 +47,13 @@ pub struct CudaBackend {
     pub(super) staging: Staging,
     /// Bytes of regions and plain memory given out and not yet released.
     pub(super) held: AtomicU64,
-    pub(super) ledger: Ledger,
+    pub(super) ipc_handles: IpcHandleTable,
     pub(super) stuck: Mutex<HashSet<usize>>,
     pub(super) me: Weak<CudaBackend>,
 }
 
 /// The devices opened so far, by ordinal: one context, one set of modules, for the life of the process.
-static OPENED: Own<Mutex<BTreeMap<u32, Arc<CudaBackend>>>> = Own::new();
+static OPENED: PerProcess<Mutex<BTreeMap<u32, Arc<CudaBackend>>>> = PerProcess::new();
 
 thread_local! {
     /// The context that was current on this thread, of itself, when it was last asked whether a stream is captured; null
@@ -88,7 +88,7 @@ fn driver() -> Result<&'static Driver> {
 fn close_at_exit() -> Result<()> {
     static IS_DONE: AtomicBool = AtomicBool::new(false);
     if !IS_DONE.load(Ordering::Acquire) {
-        ending::close_before_the_driver()?;
+        shutdown_gate::close_before_the_driver()?;
         IS_DONE.store(true, Ordering::Release);
     }
     Ok(())
@@ -101,7 +101,7 @@ fn init(driver: &Driver) -> Result<(), fault::Fault> {
     loop {
         match driver.init() {
             Err(fault) if fault.is(&[CUresult::MPS_SERVER_NOT_READY]) && start.elapsed() < MPS_PATIENCE => {
-                ending::leave_if_ending();
+                shutdown_gate::leave_if_ending();
                 backoff.pause();
             }
             other => return other,
@@ -114,7 +114,7 @@ fn init(driver: &Driver) -> Result<(), fault::Fault> {
 /// # Errors
 /// [`Error::NoDriver`], [`Error::DevicePermission`], [`Error::NoDevice`], [`Error::Driver`].
 pub fn device_count() -> Result<u32> {
-    let _inside = ending::enter();
+    let _guard = shutdown_gate::enter();
     Ok(driver()?.device_count()?)
 }
 
@@ -123,7 +123,7 @@ pub fn device_count() -> Result<u32> {
 /// # Errors
 /// As for [`device_count`], and [`Error::NoSuchDevice`].
 pub fn device_uuid(ordinal: u32) -> Result<[u8; 16]> {
-    let _inside = ending::enter();
+    let _guard = shutdown_gate::enter();
     let driver = driver()?;
     Ok(driver.device_uuid(find(driver, ordinal)?)?)
 }
@@ -156,7 +156,7 @@ impl CudaBackend {
     /// [`open`](Self::open), as what it is.
     pub(super) fn opened(ordinal: u32) -> Result<Arc<CudaBackend>> {
         // Before the lock is taken, so that nobody stays out with it.
-        let _inside = ending::enter();
+        let _guard = shutdown_gate::enter();
         let driver = driver()?;
         let mut opened = OPENED.lock();
         let known = opened.get(&ordinal);
@@ -191,8 +191,8 @@ impl CudaBackend {
         let granularity = driver.allocation_granularity(&allocation(device))?.max(1);
         let (broadcast, gather) = (Broadcast::load(driver)?, Gather::load(driver)?);
         // Once more: the first context may have made the driver register a handler of its own.
-        ending::close_before_the_driver()?;
-        let (kernels, staging, ledger) = (Kernels::default(), Staging::default(), Ledger::default());
+        shutdown_gate::close_before_the_driver()?;
+        let (kernels, staging, ipc_handles) = (Kernels::default(), Staging::default(), IpcHandleTable::default());
         // SAFETY: retained by the caller.
         let context_id = unsafe { driver.context_id(context) }.ok();
         let (held, is_reset) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -210,7 +210,7 @@ impl CudaBackend {
             gather,
             staging,
             held,
-            ledger,
+            ipc_handles,
             stuck: Mutex::default(),
             me: Weak::new(),
         })
@@ -222,7 +222,7 @@ impl CudaBackend {
     /// # Errors
     /// [`Error::DeviceReset`]: the handles and addresses of a context that was reset may be another's in the next one.
     pub(super) fn enter(&self) -> Result<Current> {
-        let _inside = ending::enter();
+        let _guard = shutdown_gate::enter();
         if self.is_gone() {
             return Err(self.reset_error());
         }
@@ -274,7 +274,7 @@ impl CudaBackend {
     /// What an error means if the device was reset.
     #[cold]
     fn explain(&self, error: Error) -> Error {
-        let _inside = ending::enter();
+        let _guard = shutdown_gate::enter();
         match error {
             Error::Driver { code, .. } if STALE.contains(&CUresult(code)) && self.is_gone() => self.reset_error(),
             other => other,
@@ -317,7 +317,7 @@ pub(super) struct Current {
     pushed: bool,
     /// Dropped after the context has been put back, and before this thread is outside.
     relaxed: Option<Relaxed>,
-    _inside: Inside,
+    _guard: DriverGuard,
 }
 
 fn enter(driver: &'static Driver, context: CUcontext) -> Result<Current> {
@@ -328,14 +328,14 @@ fn enter(driver: &'static Driver, context: CUcontext) -> Result<Current> {
 
 #[inline]
 fn make_current(driver: &'static Driver, context: CUcontext) -> Result<Current> {
-    let inside = ending::enter();
+    let guard = shutdown_gate::enter();
     // Mostly it is the current one already, and asking is far cheaper than a push and a pop.
     let pushed = driver.context_current()? != context;
     if pushed {
         // SAFETY: the context is retained for the life of the process.
         unsafe { driver.context_push(context) }?;
     }
-    Ok(Current { driver, pushed, relaxed: None, _inside: inside })
+    Ok(Current { driver, pushed, relaxed: None, _guard: guard })
 }
 
 impl Drop for Current {
@@ -440,7 +440,7 @@ impl Backend for CudaBackend {
             // SAFETY: the caller's promise.
             return unsafe { self.batch(stream, ops) };
         }
-        let _inside = ending::enter();
+        let _guard = shutdown_gate::enter();
         // SAFETY: the caller's promise; the context is current still.
         unsafe { self.enqueue_inside(stream.0, ops) }.map_err(|error| self.explain(error))
     }

@@ -30,12 +30,12 @@ struct Signal {
 /// The kernel's one parameter, by value, as in `broadcast.cu`.
 #[repr(C)]
 #[derive(Debug)]
-struct Signals {
+struct SignalBatch {
     count: u64,
     signals: [Signal; WORDS_MAX],
 }
 
-const _: () = assert!(size_of::<Signals>() == 8 + 16 * WORDS_MAX);
+const _: () = assert!(size_of::<SignalBatch>() == 8 + 16 * WORDS_MAX);
 
 /// The kernel, resident in one context.
 #[derive(Debug)]
@@ -58,7 +58,7 @@ impl Broadcast {
     /// # Safety
     /// As for [`crate::backend::Backend::batch`]; `ops` are signals.
     pub unsafe fn launch(&self, driver: &Driver, stream: CUstream, ops: &[StreamOp]) -> Result<(), Fault> {
-        let mut list = Signals { count: 0, signals: [Signal { word: 0, value: 0 }; WORDS_MAX] };
+        let mut list = SignalBatch { count: 0, signals: [Signal { word: 0, value: 0 }; WORDS_MAX] };
         for (signal, op) in list.signals.iter_mut().zip(ops) {
             if let StreamOp::Signal { word, value } = *op {
                 *signal = Signal { word, value };

@@ -10,8 +10,8 @@ use std::ptr;
 use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
-use super::ending;
-use super::staging::{LARGEST, Lease, Purpose, UPLOADS_MAX};
+use super::shutdown_gate;
+use super::staging::{LARGEST, Purpose, StagingLease, UPLOADS_MAX};
 use super::sys::{CUdeviceptr, CUstream};
 use crate::error::{Error, Result};
 use crate::stream::Backoff;
@@ -37,7 +37,7 @@ impl Wait {
         if self.start.elapsed() >= PATIENCE {
             return Err(Error::Timeout { what: what(), waited: PATIENCE });
         }
-        ending::leave_if_ending();
+        shutdown_gate::leave_if_ending();
         self.backoff.pause();
         Ok(())
     }
@@ -93,7 +93,7 @@ impl CudaBackend {
 
     /// # Safety
     /// As for `upload_bytes`; the context is current.
-    unsafe fn upload_staged(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8], lease: Lease) -> Result<()> {
+    unsafe fn upload_staged(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8], lease: StagingLease) -> Result<()> {
         let (mut at, mut copied) = (dst, Ok(()));
         for (bytes, piece) in src.chunks(lease.piece_bytes).zip(&lease.pieces) {
             // SAFETY: the piece is this lease's alone and at least as long.
@@ -157,7 +157,7 @@ impl CudaBackend {
         stream: CUstream,
         dst: &'a mut [u8],
         mut src: CUdeviceptr,
-        window: &mut VecDeque<(Lease, &'a mut [u8])>,
+        window: &mut VecDeque<(StagingLease, &'a mut [u8])>,
     ) -> Result<()> {
         for bytes in dst.chunks_mut(LARGEST) {
             if window.len() == WINDOW {
@@ -190,7 +190,7 @@ impl CudaBackend {
     }
 
     /// Waits for the first of `window` and takes it out.
-    fn finish_first(&self, stream: CUstream, window: &mut VecDeque<(Lease, &mut [u8])>) -> Result<()> {
+    fn finish_first(&self, stream: CUstream, window: &mut VecDeque<(StagingLease, &mut [u8])>) -> Result<()> {
         let Some((lease, _)) = window.front() else { return Ok(()) };
         let mut wait = Wait::new();
         while !lease.is_past() {

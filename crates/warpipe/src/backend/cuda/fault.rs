@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::ending;
+use super::shutdown_gate;
 use super::sys::{self, CUresult};
 use crate::error::Error;
 
@@ -115,7 +115,7 @@ fn text(code: CUresult) -> String {
 
 fn look_up(lookup: Option<sys::signature::cuGetErrorName>, code: CUresult) -> Option<String> {
     let lookup = lookup?;
-    let _inside = ending::enter();
+    let _guard = shutdown_gate::enter();
     let mut text: *const c_char = std::ptr::null();
     // SAFETY: both lookups only store a pointer to a string that is part of the driver's library.
     let found = unsafe { lookup(code, &mut text) };

@@ -11,7 +11,7 @@ use super::sys::*;
 use crate::backend::pointer::kind_outside;
 use crate::backend::{DeviceId, DeviceKind, IPC_EVENTS_MAX, IpcBytes, PointerInfo, PointerKind, RawEvent};
 use crate::error::{Error, LegacyFault, Result};
-use crate::fork::own::Own;
+use crate::fork::per_process::PerProcess;
 
 /// Codes with which the driver refuses a handle's bytes, or what they name.
 const REFUSED: [CUresult; 7] = [
@@ -29,13 +29,13 @@ const NO_EVENT_LEFT: [CUresult; 2] = [CUresult::OUT_OF_MEMORY, CUresult::MAP_FAI
 
 /// What is counted of plain memory, by its base: bytes, and how often it is open.
 #[derive(Debug, Default)]
-pub(super) struct Ledger {
+pub(super) struct IpcHandleTable {
     allocated: Mutex<HashMap<CUdeviceptr, u64>>,
-    opened: Mutex<HashMap<CUdeviceptr, Opened>>,
+    opened: Mutex<HashMap<CUdeviceptr, OpenHandle>>,
 }
 
 #[derive(Debug)]
-struct Opened {
+struct OpenHandle {
     bytes: u64,
     times: u32,
 }
@@ -49,7 +49,7 @@ impl CudaBackend {
         let _current = self.enter()?;
         let size = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
         let base = self.driver.memory_alloc(size).map_err(|fault| self.no_room(fault, bytes))?;
-        lock(&self.ledger.allocated).insert(base, bytes);
+        lock(&self.ipc_handles.allocated).insert(base, bytes);
         self.held.fetch_add(bytes, Ordering::Relaxed);
         Ok(base)
     }
@@ -59,7 +59,7 @@ impl CudaBackend {
     pub(super) unsafe fn free_legacy(&self, base: CUdeviceptr) -> Result<()> {
         let current = self.enter_unless_gone()?;
         // Before the driver can give the address to somebody else.
-        let bytes = lock(&self.ledger.allocated).remove(&base).unwrap_or(0);
+        let bytes = lock(&self.ipc_handles.allocated).remove(&base).unwrap_or(0);
         self.held.fetch_sub(bytes, Ordering::Relaxed);
         if current.is_none() {
             return Ok(());
@@ -102,7 +102,7 @@ impl CudaBackend {
         if driver.pointer_is_pooled(ptr)? {
             return Ok(PointerKind::Pool);
         }
-        if lock(&self.ledger.opened).iter().any(|(&base, opened)| ptr >= base && ptr - base < opened.bytes) {
+        if lock(&self.ipc_handles.opened).iter().any(|(&base, opened)| ptr >= base && ptr - base < opened.bytes) {
             return Ok(PointerKind::Import);
         }
         Ok(match driver.pointer_is_legacy_capable(ptr)? {
@@ -134,8 +134,8 @@ impl CudaBackend {
             let _ = unsafe { self.driver.ipc_close_memory(base) };
             return Err(error);
         }
-        let mut opened = lock(&self.ledger.opened);
-        let entry = opened.entry(base).or_insert(Opened { bytes, times: 0 });
+        let mut opened = lock(&self.ipc_handles.opened);
+        let entry = opened.entry(base).or_insert(OpenHandle { bytes, times: 0 });
         entry.times += 1;
         if entry.times == 1 {
             self.held.fetch_add(bytes, Ordering::Relaxed);
@@ -187,7 +187,7 @@ impl CudaBackend {
     pub(super) unsafe fn close_legacy_handle(&self, base: CUdeviceptr) -> Result<()> {
         let current = self.enter_unless_gone()?;
         // Before the driver can give the address to somebody else.
-        let mut opened = lock(&self.ledger.opened);
+        let mut opened = lock(&self.ipc_handles.opened);
         let not_open = || Error::legacy(LegacyFault::NotOpen { ptr: base });
         let entry = opened.get_mut(&base).ok_or_else(not_open)?;
         entry.times -= 1;
@@ -232,7 +232,7 @@ impl CudaBackend {
 }
 
 /// This process's interprocess events, of all devices: the driver's limit is one for a process.
-pub(super) static EVENTS: Own<Events> = Own::new();
+pub(super) static EVENTS: PerProcess<Events> = PerProcess::new();
 
 #[derive(Default)]
 pub(super) struct Events {

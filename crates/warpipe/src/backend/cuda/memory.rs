@@ -13,7 +13,7 @@ use super::backend::CudaBackend;
 use super::fault::Fault;
 use super::sys::*;
 use super::waits;
-use crate::backend::{Access, DeviceId, DeviceKind, RawRegion, Stage, kept};
+use crate::backend::{Access, DeviceId, DeviceKind, RawRegion, Stage, unreclaimed};
 use crate::error::{Error, Result};
 use crate::os;
 
@@ -30,7 +30,7 @@ const NOT_SUCH_MEMORY: [CUresult; 5] = [
 ];
 
 /// A mapping that is made or undone, step by step.
-struct Mapping<'a> {
+struct AddressMapping<'a> {
     driver: &'a Driver,
     handle: CUmemGenericAllocationHandle,
     bytes: usize,
@@ -53,10 +53,10 @@ impl Step {
     }
 }
 
-impl<'a> Mapping<'a> {
+impl<'a> AddressMapping<'a> {
     /// Takes over a held handle.
-    fn of(driver: &'a Driver, handle: CUmemGenericAllocationHandle, bytes: usize) -> Mapping<'a> {
-        Mapping { driver, handle, bytes, reserved: None, mapped: false }
+    fn of(driver: &'a Driver, handle: CUmemGenericAllocationHandle, bytes: usize) -> AddressMapping<'a> {
+        AddressMapping { driver, handle, bytes, reserved: None, mapped: false }
     }
 
     /// Where it fails, what was taken is given back.
@@ -120,7 +120,7 @@ impl CudaBackend {
         let _current = self.enter()?;
         let size = size(bytes)?;
         let handle = self.driver.memory_create(size, &allocation(self.device)).map_err(|f| self.no_room(f, bytes))?;
-        let region = Mapping::of(self.driver, handle, size)
+        let region = AddressMapping::of(self.driver, handle, size)
             .build(self, Access::ReadWrite)
             .map_err(|step| self.no_room(step.fault(), bytes))?;
         Ok(region)
@@ -172,7 +172,7 @@ impl CudaBackend {
         let moved = if fd.as_raw_fd() == 0 { Some(duplicate(fd)?) } else { None };
         let number = moved.as_ref().map_or(fd.as_raw_fd(), AsRawFd::as_raw_fd);
         let handle = self.driver.memory_import(number).map_err(import_error)?;
-        let region = Mapping::of(self.driver, handle, size)
+        let region = AddressMapping::of(self.driver, handle, size)
             .build(self, access)
             .map_err(|step| self.map_error(step, bytes, owner))?;
         Ok(region)
@@ -215,7 +215,7 @@ impl CudaBackend {
                 self.held.fetch_sub(region.bytes, Ordering::Relaxed);
             }
         })?;
-        let mut mapping = Mapping {
+        let mut mapping = AddressMapping {
             driver: self.driver,
             handle: region.handle,
             bytes: size(region.bytes)?,
@@ -234,7 +234,7 @@ impl CudaBackend {
         // Counted here until it is given back, as any region is.
         self.held.fetch_add(region.bytes, Ordering::Relaxed);
         if let Some(backend) = self.me.upgrade() {
-            kept::owe_region(backend, region);
+            unreclaimed::retry_region(backend, region);
         }
     }
 
@@ -314,7 +314,7 @@ fn import_error(fault: Fault) -> Error {
 }
 
 /// What is no memory of a driver never reaches it, who would have to make sense of a peer's pipe, or ask a file system.
-/// The driver exports a device file; its test double a memfd, which is known by its seals.
+/// The driver exports a device file; the fake one a memfd, which is known by its seals.
 fn refuse_plain_files(fd: BorrowedFd<'_>) -> Result<()> {
     let kind = os::kind_of(fd).map_err(|error| Error::os("statx", "a received descriptor", error))?;
     let found = match kind.file {

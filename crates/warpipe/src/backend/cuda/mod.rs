@@ -4,7 +4,7 @@
 //! function for each call, with `fault` to turn a status into a typed error; [`CudaBackend`] is the seam, in
 //! parts: `memory` (regions), `stream` (order), `copies` (to and from the host, through `staging`), `kernels` (modules),
 //! `broadcast` (many signals at once), `gather` (tensors that lie differently), `legacy` (plain memory, legacy handles, interprocess events). No call is made but
-//! inside the gate of `ending`.
+//! inside the gate of `shutdown_gate`.
 //!
 //! One primary context for each device is retained for the life of the process, the same that the CUDA runtime and
 //! PyTorch use, so their streams and pointers may be used here. Every method makes it current and puts the
@@ -13,13 +13,13 @@
 mod backend;
 mod broadcast;
 mod copies;
-pub(crate) mod ending;
 mod fault;
 mod gather;
 mod kernels;
 mod legacy;
 mod memory;
 mod result;
+pub(crate) mod shutdown_gate;
 mod staging;
 mod stream;
 mod sys;

@@ -5,17 +5,17 @@
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::ptr;
 
-use super::ending;
 use super::fault::Fault;
+use super::shutdown_gate;
 use super::sys::*;
 
-type Answer<T = ()> = Result<T, Fault>;
+type DriverAnswer<T = ()> = Result<T, Fault>;
 
 /// Calls a function of the table if the driver has it, and makes a `Fault` of a failure. The call is
 /// unsafe: every use stands in an unsafe block that says why it is sound.
 macro_rules! call {
     ($driver:expr, $name:ident($($argument:expr),* $(,)?)) => {{
-        debug_assert!(ending::is_inside(), "{} outside the gate", stringify!($name));
+        debug_assert!(shutdown_gate::is_inside(), "{} outside the gate", stringify!($name));
         match $driver.$name {
             None => Err(Fault::Symbol(stringify!($name))),
             Some(function) => match function($($argument),*) {
@@ -27,7 +27,7 @@ macro_rules! call {
 }
 
 /// A status in which "not ready" is an answer, not a failure.
-fn ready(answer: Answer) -> Answer<bool> {
+fn ready(answer: DriverAnswer) -> DriverAnswer<bool> {
     match answer {
         Ok(()) => Ok(true),
         Err(fault) if fault.is(&[CUresult::NOT_READY]) => Ok(false),
@@ -36,19 +36,19 @@ fn ready(answer: Answer) -> Answer<bool> {
 }
 
 impl Driver {
-    pub fn init(&self) -> Answer {
+    pub fn init(&self) -> DriverAnswer {
         // SAFETY: plain values.
         unsafe { call!(self, cuInit(0)) }
     }
 
-    pub fn device_count(&self) -> Answer<u32> {
+    pub fn device_count(&self) -> DriverAnswer<u32> {
         let mut count = 0;
         // SAFETY: the out pointer is a live local.
         unsafe { call!(self, cuDeviceGetCount(&mut count)) }?;
         Ok(u32::try_from(count).unwrap_or(0))
     }
 
-    pub fn device(&self, ordinal: u32) -> Answer<CUdevice> {
+    pub fn device(&self, ordinal: u32) -> DriverAnswer<CUdevice> {
         let mut device = 0;
         let ordinal = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
         // SAFETY: the out pointer is a live local; the driver checks the ordinal.
@@ -56,7 +56,7 @@ impl Driver {
         Ok(device)
     }
 
-    pub fn device_name(&self, device: CUdevice) -> Answer<String> {
+    pub fn device_name(&self, device: CUdevice) -> DriverAnswer<String> {
         let mut name = [0u8; 128];
         // SAFETY: the buffer has the length given, less one that keeps it terminated whatever is written.
         unsafe { call!(self, cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as c_int - 1, device)) }?;
@@ -64,7 +64,7 @@ impl Driver {
         Ok(String::from_utf8_lossy(&name[..end]).into_owned())
     }
 
-    pub fn device_uuid(&self, device: CUdevice) -> Answer<[u8; 16]> {
+    pub fn device_uuid(&self, device: CUdevice) -> DriverAnswer<[u8; 16]> {
         let mut uuid = CUuuid::default();
         // `_v2` tells the parts of a partitioned GPU (MIG) apart, the older one does not.
         if self.cuDeviceGetUuid_v2.is_some() {
@@ -77,41 +77,41 @@ impl Driver {
         Ok(uuid.bytes)
     }
 
-    pub fn device_memory(&self, device: CUdevice) -> Answer<u64> {
+    pub fn device_memory(&self, device: CUdevice) -> DriverAnswer<u64> {
         let mut bytes = 0;
         // SAFETY: the out pointer is a live local.
         unsafe { call!(self, cuDeviceTotalMem_v2(&mut bytes, device)) }?;
         Ok(bytes as u64)
     }
 
-    pub fn device_attribute(&self, device: CUdevice, attribute: c_uint) -> Answer<i32> {
+    pub fn device_attribute(&self, device: CUdevice, attribute: c_uint) -> DriverAnswer<i32> {
         let mut value = 0;
         // SAFETY: the out pointer is a live local.
         unsafe { call!(self, cuDeviceGetAttribute(&mut value, attribute, device)) }?;
         Ok(value)
     }
 
-    pub fn can_access_peer(&self, device: CUdevice, peer: CUdevice) -> Answer<bool> {
+    pub fn can_access_peer(&self, device: CUdevice, peer: CUdevice) -> DriverAnswer<bool> {
         let mut can = 0;
         // SAFETY: the out pointer is a live local.
         unsafe { call!(self, cuDeviceCanAccessPeer(&mut can, device, peer)) }?;
         Ok(can != 0)
     }
 
-    pub fn primary_context_retain(&self, device: CUdevice) -> Answer<CUcontext> {
+    pub fn primary_context_retain(&self, device: CUdevice) -> DriverAnswer<CUcontext> {
         let mut context = CUcontext(ptr::null_mut());
         // SAFETY: the out pointer is a live local.
         unsafe { call!(self, cuDevicePrimaryCtxRetain(&mut context, device)) }?;
         Ok(context)
     }
 
-    pub fn primary_context_release(&self, device: CUdevice) -> Answer {
+    pub fn primary_context_release(&self, device: CUdevice) -> DriverAnswer {
         // SAFETY: plain values; the driver counts the holds.
         unsafe { call!(self, cuDevicePrimaryCtxRelease_v2(device)) }
     }
 
     /// Whether a device's primary context has been made, and not been reset since.
-    pub fn primary_context_is_active(&self, device: CUdevice) -> Answer<bool> {
+    pub fn primary_context_is_active(&self, device: CUdevice) -> DriverAnswer<bool> {
         let (mut flags, mut active) = (0, 0);
         // SAFETY: the out pointers are live locals.
         unsafe { call!(self, cuDevicePrimaryCtxGetState(device, &mut flags, &mut active)) }?;
@@ -122,7 +122,7 @@ impl Driver {
     ///
     /// # Safety
     /// The context is live.
-    pub unsafe fn context_id(&self, context: CUcontext) -> Answer<u64> {
+    pub unsafe fn context_id(&self, context: CUcontext) -> DriverAnswer<u64> {
         let mut id = 0;
         // SAFETY: the out pointer is a live local; the context is the caller's promise.
         unsafe { call!(self, cuCtxGetId(context, &mut id)) }?;
@@ -130,7 +130,7 @@ impl Driver {
     }
 
     #[inline]
-    pub fn context_current(&self) -> Answer<CUcontext> {
+    pub fn context_current(&self) -> DriverAnswer<CUcontext> {
         let mut context = CUcontext(ptr::null_mut());
         // SAFETY: the out pointer is a live local.
         unsafe { call!(self, cuCtxGetCurrent(&mut context)) }?;
@@ -139,33 +139,37 @@ impl Driver {
 
     /// # Safety
     /// The context is live.
-    pub unsafe fn context_push(&self, context: CUcontext) -> Answer {
+    pub unsafe fn context_push(&self, context: CUcontext) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuCtxPushCurrent_v2(context)) }
     }
 
-    pub fn context_pop(&self) -> Answer {
+    pub fn context_pop(&self) -> DriverAnswer {
         let mut context = CUcontext(ptr::null_mut());
         // SAFETY: the out pointer is a live local; an empty stack is an error, not a fault.
         unsafe { call!(self, cuCtxPopCurrent_v2(&mut context)) }
     }
 
     /// Free and total bytes of the current context's device.
-    pub fn memory_info(&self) -> Answer<(u64, u64)> {
+    pub fn memory_info(&self) -> DriverAnswer<(u64, u64)> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: the out pointers are live locals.
         unsafe { call!(self, cuMemGetInfo_v2(&mut free, &mut total)) }?;
         Ok((free as u64, total as u64))
     }
 
-    pub fn allocation_granularity(&self, prop: &CUmemAllocationProp) -> Answer<u64> {
+    pub fn allocation_granularity(&self, prop: &CUmemAllocationProp) -> DriverAnswer<u64> {
         let mut granularity = 0;
         // SAFETY: both pointers are live for the call.
         unsafe { call!(self, cuMemGetAllocationGranularity(&mut granularity, prop, MEM_ALLOC_GRANULARITY_MINIMUM)) }?;
         Ok(granularity as u64)
     }
 
-    pub fn memory_create(&self, bytes: usize, prop: &CUmemAllocationProp) -> Answer<CUmemGenericAllocationHandle> {
+    pub fn memory_create(
+        &self,
+        bytes: usize,
+        prop: &CUmemAllocationProp,
+    ) -> DriverAnswer<CUmemGenericAllocationHandle> {
         let mut handle = 0;
         // SAFETY: both pointers are live for the call.
         unsafe { call!(self, cuMemCreate(&mut handle, bytes, prop, 0)) }?;
@@ -174,12 +178,12 @@ impl Driver {
 
     /// # Safety
     /// The handle is held, and given up once.
-    pub unsafe fn memory_release(&self, handle: CUmemGenericAllocationHandle) -> Answer {
+    pub unsafe fn memory_release(&self, handle: CUmemGenericAllocationHandle) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuMemRelease(handle)) }
     }
 
-    pub fn address_reserve(&self, bytes: usize) -> Answer<CUdeviceptr> {
+    pub fn address_reserve(&self, bytes: usize) -> DriverAnswer<CUdeviceptr> {
         let mut address = 0;
         // SAFETY: the out pointer is a live local; zeros leave alignment and place to the driver.
         unsafe { call!(self, cuMemAddressReserve(&mut address, bytes, 0, 0, 0)) }?;
@@ -188,7 +192,7 @@ impl Driver {
 
     /// # Safety
     /// The range was reserved, has nothing mapped, and is freed once.
-    pub unsafe fn address_free(&self, address: CUdeviceptr, bytes: usize) -> Answer {
+    pub unsafe fn address_free(&self, address: CUdeviceptr, bytes: usize) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuMemAddressFree(address, bytes)) }
     }
@@ -200,21 +204,26 @@ impl Driver {
         address: CUdeviceptr,
         bytes: usize,
         handle: CUmemGenericAllocationHandle,
-    ) -> Answer {
+    ) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuMemMap(address, bytes, 0, handle, 0)) }
     }
 
     /// # Safety
     /// The range is mapped and no enqueued work uses it.
-    pub unsafe fn memory_unmap(&self, address: CUdeviceptr, bytes: usize) -> Answer {
+    pub unsafe fn memory_unmap(&self, address: CUdeviceptr, bytes: usize) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuMemUnmap(address, bytes)) }
     }
 
     /// # Safety
     /// The range is mapped.
-    pub unsafe fn memory_set_access(&self, address: CUdeviceptr, bytes: usize, access: &CUmemAccessDesc) -> Answer {
+    pub unsafe fn memory_set_access(
+        &self,
+        address: CUdeviceptr,
+        bytes: usize,
+        access: &CUmemAccessDesc,
+    ) -> DriverAnswer {
         // SAFETY: the caller's promise; the descriptor is one live value.
         unsafe { call!(self, cuMemSetAccess(address, bytes, access, 1)) }
     }
@@ -223,7 +232,7 @@ impl Driver {
     ///
     /// # Safety
     /// The handle is held and was created exportable.
-    pub unsafe fn memory_export(&self, handle: CUmemGenericAllocationHandle) -> Answer<c_int> {
+    pub unsafe fn memory_export(&self, handle: CUmemGenericAllocationHandle) -> DriverAnswer<c_int> {
         let mut fd: c_int = -1;
         let shareable = ptr::from_mut(&mut fd).cast::<c_void>();
         // SAFETY: for this handle type the driver stores an int; the handle is the caller's promise.
@@ -234,7 +243,7 @@ impl Driver {
     }
 
     /// Works on any open descriptor: one that is no device memory is a failure.
-    pub fn memory_import(&self, fd: c_int) -> Answer<CUmemGenericAllocationHandle> {
+    pub fn memory_import(&self, fd: c_int) -> DriverAnswer<CUmemGenericAllocationHandle> {
         let mut handle = 0;
         let shareable = ptr::without_provenance_mut::<c_void>(fd as usize);
         // SAFETY: for this handle type the "pointer" is the descriptor's number, which the driver checks.
@@ -246,7 +255,7 @@ impl Driver {
 
     /// # Safety
     /// The range is mapped host memory and stays so until it is unregistered.
-    pub unsafe fn host_register(&self, pointer: *mut c_void, bytes: usize) -> Answer {
+    pub unsafe fn host_register(&self, pointer: *mut c_void, bytes: usize) -> DriverAnswer {
         let flags = MEMHOSTREGISTER_PORTABLE | MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuMemHostRegister_v2(pointer, bytes, flags)) }
@@ -254,12 +263,12 @@ impl Driver {
 
     /// # Safety
     /// No enqueued work uses the memory.
-    pub unsafe fn host_unregister(&self, pointer: *mut c_void) -> Answer {
+    pub unsafe fn host_unregister(&self, pointer: *mut c_void) -> DriverAnswer {
         // SAFETY: the caller's promise; a pointer that is not registered is a failure.
         unsafe { call!(self, cuMemHostUnregister(pointer)) }
     }
 
-    pub fn host_device_pointer(&self, pointer: *mut c_void) -> Answer<CUdeviceptr> {
+    pub fn host_device_pointer(&self, pointer: *mut c_void) -> DriverAnswer<CUdeviceptr> {
         let mut address = 0;
         // SAFETY: the out pointer is a live local; a pointer that is not registered is a failure.
         unsafe { call!(self, cuMemHostGetDevicePointer_v2(&mut address, pointer, 0)) }?;
@@ -270,7 +279,7 @@ impl Driver {
     ///
     /// # Safety
     /// The attribute is of type `T`.
-    unsafe fn pointer_attribute<T>(&self, attribute: c_uint, pointer: CUdeviceptr, zero: T) -> Answer<Option<T>> {
+    unsafe fn pointer_attribute<T>(&self, attribute: c_uint, pointer: CUdeviceptr, zero: T) -> DriverAnswer<Option<T>> {
         let mut value = zero;
         let data = ptr::from_mut(&mut value).cast::<c_void>();
         // SAFETY: the driver stores a value of the attribute's type (the caller's promise) in a live local; the
@@ -283,57 +292,57 @@ impl Driver {
     }
 
     /// `CU_MEMORYTYPE_...`; `None` for a pointer that the driver does not know.
-    pub fn pointer_memory_type(&self, pointer: CUdeviceptr) -> Answer<Option<c_uint>> {
+    pub fn pointer_memory_type(&self, pointer: CUdeviceptr) -> DriverAnswer<Option<c_uint>> {
         // SAFETY: this attribute is an unsigned int.
         unsafe { self.pointer_attribute(POINTER_ATTRIBUTE_MEMORY_TYPE, pointer, 0) }
     }
 
-    pub fn pointer_is_managed(&self, pointer: CUdeviceptr) -> Answer<bool> {
+    pub fn pointer_is_managed(&self, pointer: CUdeviceptr) -> DriverAnswer<bool> {
         // SAFETY: this attribute is an unsigned int, or on some systems a bool, which fits in it.
         let managed = unsafe { self.pointer_attribute::<c_uint>(POINTER_ATTRIBUTE_IS_MANAGED, pointer, 0) }?;
         Ok(managed.is_some_and(|managed| managed != 0))
     }
 
     /// Whether the memory came from a pool. Drivers older than the attribute say no.
-    pub fn pointer_is_pooled(&self, pointer: CUdeviceptr) -> Answer<bool> {
+    pub fn pointer_is_pooled(&self, pointer: CUdeviceptr) -> DriverAnswer<bool> {
         // SAFETY: this attribute is a pointer-sized handle.
         let pool = unsafe { self.pointer_attribute::<usize>(POINTER_ATTRIBUTE_MEMPOOL_HANDLE, pointer, 0) }?;
         Ok(pool.is_some_and(|pool| pool != 0))
     }
 
     /// Whether a legacy handle can name the memory; `None` where the driver is older than the attribute.
-    pub fn pointer_is_legacy_capable(&self, pointer: CUdeviceptr) -> Answer<Option<bool>> {
+    pub fn pointer_is_legacy_capable(&self, pointer: CUdeviceptr) -> DriverAnswer<Option<bool>> {
         // SAFETY: this attribute is a bool or an unsigned int; both fit.
         let capable =
             unsafe { self.pointer_attribute::<c_uint>(POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, pointer, 0) }?;
         Ok(capable.map(|capable| capable != 0))
     }
 
-    pub fn pointer_ordinal(&self, pointer: CUdeviceptr) -> Answer<Option<c_int>> {
+    pub fn pointer_ordinal(&self, pointer: CUdeviceptr) -> DriverAnswer<Option<c_int>> {
         // SAFETY: this attribute is an int.
         unsafe { self.pointer_attribute(POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer, 0) }
     }
 
     /// A number that no other allocation of the process's life has; 0 where the driver has none.
-    pub fn pointer_buffer(&self, pointer: CUdeviceptr) -> Answer<u64> {
+    pub fn pointer_buffer(&self, pointer: CUdeviceptr) -> DriverAnswer<u64> {
         // SAFETY: this attribute is an unsigned long long.
         Ok(unsafe { self.pointer_attribute(POINTER_ATTRIBUTE_BUFFER_ID, pointer, 0) }?.unwrap_or(0))
     }
 
     /// Whether the driver knows `pointer` as page-locked host memory.
-    pub fn is_registered_host(&self, pointer: *const u8) -> Answer<bool> {
+    pub fn is_registered_host(&self, pointer: *const u8) -> DriverAnswer<bool> {
         Ok(self.pointer_memory_type(pointer as u64)? == Some(MEMORYTYPE_HOST))
     }
 
     /// Base and length of the allocation in which `pointer` lies.
-    pub fn address_range(&self, pointer: CUdeviceptr) -> Answer<(CUdeviceptr, u64)> {
+    pub fn address_range(&self, pointer: CUdeviceptr) -> DriverAnswer<(CUdeviceptr, u64)> {
         let (mut base, mut bytes) = (0, 0);
         // SAFETY: the out pointers are live locals; the address is only looked up.
         unsafe { call!(self, cuMemGetAddressRange_v2(&mut base, &mut bytes, pointer)) }?;
         Ok((base, bytes as u64))
     }
 
-    pub fn memory_alloc(&self, bytes: usize) -> Answer<CUdeviceptr> {
+    pub fn memory_alloc(&self, bytes: usize) -> DriverAnswer<CUdeviceptr> {
         let mut address = 0;
         // SAFETY: the out pointer is a live local.
         unsafe { call!(self, cuMemAlloc_v2(&mut address, bytes)) }?;
@@ -342,12 +351,12 @@ impl Driver {
 
     /// # Safety
     /// The memory came from `memory_alloc`, is freed once, and no enqueued work uses it.
-    pub unsafe fn memory_free(&self, address: CUdeviceptr) -> Answer {
+    pub unsafe fn memory_free(&self, address: CUdeviceptr) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuMemFree_v2(address)) }
     }
 
-    pub fn ipc_export_memory(&self, base: CUdeviceptr) -> Answer<[u8; 64]> {
+    pub fn ipc_export_memory(&self, base: CUdeviceptr) -> DriverAnswer<[u8; 64]> {
         let mut handle = CUipcHandle { reserved: [0; 64] };
         // SAFETY: the out pointer is a live local; an address that cannot be exported is a failure.
         unsafe { call!(self, cuIpcGetMemHandle(&mut handle, base)) }?;
@@ -355,7 +364,7 @@ impl Driver {
     }
 
     /// Works on any bytes: what is no handle is a failure.
-    pub fn ipc_open_memory(&self, handle: &[u8; 64]) -> Answer<CUdeviceptr> {
+    pub fn ipc_open_memory(&self, handle: &[u8; 64]) -> DriverAnswer<CUdeviceptr> {
         let (mut address, handle) = (0, CUipcHandle { reserved: *handle });
         // SAFETY: the out pointer is a live local; the driver checks the bytes.
         unsafe { call!(self, cuIpcOpenMemHandle_v2(&mut address, handle, IPC_MEM_LAZY_ENABLE_PEER_ACCESS)) }?;
@@ -364,12 +373,12 @@ impl Driver {
 
     /// # Safety
     /// No enqueued work uses the memory, unless it was opened once more.
-    pub unsafe fn ipc_close_memory(&self, address: CUdeviceptr) -> Answer {
+    pub unsafe fn ipc_close_memory(&self, address: CUdeviceptr) -> DriverAnswer {
         // SAFETY: the caller's promise; what is not open is a failure.
         unsafe { call!(self, cuIpcCloseMemHandle(address)) }
     }
 
-    pub fn ipc_event_create(&self) -> Answer<CUevent> {
+    pub fn ipc_event_create(&self) -> DriverAnswer<CUevent> {
         let mut event = ptr::null_mut();
         // SAFETY: the out pointer is a live local.
         unsafe { call!(self, cuEventCreate(&mut event, EVENT_INTERPROCESS | EVENT_DISABLE_TIMING)) }?;
@@ -378,7 +387,7 @@ impl Driver {
 
     /// # Safety
     /// The event is live and was created for other processes.
-    pub unsafe fn ipc_export_event(&self, event: CUevent) -> Answer<[u8; 64]> {
+    pub unsafe fn ipc_export_event(&self, event: CUevent) -> DriverAnswer<[u8; 64]> {
         let mut handle = CUipcHandle { reserved: [0; 64] };
         // SAFETY: the out pointer is a live local; the event is the caller's promise.
         unsafe { call!(self, cuIpcGetEventHandle(&mut handle, event)) }?;
@@ -386,7 +395,7 @@ impl Driver {
     }
 
     /// Works on any bytes: what is no handle is a failure.
-    pub fn ipc_open_event(&self, handle: &[u8; 64]) -> Answer<CUevent> {
+    pub fn ipc_open_event(&self, handle: &[u8; 64]) -> DriverAnswer<CUevent> {
         let (mut event, handle) = (ptr::null_mut(), CUipcHandle { reserved: *handle });
         // SAFETY: the out pointer is a live local; the driver checks the bytes.
         unsafe { call!(self, cuIpcOpenEventHandle(&mut event, handle)) }?;
@@ -395,40 +404,58 @@ impl Driver {
 
     /// # Safety
     /// Both ranges are mapped until the copy is done; the stream is live.
-    pub unsafe fn copy_async(&self, dst: CUdeviceptr, src: CUdeviceptr, bytes: usize, stream: CUstream) -> Answer {
+    pub unsafe fn copy_async(
+        &self,
+        dst: CUdeviceptr,
+        src: CUdeviceptr,
+        bytes: usize,
+        stream: CUstream,
+    ) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuMemcpyAsync(dst, src, bytes, stream)) }
     }
 
     /// # Safety
     /// Both boxes are mapped until the copy is done; the stream is live.
-    pub unsafe fn copy_box_async(&self, rows: &CUDA_MEMCPY3D, stream: CUstream) -> Answer {
+    pub unsafe fn copy_box_async(&self, rows: &CUDA_MEMCPY3D, stream: CUstream) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuMemcpy3DAsync_v2(rows, stream)) }
     }
 
     /// # Safety
     /// `dst` is writable for the bytes until it is done; the stream is live.
-    pub unsafe fn zero_async(&self, dst: CUdeviceptr, bytes: usize, stream: CUstream) -> Answer {
+    pub unsafe fn zero_async(&self, dst: CUdeviceptr, bytes: usize, stream: CUstream) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuMemsetD8Async(dst, 0, bytes, stream)) }
     }
 
     /// # Safety
     /// `dst` is writable for the bytes until the copy is done, and so is `src` readable; the stream is live.
-    pub unsafe fn upload_async(&self, dst: CUdeviceptr, src: *const u8, bytes: usize, stream: CUstream) -> Answer {
+    pub unsafe fn upload_async(
+        &self,
+        dst: CUdeviceptr,
+        src: *const u8,
+        bytes: usize,
+        stream: CUstream,
+    ) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuMemcpyHtoDAsync_v2(dst, src.cast(), bytes, stream)) }
     }
 
     /// # Safety
     /// `dst` is writable for the bytes until the copy is done, and so is `src` readable; the stream is live.
-    pub unsafe fn download_async(&self, dst: *mut u8, src: CUdeviceptr, bytes: usize, stream: CUstream) -> Answer {
+    pub unsafe fn download_async(
+        &self,
+        dst: *mut u8,
+        src: CUdeviceptr,
+        bytes: usize,
+        stream: CUstream,
+    ) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuMemcpyDtoHAsync_v2(dst.cast(), src, bytes, stream)) }
     }
 
-    pub fn stream_create(&self) -> Answer<CUstream> {
+    pub fn stream_create(&self) -> DriverAnswer<CUstream> {
         let mut stream = ptr::null_mut();
         // SAFETY: the out pointer is a live local.
         unsafe { call!(self, cuStreamCreate(&mut stream, STREAM_NON_BLOCKING)) }?;
@@ -437,14 +464,14 @@ impl Driver {
 
     /// # Safety
     /// The stream is live and destroyed once.
-    pub unsafe fn stream_destroy(&self, stream: CUstream) -> Answer {
+    pub unsafe fn stream_destroy(&self, stream: CUstream) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuStreamDestroy_v2(stream)) }
     }
 
     /// # Safety
     /// The stream is live.
-    pub unsafe fn stream_query(&self, stream: CUstream) -> Answer<bool> {
+    pub unsafe fn stream_query(&self, stream: CUstream) -> DriverAnswer<bool> {
         // SAFETY: the caller's promise.
         ready(unsafe { call!(self, cuStreamQuery(stream)) })
     }
@@ -455,7 +482,7 @@ impl Driver {
     /// # Safety
     /// The stream is live.
     #[inline]
-    pub unsafe fn stream_is_capturing(&self, stream: CUstream) -> Answer<bool> {
+    pub unsafe fn stream_is_capturing(&self, stream: CUstream) -> DriverAnswer<bool> {
         let mut status = STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the out pointer is a live local; the stream is the caller's promise.
         match unsafe { call!(self, cuStreamIsCapturing(stream, &mut status)) } {
@@ -466,7 +493,7 @@ impl Driver {
     }
 
     /// Sets this thread's mode, and returns the one before.
-    pub fn exchange_capture_mode(&self, mode: c_uint) -> Answer<c_uint> {
+    pub fn exchange_capture_mode(&self, mode: c_uint) -> DriverAnswer<c_uint> {
         let mut mode = mode;
         // SAFETY: the pointer is to a live local, which the driver reads and writes.
         unsafe { call!(self, cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
@@ -475,7 +502,7 @@ impl Driver {
 
     /// # Safety
     /// Both handles are live.
-    pub unsafe fn stream_wait_event(&self, stream: CUstream, event: CUevent) -> Answer {
+    pub unsafe fn stream_wait_event(&self, stream: CUstream, event: CUevent) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuStreamWaitEvent(stream, event, 0)) }
     }
@@ -483,7 +510,7 @@ impl Driver {
     /// # Safety
     /// The stream is live; the word is device-accessible until the operation is done.
     #[inline]
-    pub unsafe fn stream_wait_value(&self, stream: CUstream, word: CUdeviceptr, value: u64) -> Answer {
+    pub unsafe fn stream_wait_value(&self, stream: CUstream, word: CUdeviceptr, value: u64) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuStreamWaitValue64_v2(stream, word, value, STREAM_WAIT_VALUE_GEQ)) }
     }
@@ -491,7 +518,7 @@ impl Driver {
     /// # Safety
     /// The stream is live; the word is device-accessible until the operation is done.
     #[inline]
-    pub unsafe fn stream_write_value(&self, stream: CUstream, word: CUdeviceptr, value: u64) -> Answer {
+    pub unsafe fn stream_write_value(&self, stream: CUstream, word: CUdeviceptr, value: u64) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuStreamWriteValue64_v2(stream, word, value, STREAM_WRITE_VALUE_DEFAULT)) }
     }
@@ -501,7 +528,7 @@ impl Driver {
     /// # Safety
     /// The stream is live; every word is device-accessible until its operation is done.
     #[inline]
-    pub unsafe fn stream_batch(&self, stream: CUstream, operations: &mut [CUstreamBatchMemOpParams]) -> Answer {
+    pub unsafe fn stream_batch(&self, stream: CUstream, operations: &mut [CUstreamBatchMemOpParams]) -> DriverAnswer {
         let count = operations.len() as c_uint;
         // SAFETY: the pointer and count are those of one slice; the rest is the caller's promise.
         unsafe { call!(self, cuStreamBatchMemOp_v2(stream, count, operations.as_mut_ptr(), 0)) }
@@ -509,12 +536,12 @@ impl Driver {
 
     /// # Safety
     /// The stream is live; `function` may be called once with `argument` from any thread.
-    pub unsafe fn launch_host(&self, stream: CUstream, function: CUhostFn, argument: *mut c_void) -> Answer {
+    pub unsafe fn launch_host(&self, stream: CUstream, function: CUhostFn, argument: *mut c_void) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuLaunchHostFunc(stream, function, argument)) }
     }
 
-    pub fn event_create(&self) -> Answer<CUevent> {
+    pub fn event_create(&self) -> DriverAnswer<CUevent> {
         let mut event = ptr::null_mut();
         // SAFETY: the out pointer is a live local.
         unsafe { call!(self, cuEventCreate(&mut event, EVENT_DISABLE_TIMING)) }?;
@@ -523,21 +550,21 @@ impl Driver {
 
     /// # Safety
     /// The event is live and destroyed once.
-    pub unsafe fn event_destroy(&self, event: CUevent) -> Answer {
+    pub unsafe fn event_destroy(&self, event: CUevent) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuEventDestroy_v2(event)) }
     }
 
     /// # Safety
     /// Both handles are live.
-    pub unsafe fn event_record(&self, event: CUevent, stream: CUstream) -> Answer {
+    pub unsafe fn event_record(&self, event: CUevent, stream: CUstream) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuEventRecord(event, stream)) }
     }
 
     /// # Safety
     /// The event is live.
-    pub unsafe fn event_query(&self, event: CUevent) -> Answer<bool> {
+    pub unsafe fn event_query(&self, event: CUevent) -> DriverAnswer<bool> {
         // SAFETY: the caller's promise.
         ready(unsafe { call!(self, cuEventQuery(event)) })
     }
@@ -570,7 +597,7 @@ impl Driver {
 
     /// # Safety
     /// The module is loaded.
-    pub unsafe fn module_function(&self, module: CUmodule, name: &CStr) -> Answer<CUfunction> {
+    pub unsafe fn module_function(&self, module: CUmodule, name: &CStr) -> DriverAnswer<CUfunction> {
         let mut function = CUfunction(ptr::null_mut());
         // SAFETY: the name is NUL-terminated; the module is the caller's promise.
         unsafe { call!(self, cuModuleGetFunction(&mut function, module, name.as_ptr())) }?;
@@ -581,7 +608,7 @@ impl Driver {
     ///
     /// # Safety
     /// The function's module is loaded.
-    pub unsafe fn function_load(&self, function: CUfunction) -> Answer {
+    pub unsafe fn function_load(&self, function: CUfunction) -> DriverAnswer {
         if self.cuFuncLoad.is_some() {
             // SAFETY: the caller's promise.
             return unsafe { call!(self, cuFuncLoad(function)) };
@@ -601,7 +628,7 @@ impl Driver {
         block: u32,
         stream: CUstream,
         parameters: &mut [*mut c_void],
-    ) -> Answer {
+    ) -> DriverAnswer {
         let parameters = parameters.as_mut_ptr();
         // SAFETY: the driver copies the parameters before it returns; the rest is the caller's promise.
         unsafe {

@@ -55,7 +55,7 @@ pub(super) struct Piece {
 /// Pieces on loan for one copy. Neither [returned](Staging::give_back) nor [left to the stream](Staging::leave), they
 /// are lost, which is what a failure in between should do: a device may yet use them.
 #[derive(Debug)]
-pub(super) struct Lease {
+pub(super) struct StagingLease {
     pub(super) pieces: Vec<Piece>,
     pub(super) piece_bytes: usize,
     purpose: Purpose,
@@ -66,7 +66,7 @@ pub(super) struct Lease {
     pub(super) value: u64,
 }
 
-impl Lease {
+impl StagingLease {
     pub(super) fn is_past(&self) -> bool {
         self.word.reached(self.value)
     }
@@ -74,7 +74,7 @@ impl Lease {
 
 /// Page-locked memory, cut into pieces of one size. To be cut anew when all are free.
 #[derive(Debug)]
-struct Region {
+struct StagingRegion {
     base: *mut u8,
     ptr: CUdeviceptr,
     class: usize,
@@ -82,27 +82,27 @@ struct Region {
 }
 
 #[derive(Debug, Default)]
-struct State {
-    regions: Vec<Region>,
+struct StagingState {
+    regions: Vec<StagingRegion>,
     /// Left to streams that may not be past them yet.
-    left: Vec<Lease>,
+    left: Vec<StagingLease>,
     /// Bytes lent for uploads.
     uploading: usize,
     last_value: u64,
 }
 
 // SAFETY: the pointers are to mappings that live as long as the process; who may touch which piece is kept by the lock.
-unsafe impl Send for State {}
+unsafe impl Send for StagingState {}
 
 /// The page-locked memory of one device.
 #[derive(Debug, Default)]
 pub(super) struct Staging {
-    state: Mutex<State>,
+    state: Mutex<StagingState>,
 }
 
-impl Region {
+impl StagingRegion {
     /// Maps and registers one. The context is current.
-    fn new(driver: &Driver) -> Result<Region> {
+    fn new(driver: &Driver) -> Result<StagingRegion> {
         let (bytes, access) = (HEAD + LARGEST, ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: a new mapping, placed by the kernel.
         let base = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }
@@ -121,7 +121,7 @@ impl Region {
         }
         // Should this fail the memory stays: to unregister it might stand still.
         let ptr = driver.host_device_pointer(base)?;
-        Ok(Region { base: base.cast(), ptr, class: 0, free: pieces_of(0) })
+        Ok(StagingRegion { base: base.cast(), ptr, class: 0, free: pieces_of(0) })
     }
 
     fn is_free(&self) -> bool {
@@ -157,16 +157,16 @@ fn pieces_for(bytes: usize) -> (usize, usize) {
     (class, bytes.div_ceil(PIECES[class]))
 }
 
-impl State {
+impl StagingState {
     /// Takes back what streams are past.
     fn collect(&mut self) {
         let left = std::mem::take(&mut self.left);
-        let (past, left) = left.into_iter().partition(Lease::is_past);
+        let (past, left) = left.into_iter().partition(StagingLease::is_past);
         self.left = left;
         past.into_iter().for_each(|lease| self.take_back(lease));
     }
 
-    fn take_back(&mut self, lease: Lease) {
+    fn take_back(&mut self, lease: StagingLease) {
         if lease.purpose == Purpose::Upload {
             self.uploading -= lease.pieces.len() * lease.piece_bytes;
         }
@@ -174,8 +174,9 @@ impl State {
     }
 
     fn find(&mut self, class: usize) -> Option<Piece> {
-        let of_class = |region: &Region| region.class == class && !region.free.is_empty();
-        let position = self.regions.iter().position(of_class).or_else(|| self.regions.iter().position(Region::is_free));
+        let of_class = |region: &StagingRegion| region.class == class && !region.free.is_empty();
+        let position =
+            self.regions.iter().position(of_class).or_else(|| self.regions.iter().position(StagingRegion::is_free));
         let region = &mut self.regions[position?];
         if region.class != class {
             region.cut(class);
@@ -194,20 +195,20 @@ impl State {
             return Ok(Some(piece));
         }
         if self.regions.len() < REGIONS_MAX {
-            self.regions.push(Region::new(driver)?);
+            self.regions.push(StagingRegion::new(driver)?);
         }
         Ok(self.find(class))
     }
 
     /// All that a copy needs, or nothing.
-    fn lend(&mut self, driver: &Driver, bytes: usize, purpose: Purpose) -> Result<Option<Lease>> {
+    fn lend(&mut self, driver: &Driver, bytes: usize, purpose: Purpose) -> Result<Option<StagingLease>> {
         let (class, count) = pieces_for(bytes);
         let total = count * PIECES[class];
         // Streams mostly pass what they were given in its order; to look at all of it each time would be dear.
-        if self.left.first().is_some_and(Lease::is_past) {
+        if self.left.first().is_some_and(StagingLease::is_past) {
             self.collect();
         }
-        let is_too_much = |state: &State| purpose == Purpose::Upload && state.uploading + total > UPLOADS_MAX;
+        let is_too_much = |state: &StagingState| purpose == Purpose::Upload && state.uploading + total > UPLOADS_MAX;
         if is_too_much(self) {
             self.collect();
             if is_too_much(self) {
@@ -229,27 +230,27 @@ impl State {
         }
         self.last_value += 1;
         let (word, word_ptr) = self.regions[pieces[0].region].word(pieces[0].index);
-        Ok(Some(Lease { pieces, piece_bytes: PIECES[class], purpose, word, word_ptr, value: self.last_value }))
+        Ok(Some(StagingLease { pieces, piece_bytes: PIECES[class], purpose, word, word_ptr, value: self.last_value }))
     }
 }
 
 impl Staging {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, StagingState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The context is current.
-    pub(super) fn lend(&self, driver: &Driver, bytes: usize, purpose: Purpose) -> Result<Option<Lease>> {
+    pub(super) fn lend(&self, driver: &Driver, bytes: usize, purpose: Purpose) -> Result<Option<StagingLease>> {
         self.lock().lend(driver, bytes, purpose)
     }
 
     /// What no device uses.
-    pub(super) fn give_back(&self, lease: Lease) {
+    pub(super) fn give_back(&self, lease: StagingLease) {
         self.lock().take_back(lease);
     }
 
     /// What is free once the lease's word is at its value.
-    pub(super) fn leave(&self, lease: Lease) {
+    pub(super) fn leave(&self, lease: StagingLease) {
         self.lock().left.push(lease);
     }
 }

@@ -8,7 +8,7 @@
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::OnceLock;
 
-use crate::fork::own::Own;
+use crate::fork::per_process::PerProcess;
 use libloading::Library;
 
 /// The driver's status. `0` is success; see [`super::fault`] for the others.
@@ -342,7 +342,7 @@ functions! {
 pub(super) const LIBRARY_NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 
 /// A child that is forked while another thread loads it loads it again.
-static DRIVER: Own<OnceLock<Result<Driver, String>>> = Own::new();
+static DRIVER: PerProcess<OnceLock<Result<Driver, String>>> = PerProcess::new();
 
 /// The driver's functions, loaded by the first call; or the loader's words on the first name.
 pub(super) fn driver() -> Result<&'static Driver, &'static str> {
@@ -353,7 +353,7 @@ fn load() -> Result<Driver, String> {
     let mut reason = None;
     for name in LIBRARY_NAMES {
         // SAFETY: loading runs the library's initialisers; a library of this name is the CUDA driver (or its
-        // test double), whose initialisers may run in any process and on any thread.
+        // fake driver), whose initialisers may run in any process and on any thread.
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok(Driver::from_library(library)),
             Err(error) => reason = reason.or(Some(loader_words(&error))),

@@ -15,7 +15,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use crate::backend::{DevicePtr, StreamOp};
-use crate::fork::own::Own;
+use crate::fork::per_process::PerProcess;
 
 /// So many mappings stay registered at most until no wait is open. The next one is unregistered at once, whatever waits.
 const POSTPONED_MAX: usize = 1024;
@@ -24,7 +24,7 @@ const POSTPONED_MAX: usize = 1024;
 /// waits by more than those noted since its last pass.
 const LOOKS: usize = 2;
 
-static WAITS: Own<Mutex<Waits>> = Own::new();
+static WAITS: PerProcess<Mutex<Waits>> = PerProcess::new();
 
 /// Host memory that a device sees.
 #[derive(Debug)]

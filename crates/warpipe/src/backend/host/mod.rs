@@ -6,7 +6,7 @@
 
 mod memory;
 pub(crate) use memory::{check_memfd, check_sealed_memfd};
-mod plain;
+mod device_malloc;
 mod stream;
 
 use std::ffi::c_void;
@@ -15,14 +15,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use self::plain::Plain;
+use self::device_malloc::DeviceMalloc;
 use self::stream::{HostEvent, HostStream, Op};
 use super::{
     Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
     RawStream, Rows, StreamOp, TimelineWord,
 };
 use crate::error::{Error, LegacyFault, Result};
-use crate::fork::own::Common;
+use crate::fork::per_process::InheritedOnFork;
 use crate::kernel::{Kernel, Launch};
 
 /// The backend of [`Device::host`](crate::Device::host).
@@ -31,7 +31,7 @@ pub struct HostBackend {
     info: DeviceInfo,
     allocated: AtomicU64,
     imported: AtomicU64,
-    plain: Plain,
+    malloc: DeviceMalloc,
     has_short_queues: bool,
 }
 
@@ -39,7 +39,7 @@ impl HostBackend {
     /// The process's one host backend.
     pub fn shared() -> Arc<dyn Backend> {
         // A device that was opened before a fork can be used in the child.
-        static SHARED: Common<Option<Arc<HostBackend>>> = Common::new(None);
+        static SHARED: InheritedOnFork<Option<Arc<HostBackend>>> = InheritedOnFork::new(None);
         SHARED.lock().get_or_insert_with(|| Arc::new(HostBackend::new(false))).clone()
     }
 
@@ -57,7 +57,7 @@ impl HostBackend {
             info: DeviceInfo { id, ordinal: 0, name: "host".into(), memory_bytes },
             allocated: AtomicU64::new(0),
             imported: AtomicU64::new(0),
-            plain: Plain::default(),
+            malloc: DeviceMalloc::default(),
             has_short_queues,
         }
     }
@@ -228,7 +228,7 @@ impl Backend for HostBackend {
         // SAFETY: the caller gives up a live handle, which is a pointer from `Arc::into_raw`.
         let event = unsafe { Arc::from_raw(raw.0.cast::<HostEvent>().cast_const()) };
         if event.is_interprocess {
-            self.plain.forget_event();
+            self.malloc.forget_event();
         }
         Ok(())
     }
@@ -254,7 +254,7 @@ impl Backend for HostBackend {
     }
 
     fn create_ipc_event(&self) -> Result<RawEvent> {
-        self.plain.count_event()?;
+        self.malloc.count_event()?;
         Ok(RawEvent(Arc::into_raw(Arc::new(HostEvent::interprocess())).cast_mut().cast::<c_void>()))
     }
 
@@ -263,34 +263,34 @@ impl Backend for HostBackend {
         if !unsafe { event(raw) }.is_interprocess {
             return Err(Error::argument("event", "an event of this process alone", "one of create_ipc_event"));
         }
-        plain::export_event(raw.0.addr() as u64)
+        device_malloc::export_event(raw.0.addr() as u64)
     }
 
     fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
-        plain::check_event(handle)?;
+        device_malloc::check_event(handle)?;
         self.create_event()
     }
 
     fn allocate_plain(&self, bytes: u64) -> Result<DevicePtr> {
         self.reserve(bytes)?;
-        self.plain.allocate(bytes).inspect_err(|_| {
+        self.malloc.allocate(bytes).inspect_err(|_| {
             self.allocated.fetch_sub(bytes, Ordering::Relaxed);
         })
     }
 
     unsafe fn free_plain(&self, ptr: DevicePtr) -> Result<()> {
         // SAFETY: the caller's promise.
-        let bytes = unsafe { self.plain.free(ptr) }?;
+        let bytes = unsafe { self.malloc.free(ptr) }?;
         self.allocated.fetch_sub(bytes, Ordering::Relaxed);
         Ok(())
     }
 
     fn locate(&self, ptr: DevicePtr) -> Result<PointerInfo> {
-        self.plain.locate(ptr, self.info.id)
+        self.malloc.locate(ptr, self.info.id)
     }
 
     unsafe fn export_legacy(&self, base: DevicePtr) -> Result<IpcBytes> {
-        self.plain.export(base)
+        self.malloc.export(base)
     }
 
     fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<DevicePtr> {
@@ -298,7 +298,7 @@ impl Backend for HostBackend {
             let (owner, device) = (owner.to_string(), self.info.id.to_string());
             return Err(Error::legacy(LegacyFault::Device { owner, device }));
         }
-        let (base, is_new) = self.plain.open(handle, bytes)?;
+        let (base, is_new) = self.malloc.open(handle, bytes)?;
         if is_new {
             self.imported.fetch_add(bytes, Ordering::Relaxed);
         }
@@ -307,7 +307,7 @@ impl Backend for HostBackend {
 
     unsafe fn close_legacy(&self, base: DevicePtr) -> Result<()> {
         // SAFETY: the caller's promise.
-        let bytes = unsafe { self.plain.close(base) }?;
+        let bytes = unsafe { self.malloc.close(base) }?;
         self.imported.fetch_sub(bytes, Ordering::Relaxed);
         Ok(())
     }

@@ -72,7 +72,7 @@ impl HostEvent {
 }
 
 #[derive(Default)]
-struct Queue {
+struct StreamQueue {
     ops: VecDeque<Op>,
     closed: bool,
 }
@@ -83,7 +83,7 @@ pub(super) struct HostStream {
     /// knows to have been enqueued, it finds counted here; who finds 0 (with acquire) sees all of it done. Work of
     /// two threads that do not know of each other has no order, so a thread may act on the 0 without the lock.
     unfinished: AtomicUsize,
-    queue: Mutex<Queue>,
+    queue: Mutex<StreamQueue>,
     changed: Condvar,
     /// Of a stream that is like a driver's: held by a call that gives it work, or asks it. Such a call waits for room in
     /// the queue, and all others for the stream wait for that call.
@@ -144,7 +144,7 @@ impl HostStream {
         let calls = self.calls();
         let (max, limit) = if calls.is_some() { (LAUNCH_QUEUE, LAUNCH_TIMEOUT) } else { (QUEUE_MAX, ROOM_TIMEOUT) };
         let queue = self.lock();
-        let full = |queue: &mut Queue| queue.ops.len() + count.min(max) > max;
+        let full = |queue: &mut StreamQueue| queue.ops.len() + count.min(max) > max;
         let (mut queue, waited) =
             self.changed.wait_timeout_while(queue, limit, full).unwrap_or_else(PoisonError::into_inner);
         if waited.timed_out() {
@@ -231,7 +231,7 @@ impl HostStream {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Queue> {
+    fn lock(&self) -> MutexGuard<'_, StreamQueue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -14,12 +14,12 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// Holds up the calls that give one stream memory operations.
 #[derive(Debug, Default)]
 pub(crate) struct FullQueue {
-    state: Mutex<State>,
+    state: Mutex<FullQueueState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct FullQueueState {
     held: Held,
     waiting: u32,
     fails: bool,
@@ -43,29 +43,29 @@ impl FullQueue {
         (wrapped.clone(), Device::from_backend(wrapped))
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, FullQueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// From now on, calls for `stream` wait.
     pub(crate) fn hold(&self, stream: &Stream) {
-        *self.lock() = State { held: Held::Of(stream.raw().0.addr()), ..State::default() };
+        *self.lock() = FullQueueState { held: Held::Of(stream.raw().0.addr()), ..FullQueueState::default() };
     }
 
     /// From now on, calls wait that make a stream wait for a word.
     pub(crate) fn hold_waits(&self) {
-        *self.lock() = State { held: Held::Waits, ..State::default() };
+        *self.lock() = FullQueueState { held: Held::Waits, ..FullQueueState::default() };
     }
 
     /// Waits until a call does.
     pub(crate) fn wait_until_held_up(&self) {
-        let is_free = |state: &mut State| state.waiting == 0;
+        let is_free = |state: &mut FullQueueState| state.waiting == 0;
         let waited = self.changed.wait_timeout_while(self.lock(), PATIENCE, is_free);
         assert!(!waited.unwrap_or_else(PoisonError::into_inner).1.timed_out(), "no call comes");
     }
 
     /// Lets them go on.
-    pub(crate) fn let_go(&self) {
+    pub(crate) fn unblock(&self) {
         self.lock().held = Held::None;
         self.changed.notify_all();
     }
@@ -96,7 +96,7 @@ impl Hook for FullQueue {
         }
         state.waiting += 1;
         self.changed.notify_all();
-        let is_held = |state: &mut State| state.held != Held::None;
+        let is_held = |state: &mut FullQueueState| state.held != Held::None;
         let held = self.changed.wait_timeout_while(state, PATIENCE, is_held);
         let (mut state, waited) = held.unwrap_or_else(PoisonError::into_inner);
         state.waiting -= 1;

@@ -7,7 +7,7 @@ use super::{LegacyHandle, other_device};
 use crate::backend::{DeviceId, DevicePtr, IpcBytes, PointerKind};
 use crate::device::Device;
 use crate::error::{Error, LegacyFault, Result};
-use crate::fork::own::Own;
+use crate::fork::per_process::PerProcess;
 
 /// The most allocations that may be exported at once.
 const EXPORTS_MAX: usize = 1 << 16;
@@ -16,7 +16,7 @@ const EXPORTS_MAX: usize = 1 << 16;
 type Exports = HashMap<(DeviceId, DevicePtr), (u64, IpcBytes)>;
 
 fn exports() -> MutexGuard<'static, Exports> {
-    static EXPORTS: Own<Mutex<Exports>> = Own::new();
+    static EXPORTS: PerProcess<Mutex<Exports>> = PerProcess::new();
     EXPORTS.lock()
 }
 

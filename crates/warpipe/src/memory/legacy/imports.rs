@@ -9,11 +9,11 @@ use super::LegacyHandle;
 use crate::backend::{DeviceId, DevicePtr, IpcBytes};
 use crate::device::Device;
 use crate::error::{Error, LegacyFault, Result};
-use crate::fork::Home;
-use crate::fork::own::Own;
-use crate::link::proof::Streams;
-use crate::link::watcher::Watcher;
-use crate::origin::Origin;
+use crate::fork::OwnerProcess;
+use crate::fork::per_process::PerProcess;
+use crate::origin::ProcessOrigin;
+use crate::runtime::fence::StreamSet;
+use crate::runtime::reactor::Reactor;
 use crate::stream::{Backoff, Stream};
 
 /// The most allocations that may be open at once.
@@ -21,33 +21,33 @@ const IMPORTS_MAX: usize = 1 << 16;
 
 /// One allocation of another process, as one device of this process sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Key {
+struct LegacyImportKey {
     reader: DeviceId,
     owner: DeviceId,
-    origin: Origin,
+    origin: ProcessOrigin,
     allocation: u64,
     raw: IpcBytes,
 }
 
 /// The open allocations of this process.
-type Table = HashMap<Key, Arc<Import>>;
+type Table = HashMap<LegacyImportKey, Arc<Import>>;
 
 fn table() -> MutexGuard<'static, Table> {
-    static TABLE: Own<Mutex<Table>> = Own::new();
+    static TABLE: PerProcess<Mutex<Table>> = PerProcess::new();
     TABLE.lock()
 }
 
 /// One allocation. Its lock may be held across calls of the driver; the table's never is. Who holds an import's lock
 /// may take the table's, and not the other way round.
 struct Import {
-    key: Key,
+    key: LegacyImportKey,
     device: Device,
-    watcher: Arc<Watcher>,
-    mapping: Mutex<Mapping>,
+    reactor: Arc<Reactor>,
+    mapping: Mutex<ImportState>,
 }
 
 #[derive(Default)]
-struct Mapping {
+struct ImportState {
     base: Option<DevicePtr>,
     /// The allocation's length, which was checked when it was opened.
     bytes: u64,
@@ -66,10 +66,10 @@ pub struct LegacyMemory {
     device: Device,
     ptr: DevicePtr,
     bytes: u64,
-    streams: Streams,
+    streams: StreamSet,
     /// `None` for this process's own memory, and while dropping.
-    hold: Option<Hold>,
-    home: Home,
+    hold: Option<ImportHold>,
+    owner_process: OwnerProcess,
 }
 
 impl LegacyMemory {
@@ -78,8 +78,15 @@ impl LegacyMemory {
         LegacyMemory::new(device, ptr, bytes, None)
     }
 
-    fn new(device: &Device, ptr: DevicePtr, bytes: u64, hold: Option<Hold>) -> LegacyMemory {
-        LegacyMemory { device: device.clone(), ptr, bytes, streams: Streams::default(), hold, home: Home::here() }
+    fn new(device: &Device, ptr: DevicePtr, bytes: u64, hold: Option<ImportHold>) -> LegacyMemory {
+        LegacyMemory {
+            device: device.clone(),
+            ptr,
+            bytes,
+            streams: StreamSet::default(),
+            hold,
+            owner_process: OwnerProcess::current(),
+        }
     }
 
     /// The address of the range's first byte, for kernels and copies of the device.
@@ -103,8 +110,8 @@ impl LegacyMemory {
     /// # Errors
     /// [`Error::Forked`].
     pub fn used_by(&self, stream: &Stream) -> Result<()> {
-        self.home.check()?;
-        self.streams.note(stream);
+        self.owner_process.check()?;
+        self.streams.record_use(stream);
         Ok(())
     }
 
@@ -115,12 +122,12 @@ impl LegacyMemory {
     /// [`Error::Timeout`] when a stream is not done within `timeout`; it is closed when it is. [`Error::Forked`],
     /// [`Error::Driver`].
     pub fn close(mut self, timeout: Duration) -> Result<()> {
-        self.home.check()?;
+        self.owner_process.check()?;
         let Some(hold) = self.hold.take() else { return Ok(()) };
-        let (start, mut proof, mut backoff) = (Instant::now(), self.streams.mark_busy(), Backoff::default());
-        while !proof.is_passed() {
+        let (start, mut fence, mut backoff) = (Instant::now(), self.streams.fence_busy(), Backoff::default());
+        while !fence.is_reached() {
             if start.elapsed() >= timeout {
-                hold.retire(move || proof.is_passed());
+                hold.close_after(move || fence.is_reached());
                 return Err(Error::Timeout { what: "the work on legacy memory".into(), waited: timeout });
             }
             backoff.pause();
@@ -132,15 +139,15 @@ impl LegacyMemory {
 impl Drop for LegacyMemory {
     fn drop(&mut self) {
         let Some(hold) = self.hold.take() else { return };
-        if !self.home.is_here() {
+        if !self.owner_process.is_current() {
             // The mapping is the parent's to close, and its locks may be held for ever.
             return std::mem::forget(hold);
         }
-        let mut proof = self.streams.mark_busy();
-        let is_quiet = proof.is_passed();
+        let mut fence = self.streams.fence_busy();
+        let is_quiet = fence.is_reached();
         // Only what calls the driver, or has to wait, is left to other threads.
-        if let Some(hold) = if is_quiet { hold.share_out() } else { Some(hold) } {
-            hold.retire(move || proof.is_passed());
+        if let Some(hold) = if is_quiet { hold.split_off() } else { Some(hold) } {
+            hold.close_after(move || fence.is_reached());
         }
     }
 }
@@ -148,37 +155,37 @@ impl Drop for LegacyMemory {
 /// Opens what a handle of another process names, or holds once more what is open.
 pub(super) fn open(handle: &LegacyHandle, device: &Device) -> Result<LegacyMemory> {
     let LegacyHandle { origin, owner, allocation, raw, .. } = *handle;
-    let key = Key { reader: device.info().id, owner, origin, allocation, raw };
+    let key = LegacyImportKey { reader: device.info().id, owner, origin, allocation, raw };
     loop {
         let import = find(&key, device)?;
         // An import that is over has left the table before its lock was let go, so the next look finds another.
-        if let Some((hold, base)) = Hold::take(import, handle.allocation_bytes)? {
+        if let Some((hold, base)) = ImportHold::take(import, handle.allocation_bytes)? {
             return Ok(LegacyMemory::new(device, base + handle.offset, handle.bytes, Some(hold)));
         }
     }
 }
 
 /// The import in the table, or a new one in it.
-fn find(key: &Key, device: &Device) -> Result<Arc<Import>> {
+fn find(key: &LegacyImportKey, device: &Device) -> Result<Arc<Import>> {
     if let Some(import) = table().get(key) {
         return Ok(import.clone());
     }
-    let watcher = Watcher::of_process()?;
+    let reactor = Reactor::of_process()?;
     let mut imports = table();
     if imports.len() >= IMPORTS_MAX && !imports.contains_key(key) {
         return Err(Error::argument("open allocations", imports.len() + 1, format!("at most {IMPORTS_MAX}")));
     }
-    let new = || Arc::new(Import { key: *key, device: device.clone(), watcher, mapping: Mutex::default() });
+    let new = || Arc::new(Import { key: *key, device: device.clone(), reactor, mapping: Mutex::default() });
     Ok(imports.entry(*key).or_insert_with(new).clone())
 }
 
 impl Import {
-    fn lock(&self) -> MutexGuard<'_, Mapping> {
+    fn lock(&self) -> MutexGuard<'_, ImportState> {
         self.mapping.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes it out of the table for good.
-    fn end(self: &Arc<Self>, mapping: &mut Mapping) {
+    fn end(self: &Arc<Self>, mapping: &mut ImportState) {
         mapping.is_over = true;
         let mut imports = table();
         if imports.get(&self.key).is_some_and(|known| Arc::ptr_eq(known, self)) {
@@ -188,20 +195,20 @@ impl Import {
 }
 
 /// A share in an import; the last one closes it.
-struct Hold {
+struct ImportHold {
     /// `None` once it is given up.
     import: Option<Arc<Import>>,
 }
 
-impl std::fmt::Debug for Hold {
+impl std::fmt::Debug for ImportHold {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Hold")
     }
 }
 
-impl Hold {
+impl ImportHold {
     /// `None` if the import is over. The first one opens it.
-    fn take(import: Arc<Import>, bytes: u64) -> Result<Option<(Hold, DevicePtr)>> {
+    fn take(import: Arc<Import>, bytes: u64) -> Result<Option<(ImportHold, DevicePtr)>> {
         let mut mapping = import.lock();
         if mapping.is_over {
             return Ok(None);
@@ -221,11 +228,11 @@ impl Hold {
         (mapping.base, mapping.bytes) = (Some(base), bytes);
         mapping.holds += 1;
         drop(mapping);
-        Ok(Some((Hold { import: Some(import) }, base)))
+        Ok(Some((ImportHold { import: Some(import) }, base)))
     }
 
     /// Gives it up, unless it is the last one: that is handed back.
-    fn share_out(mut self) -> Option<Hold> {
+    fn split_off(mut self) -> Option<ImportHold> {
         let import = self.import.take()?;
         let mut mapping = import.lock();
         if mapping.holds > 1 {
@@ -233,13 +240,13 @@ impl Hold {
             return None;
         }
         drop(mapping);
-        Some(Hold { import: Some(import) })
+        Some(ImportHold { import: Some(import) })
     }
 
     /// Gives it up once `is_quiet`, on a thread that may be held up by the driver.
-    fn retire(self, mut is_quiet: impl FnMut() -> bool + Send + 'static) {
-        let Some(watcher) = self.import.as_ref().map(|import| import.watcher.clone()) else { return };
-        watcher.retire(move || {
+    fn close_after(self, mut is_quiet: impl FnMut() -> bool + Send + 'static) {
+        let Some(reactor) = self.import.as_ref().map(|import| import.reactor.clone()) else { return };
+        reactor.drop_after(move || {
             // The closure owns the hold, which is given up when the closure is dropped: after the proof.
             let _held = &self;
             is_quiet()
@@ -269,7 +276,7 @@ impl Hold {
     }
 }
 
-impl Drop for Hold {
+impl Drop for ImportHold {
     fn drop(&mut self) {
         // Nobody is left to be told.
         let _ = self.give_up();

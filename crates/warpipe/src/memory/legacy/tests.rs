@@ -113,7 +113,7 @@ fn a_handle_that_was_forged_is_refused_for_what_is_wrong_with_it() {
 #[test]
 fn a_handle_of_another_machine_or_backend_is_refused_by_name() {
     let (_plain, handle) = sample();
-    let origin = Origin { host: handle.origin.host ^ 1, ..handle.origin };
+    let origin = ProcessOrigin { host: handle.origin.host ^ 1, ..handle.origin };
     assert_eq!(fault(LegacyHandle { origin, ..handle }.open(&Device::host())), LegacyFault::ForeignHost);
     let owner = DeviceId { kind: DeviceKind::Cuda, uuid: [7; 16] };
     match fault(LegacyHandle { owner, ..handle }.open(&Device::host())) {

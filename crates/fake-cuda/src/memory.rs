@@ -1,0 +1,404 @@
+//! Device memory: memfds, mapped into reserved ranges of this process.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::{c_int, c_void};
+use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
+use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
+
+use crate::config;
+use crate::device;
+use crate::host;
+use crate::ipc;
+use crate::status::*;
+
+/// Lengths are multiples of this, as on most GPUs.
+const GRANULARITY: usize = 2 << 20;
+const NAME: &str = "warpipe-fake-cuda-";
+
+/// Bytes created by this process and still held by a handle or a mapping.
+pub static USED: AtomicU64 = AtomicU64::new(0);
+
+struct Allocation {
+    fd: OwnedFd,
+    bytes: usize,
+    /// The fixed number of its device.
+    device: usize,
+    /// Whether it counts as this process's use: what is imported is another's.
+    counted: bool,
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        if self.counted {
+            USED.fetch_sub(self.bytes as u64, Ordering::AcqRel);
+        }
+    }
+}
+
+/// A reserved range of addresses.
+struct Range {
+    bytes: usize,
+    mapped: Option<Arc<Allocation>>,
+    writable: bool,
+    readable: bool,
+    /// The device that was given access last.
+    reader: usize,
+}
+
+#[derive(Default)]
+struct Memory {
+    last_handle: u64,
+    handles: HashMap<u64, Arc<Allocation>>,
+    ranges: BTreeMap<usize, Range>,
+}
+
+static MEMORY: Mutex<Option<Memory>> = Mutex::new(None);
+
+fn with<T>(body: impl FnOnce(&mut Memory) -> T) -> T {
+    let mut memory: MutexGuard<'_, Option<Memory>> = MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
+    body(memory.get_or_insert_default())
+}
+
+/// Ends a device's mappings and handles in this process. What others have imported stays theirs.
+pub fn end_all(device: usize) {
+    with(|memory| {
+        memory.handles.retain(|_, allocation| allocation.device != device);
+        memory.ranges.retain(|&address, range| {
+            let is_ended = range.mapped.as_ref().is_some_and(|allocation| allocation.device == device);
+            if is_ended {
+                // SAFETY: this library's own mapping; the device's streams have ended.
+                let _ = unsafe { rustix::mm::munmap(place(address as u64), range.bytes) };
+            }
+            !is_ended
+        });
+    });
+}
+
+/// Whether work may use these bytes: mapped with that access here, or registered host memory.
+pub fn usable(address: u64, bytes: usize, write: bool) -> bool {
+    is_device(address, bytes, write) || host::is_registered(address, bytes)
+}
+
+/// Whether a kernel of the device may use these bytes: its own, those of another one that it has been given, registered
+/// host memory.
+pub fn reached_by(device: usize, address: u64, bytes: usize, write: bool) -> bool {
+    usable(address, bytes, write)
+        && ipc::is_reached(device, address)
+        && with(|memory| {
+            let range = memory.ranges.range(..=address as usize).next_back();
+            range.is_none_or(|(&start, range)| address as usize - start >= range.bytes || range.reader == device)
+        })
+}
+
+/// Whether these bytes are mapped device memory with that access.
+pub fn is_device(address: u64, bytes: usize, write: bool) -> bool {
+    if ipc::is_block(address, bytes) {
+        return true;
+    }
+    let address = address as usize;
+    with(|memory| {
+        memory.ranges.range(..=address).next_back().is_some_and(|(&start, range)| {
+            let inside = address.checked_add(bytes).is_some_and(|end| end <= start + range.bytes);
+            inside && range.mapped.is_some() && if write { range.writable } else { range.readable }
+        })
+    })
+}
+
+/// `CUmemAllocationProp`, as far as it is looked at.
+#[repr(C)]
+struct Properties {
+    kind: u32,
+    handle_types: u32,
+    location_kind: u32,
+    location: c_int,
+}
+
+/// The device that the properties name, if they are ones that the fake driver can serve.
+///
+/// # Safety
+/// `properties` is null or valid for reads.
+unsafe fn device_in(properties: *const Properties) -> Outcome<usize> {
+    // SAFETY: the caller's promise.
+    let properties = unsafe { properties.as_ref() }.ok_or(INVALID_VALUE)?;
+    if (properties.kind, properties.handle_types, properties.location_kind) != (1, 1, 1) {
+        return Err(INVALID_VALUE);
+    }
+    device::physical(properties.location)
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemGetAllocationGranularity(
+    granularity: *mut usize,
+    properties: *const c_void,
+    _option: u32,
+) -> c_int {
+    answer("cuMemGetAllocationGranularity", Needs::Init, || {
+        // SAFETY: the caller's pointers.
+        unsafe {
+            device_in(properties.cast())?;
+            give(granularity, GRANULARITY)
+        }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_int {
+    answer("cuMemGetInfo_v2", Needs::Context, || {
+        let all = config::get().memory_bytes;
+        // SAFETY: the caller's out pointers.
+        unsafe {
+            give(free, all.saturating_sub(USED.load(Ordering::Acquire)) as usize)?;
+            give(total, all as usize)
+        }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemCreate(handle: *mut u64, bytes: usize, properties: *const c_void, flags: u64) -> c_int {
+    answer("cuMemCreate", Needs::Context, || {
+        // SAFETY: the caller's pointer.
+        let device = unsafe { device_in(properties.cast()) }?;
+        if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) || flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        let allocation = create(bytes, device)?;
+        // SAFETY: the caller's out pointer.
+        unsafe { give(handle, hold(allocation)) }
+    })
+}
+
+fn create(bytes: usize, device: usize) -> Outcome<Allocation> {
+    let limit = config::get().memory_bytes;
+    let room = |used: u64| used.checked_add(bytes as u64).filter(|&sum| sum <= limit);
+    USED.fetch_update(Ordering::AcqRel, Ordering::Acquire, room).map_err(|_| OUT_OF_MEMORY)?;
+    let made = rustix::fs::memfd_create(format!("{NAME}{device}"), MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+        .and_then(|fd| rustix::fs::ftruncate(&fd, bytes as u64).map(|()| fd));
+    match made {
+        Ok(fd) => Ok(Allocation { fd, bytes, device, counted: true }),
+        Err(_) => {
+            USED.fetch_sub(bytes as u64, Ordering::AcqRel);
+            Err(OPERATING_SYSTEM)
+        }
+    }
+}
+
+fn hold(allocation: Allocation) -> u64 {
+    with(|memory| {
+        memory.last_handle += 1;
+        memory.handles.insert(memory.last_handle, Arc::new(allocation));
+        memory.last_handle
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemRelease(handle: u64) -> c_int {
+    answer("cuMemRelease", Needs::Context, || {
+        with(|memory| memory.handles.remove(&handle)).map(drop).ok_or(INVALID_VALUE)
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemExportToShareableHandle(out: *mut c_int, handle: u64, kind: u32, _flags: u64) -> c_int {
+    answer("cuMemExportToShareableHandle", Needs::Context, || {
+        let allocation = with(|memory| memory.handles.get(&handle).cloned()).ok_or(INVALID_VALUE)?;
+        if kind != 1 {
+            return Err(INVALID_VALUE);
+        }
+        // Without close-on-exec, like the driver's own.
+        let fd = rustix::io::dup(&allocation.fd).map_err(|_| OPERATING_SYSTEM)?;
+        // SAFETY: the caller's out pointer.
+        unsafe { give(out, fd.into_raw_fd()) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemImportFromShareableHandle(handle: *mut u64, shareable: *mut c_void, kind: u32) -> c_int {
+    answer("cuMemImportFromShareableHandle", Needs::Context, || {
+        let fd = c_int::try_from(shareable.addr()).ok().filter(|&fd| fd >= 0).ok_or(INVALID_VALUE)?;
+        if kind != 1 {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: the caller holds the descriptor open during this call, or it is none and every use fails.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        // SAFETY: the caller's out pointer.
+        unsafe { give(handle, hold(open(fd)?)) }
+    })
+}
+
+/// The driver's answer to a descriptor that is not its own is "unknown error".
+fn open(fd: BorrowedFd<'_>) -> Outcome<Allocation> {
+    let seals: SealFlags = rustix::fs::fcntl_get_seals(fd).map_err(|_| UNKNOWN)?;
+    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
+    let link = std::fs::read_link(path).map_err(|_| UNKNOWN)?;
+    let device = device_named(&link.to_string_lossy()).filter(|_| seals.is_empty()).ok_or(UNKNOWN)?;
+    let bytes = rustix::fs::fstat(fd).map_err(|_| UNKNOWN)?.st_size as usize;
+    let fd = rustix::io::fcntl_dupfd_cloexec(fd.as_fd(), 3).map_err(|_| OPERATING_SYSTEM)?;
+    Ok(Allocation { fd, bytes, device, counted: false })
+}
+
+/// The device's number in the name of a memfd, `/memfd:NAME0 (deleted)`.
+fn device_named(link: &str) -> Option<usize> {
+    let digits = link.strip_prefix("/memfd:")?.strip_prefix(NAME)?;
+    digits.split(' ').next()?.parse().ok()
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemAddressReserve(
+    address: *mut u64,
+    bytes: usize,
+    _alignment: usize,
+    _hint: u64,
+    _flags: u64,
+) -> c_int {
+    answer("cuMemAddressReserve", Needs::Context, || {
+        if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: a new private mapping that nobody can access, placed by the kernel.
+        let start = unsafe {
+            rustix::mm::mmap_anonymous(
+                ptr::null_mut(),
+                bytes,
+                ProtFlags::empty(),
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        }
+        .map_err(|_| OUT_OF_MEMORY)?;
+        let range = Range { bytes, mapped: None, writable: false, readable: false, reader: 0 };
+        with(|memory| memory.ranges.insert(start.addr(), range));
+        // SAFETY: the caller's out pointer.
+        unsafe { give(address, start.addr() as u64) }
+    })
+}
+
+/// A reserved range of exactly this place and length.
+fn exact(memory: &mut Memory, address: u64, bytes: usize) -> Outcome<&mut Range> {
+    memory.ranges.get_mut(&(address as usize)).filter(|range| range.bytes == bytes).ok_or(INVALID_VALUE)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemAddressFree(address: u64, bytes: usize) -> c_int {
+    answer("cuMemAddressFree", Needs::Context, || {
+        with(|memory| {
+            if exact(memory, address, bytes)?.mapped.is_some() {
+                return Err(INVALID_VALUE);
+            }
+            memory.ranges.remove(&(address as usize));
+            // SAFETY: a range that `cuMemAddressReserve` mapped, and nothing else is mapped in it.
+            unsafe { rustix::mm::munmap(place(address), bytes) }.map_err(|_| OPERATING_SYSTEM)
+        })
+    })
+}
+
+/// The range's memory was mapped by this library, whose provenance is exposed by the mapping itself.
+fn place(address: u64) -> *mut c_void {
+    ptr::with_exposed_provenance_mut(address as usize)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemMap(address: u64, bytes: usize, offset: usize, handle: u64, flags: u64) -> c_int {
+    answer("cuMemMap", Needs::Context, || {
+        with(|memory| {
+            let allocation = memory.handles.get(&handle).cloned().ok_or(INVALID_VALUE)?;
+            let range = exact(memory, address, bytes)?;
+            if range.mapped.is_some() || flags != 0 {
+                return Err(INVALID_VALUE);
+            }
+            if offset != 0 || bytes != allocation.bytes {
+                return Err(NOT_SUPPORTED);
+            }
+            // SAFETY: replaces the reservation, which is this library's own and empty.
+            let mapped = unsafe {
+                rustix::mm::mmap(
+                    place(address),
+                    bytes,
+                    ProtFlags::empty(),
+                    MapFlags::SHARED | MapFlags::FIXED,
+                    &allocation.fd,
+                    0,
+                )
+            };
+            mapped.map_err(|_| OPERATING_SYSTEM)?;
+            range.mapped = Some(allocation);
+            Ok(())
+        })
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemUnmap(address: u64, bytes: usize) -> c_int {
+    answer("cuMemUnmap", Needs::Context, || {
+        with(|memory| {
+            let range = exact(memory, address, bytes)?;
+            range.mapped.take().ok_or(INVALID_VALUE)?;
+            (range.readable, range.writable) = (false, false);
+            let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
+            // SAFETY: puts the empty reservation back over this library's own mapping.
+            let reserved = unsafe { rustix::mm::mmap_anonymous(place(address), bytes, ProtFlags::empty(), flags) };
+            reserved.map(drop).map_err(|_| OPERATING_SYSTEM)
+        })
+    })
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+struct AccessDescription {
+    location_kind: u32,
+    location: c_int,
+    flags: u32,
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemSetAccess(address: u64, bytes: usize, access: *const c_void, count: usize) -> c_int {
+    answer("cuMemSetAccess", Needs::Context, || {
+        // SAFETY: the caller's pointer to `count` descriptions, of which one is served.
+        let access = unsafe { access.cast::<AccessDescription>().as_ref() }.ok_or(INVALID_VALUE)?;
+        if count != 1 || access.location_kind != 1 {
+            return Err(INVALID_VALUE);
+        }
+        let reader = device::physical(access.location)?;
+        let (protection, readable, writable) = match access.flags {
+            1 => (MprotectFlags::READ, true, false),
+            3 => (MprotectFlags::READ | MprotectFlags::WRITE, true, true),
+            _ => return Err(INVALID_VALUE),
+        };
+        with(|memory| {
+            let range = exact(memory, address, bytes)?;
+            let owner = range.mapped.as_ref().ok_or(INVALID_VALUE)?.device;
+            if owner != reader && !config::get().peers {
+                return Err(INVALID_DEVICE);
+            }
+            // SAFETY: this library's own mapping of device memory.
+            unsafe { rustix::mm::mprotect(place(address), bytes, protection) }.map_err(|_| OPERATING_SYSTEM)?;
+            (range.readable, range.writable, range.reader) = (readable, writable, reader);
+            Ok(())
+        })
+    })
+}
+
+/// The device of mapped memory.
+pub fn device_at(address: u64) -> Option<usize> {
+    let address = address as usize;
+    with(|memory| {
+        let (&start, range) = memory.ranges.range(..=address).next_back()?;
+        range.mapped.as_ref().filter(|_| address - start < range.bytes).map(|allocation| allocation.device)
+    })
+}
+
+/// Not the driver's: what this process holds, for tests of roll-back. Bytes created, handles, ranges, mappings.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn fakeCudaCensus(out: *mut [u64; 4]) -> c_int {
+    answer("fakeCudaCensus", Needs::Nothing, || {
+        let census = with(|memory| {
+            let mapped = memory.ranges.values().filter(|range| range.mapped.is_some()).count();
+            [USED.load(Ordering::Acquire), memory.handles.len() as u64, memory.ranges.len() as u64, mapped as u64]
+        });
+        // SAFETY: the caller's out pointer.
+        unsafe { give(out, census) }
+    })
+}

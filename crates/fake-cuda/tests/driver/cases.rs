@@ -1,0 +1,617 @@
+//! What the children do: the CUDA backend by its seam, with nothing but the fake driver below it.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use warpipe::backend::{Access, Backend, DeviceId, RawRegion, RawStream, StreamOp, TimelineWord};
+use warpipe::{Device, Error, Stream};
+
+use super::control::control;
+use super::exit::*;
+use super::gather::*;
+use super::legacy::*;
+
+pub const MIB: u64 = 1 << 20;
+const REGION_BYTES: u64 = 2 * MIB;
+/// Long enough for a machine that is busy with other things; nothing here takes a thousandth of it.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+macro_rules! cases {
+    ($($name:ident = $function:ident;)*) => {
+        $(pub const $name: &str = stringify!($function);)*
+
+        pub fn run(name: &str) {
+            match name {
+                $(stringify!($function) => $function(),)*
+                "exporter" => exporter(),
+                _ => panic!("no case {name}"),
+            }
+        }
+    };
+}
+
+cases! {
+    OPEN = open;
+    REGION = region;
+    TIMELINE = timeline;
+    BROADCAST = broadcast;
+    KERNEL = kernel;
+    GATHER_BOXES = gather_boxes;
+    GATHER_KERNEL = gather_kernel;
+    GATHER_FROM_ANOTHER_GPU = gather_from_another_gpu;
+    UPLOAD = upload;
+    UPLOAD_BEHIND_A_WAIT = upload_behind_a_wait;
+    PAGEABLE_CONTROL = pageable_control;
+    UPLOAD_LIMIT = upload_limit;
+    DOWNLOAD_IN_PLACE = download_in_place;
+    DOWNLOAD_LIMIT = download_limit;
+    CALL = call;
+    CONTROL = control;
+    EVENT = event;
+    MISSING_SYMBOL = missing_symbol;
+    NO_DEVICE = no_device;
+    NO_DRIVER = no_driver;
+    MISMATCH = mismatch;
+    EXHAUSTION = exhaustion;
+    FAILED_ALLOCATION = failed_allocation;
+    FAILED_IMPORT = failed_import;
+    FAILED_REGISTER = failed_register;
+    UNMAPPED_WORDS = unmapped_words;
+    FAILED_OPEN = failed_open;
+    FOREIGN_DESCRIPTORS = foreign_descriptors;
+    READ_ONLY = read_only;
+    PEERS_APART = peers_apart;
+    PEERS = peers;
+    IDENTITY = identity;
+    LEGACY = legacy;
+    LEGACY_FREED = legacy_freed;
+    LEGACY_RAW = legacy_raw;
+    LEGACY_OWN = legacy_own;
+    LEGACY_KINDS = legacy_kinds;
+    LEGACY_PEERS = legacy_peers;
+    LEGACY_PEERS_APART = legacy_peers_apart;
+    LEGACY_HIDDEN = legacy_hidden;
+    LEGACY_OTHER_DEVICE = legacy_other_device;
+    IPC_EVENTS = ipc_events;
+    IPC_EVENTS_OF_OTHERS = ipc_events_of_others;
+    EXIT_RETIRED = exit_retired;
+    EXIT_POLLING = exit_polling;
+    EXIT_IN_CALLBACK = exit_in_callback;
+    EXIT_WITHOUT_GATE = exit_without_gate;
+    EXIT_DESTRUCTOR = exit_destructor;
+}
+
+pub fn gpu() -> Device {
+    Device::cuda(0).unwrap()
+}
+
+fn export(backend: &Arc<dyn Backend>, region: &RawRegion) -> OwnedFd {
+    // SAFETY: every region here comes from `allocate` and is released after its export.
+    unsafe { backend.export(region) }.unwrap()
+}
+
+pub fn release(backend: &Arc<dyn Backend>, mut region: RawRegion) {
+    // SAFETY: every region here is released once, with its streams idle.
+    unsafe { backend.release(&mut region) }.unwrap();
+}
+
+fn import(backend: &Arc<dyn Backend>, fd: BorrowedFd<'_>, bytes: u64) -> Result<RawRegion, Error> {
+    backend.import(fd, bytes, Access::ReadWrite, backend.info().id)
+}
+
+pub fn download(device: &Device, stream: &Stream, src: u64, bytes: usize) -> Vec<u8> {
+    let mut out = vec![0; bytes];
+    // SAFETY: the regions read here are as long as what is asked for.
+    unsafe { device.backend().download(stream.raw(), &mut out, src) }.unwrap();
+    out
+}
+
+/// A page of words, registered; lives until the process ends.
+pub fn words(device: &Device) -> (&'static [TimelineWord], u64) {
+    let flags = MapFlags::SHARED;
+    // SAFETY: a new mapping, placed by the kernel and never unmapped.
+    let page =
+        unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), 4096, ProtFlags::READ | ProtFlags::WRITE, flags) }
+            .unwrap();
+    // SAFETY: a whole mapped page that stays.
+    let address = unsafe { device.backend().register(page.cast(), 4096) }.unwrap();
+    // SAFETY: zeros are valid words, the page is aligned and lives on.
+    let words = unsafe { std::slice::from_raw_parts(page.cast::<TimelineWord>(), 4096 / size_of::<TimelineWord>()) };
+    (words, address)
+}
+
+fn word_address(base: u64, index: usize) -> u64 {
+    base + (index * size_of::<TimelineWord>()) as u64
+}
+
+fn batch(device: &Device, stream: RawStream, ops: &[StreamOp]) -> Result<(), Error> {
+    // SAFETY: the streams here are live, the words lie in pages that are never unmapped.
+    unsafe { device.backend().batch(stream, ops) }
+}
+
+/// Of the fake driver: bytes created, handles, reserved ranges, mapped ranges.
+fn census() -> [u64; 4] {
+    let library = driver_library();
+    let mut census = [0; 4];
+    // SAFETY: the fake driver has this function with this signature.
+    unsafe {
+        let count = library.get::<unsafe extern "C" fn(*mut [u64; 4]) -> i32>("fakeCudaCensus").unwrap();
+        assert_eq!(count(&mut census), 0);
+    }
+    census
+}
+
+/// The fake driver that the backend loaded: the same name gives the same library.
+pub fn driver_library() -> libloading::Library {
+    // SAFETY: loaded before, so nothing is initialised again.
+    unsafe { libloading::Library::new("libcuda.so.1") }.unwrap()
+}
+
+fn current_context() -> usize {
+    let library = driver_library();
+    let mut context = 0;
+    // SAFETY: the driver's function, with an out pointer the size of a pointer.
+    unsafe {
+        let get = library.get::<unsafe extern "C" fn(*mut usize) -> i32>("cuCtxGetCurrent").unwrap();
+        assert_eq!(get(&mut context), 0);
+    }
+    context
+}
+
+fn make_primary_current(device: i32) {
+    let library = driver_library();
+    let mut context = 0;
+    // SAFETY: the driver's functions, with their signatures.
+    unsafe {
+        let retain = library.get::<unsafe extern "C" fn(*mut usize, i32) -> i32>("cuDevicePrimaryCtxRetain").unwrap();
+        let set = library.get::<unsafe extern "C" fn(usize) -> i32>("cuCtxSetCurrent").unwrap();
+        assert_eq!((retain(&mut context, device), set(context)), (0, 0));
+    }
+}
+
+fn open() {
+    let device = gpu();
+    assert!(Arc::ptr_eq(device.backend(), gpu().backend()));
+    assert_eq!(device.info().name, "Fake CUDA 0");
+    assert_eq!(device.backend().granularity(), REGION_BYTES);
+    assert!(matches!(Device::cuda(2), Err(Error::NoSuchDevice { .. })));
+    assert_eq!(current_context(), 0, "none was current before");
+    make_primary_current(1);
+    let others = current_context();
+    let region = device.backend().allocate(REGION_BYTES).unwrap();
+    assert_eq!(current_context(), others);
+    let backend = device.backend().clone();
+    std::thread::spawn(move || release(&backend, region)).join().unwrap();
+}
+
+fn region() {
+    let device = gpu();
+    let backend = device.backend();
+    let region = backend.allocate(2 * REGION_BYTES).unwrap();
+    let fd = export(backend, &region);
+    assert!(rustix::io::fcntl_getfd(&fd).unwrap().contains(rustix::io::FdFlags::CLOEXEC));
+    let alias = import(backend, fd.as_fd(), region.bytes).unwrap();
+    assert_ne!(alias.ptr, region.ptr);
+    assert_eq!(backend.bytes_held(), 4 * REGION_BYTES);
+    let stream = device.stream().unwrap();
+    let sent: Vec<u8> = (0..=255).collect();
+    assert_eq!(download(&device, &stream, region.ptr, 256), [0; 256], "new memory is zeroed");
+    // SAFETY: both are mapped and long enough; the download waits for the upload.
+    unsafe { backend.upload(stream.raw(), region.ptr + 100, &sent) }.unwrap();
+    assert_eq!(download(&device, &stream, alias.ptr + 100, 256), sent);
+    release(backend, region);
+    assert_eq!(download(&device, &stream, alias.ptr + 100, 256), sent, "the memory outlives its owner");
+    release(backend, alias);
+    assert_eq!((backend.bytes_held(), census()), (0, [0; 4]));
+}
+
+fn timeline() {
+    let device = gpu();
+    let (words, base) = words(&device);
+    let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
+    let (ready, answer) = (word_address(base, 0), word_address(base, 1));
+    let ops = [StreamOp::Wait { word: ready, value: 3 }, StreamOp::Signal { word: answer, value: 7 }];
+    batch(&device, first.raw(), &ops).unwrap();
+    batch(&device, second.raw(), &[StreamOp::Signal { word: ready, value: 2 }]).unwrap();
+    assert!(device.backend().wait_word(&words[0], 2, PATIENCE).unwrap());
+    assert!(!first.is_idle().unwrap(), "2 is not 3");
+    assert!(!device.backend().wait_word(&words[1], 7, Duration::from_millis(1)).unwrap());
+    batch(&device, second.raw(), &[StreamOp::Signal { word: ready, value: 4 }]).unwrap();
+    assert!(device.backend().wait_word(&words[1], 7, PATIENCE).unwrap(), "at or above is enough");
+    batch(&device, first.raw(), &[StreamOp::Wait { word: ready, value: 9 }]).unwrap();
+    words[0].store(9);
+    first.synchronize(PATIENCE).unwrap();
+}
+
+fn broadcast() {
+    let device = gpu();
+    let (words, base) = words(&device);
+    let stream = device.stream().unwrap();
+    let gate = word_address(base, 0);
+    batch(&device, stream.raw(), &[StreamOp::Wait { word: gate, value: 1 }]).unwrap();
+    let signals: Vec<StreamOp> =
+        (1..101).map(|index| StreamOp::Signal { word: word_address(base, index), value: index as u64 }).collect();
+    batch(&device, stream.raw(), &signals).unwrap();
+    assert!(words[1..101].iter().all(|word| word.load() == 0), "stored before the work ahead of them was done");
+    words[0].store(1);
+    stream.synchronize(PATIENCE).unwrap();
+    assert!(words[1..101].iter().enumerate().all(|(index, word)| word.load() == index as u64 + 1));
+    assert_eq!(words[101].load(), 0);
+}
+
+fn kernel() {
+    let device = gpu();
+    warpipe_kernels::preload(&device).unwrap();
+    let region = device.backend().allocate(REGION_BYTES).unwrap();
+    let stream = device.stream().unwrap();
+    // SAFETY: the region has room for the words.
+    unsafe { warpipe_kernels::fill(&stream, region.ptr, 1000, 5) }.unwrap();
+    let bytes = download(&device, &stream, region.ptr, 8000);
+    for (index, word) in bytes.chunks_exact(8).enumerate() {
+        assert_eq!(u64::from_le_bytes(word.try_into().unwrap()), warpipe_kernels::pattern(5, index as u64));
+    }
+    // Cleared in the stream's order, and nothing beside.
+    let backend = device.backend();
+    // SAFETY: the range lies in the region.
+    unsafe { backend.zero(stream.raw(), region.ptr + 8, 16) }.unwrap();
+    let cleared = download(&device, &stream, region.ptr, 8000);
+    assert_eq!((&cleared[8..24], &cleared[..8], &cleared[24..]), (&[0; 16][..], &bytes[..8], &bytes[24..]));
+    // SAFETY: none is claimed: it is refused, or there would be nothing to test.
+    assert!(unsafe { backend.zero(stream.raw(), region.ptr, REGION_BYTES + 1) }.is_err());
+}
+
+fn upload() {
+    let device = gpu();
+    let (words, _) = words(&device);
+    let region = device.backend().allocate(REGION_BYTES).unwrap();
+    let stream = device.stream().unwrap();
+    words[0].store(42);
+    warpipe_kernels::spin(&stream, Duration::from_millis(50)).unwrap();
+    // SAFETY: the page of words is readable for as long as the process lives; the region is long enough.
+    unsafe {
+        let page = std::slice::from_raw_parts(words.as_ptr().cast::<u8>(), 8);
+        device.backend().upload(stream.raw(), region.ptr, page).unwrap();
+    }
+    words[0].store(43);
+    assert_eq!(download(&device, &stream, region.ptr, 8), 42u64.to_le_bytes());
+}
+
+/// A stream that stands still until the first word is at 1.
+fn held_stream(device: &Device) -> (Stream, &'static [TimelineWord]) {
+    let ((words, base), stream) = (words(device), device.stream().unwrap());
+    batch(device, stream.raw(), &[StreamOp::Wait { word: base, value: 1 }]).unwrap();
+    (stream, words)
+}
+
+fn write(device: &Device, stream: &Stream, dst: u64, bytes: &[u8]) -> Result<(), Error> {
+    // SAFETY: the regions written here are as long as what is written.
+    unsafe { device.backend().upload(stream.raw(), dst, bytes) }
+}
+
+fn upload_behind_a_wait() {
+    let device = gpu();
+    let (stream, words) = held_stream(&device);
+    let lengths = [4, 4096, 4097, 65_536, 65_537, 1 << 20, 5 * (1 << 20) + 3];
+    let region = device.backend().allocate(16 * MIB).unwrap();
+    let (mut at, mut expected) = (region.ptr, Vec::new());
+    for round in 0..3 {
+        for (index, &length) in lengths.iter().enumerate().take(if round == 0 { lengths.len() } else { 5 }) {
+            let mut bytes: Vec<u8> = (0..length).map(|place| (place * 31 + index + round) as u8).collect();
+            write(&device, &stream, at, &bytes).unwrap();
+            at += length as u64;
+            expected.extend_from_slice(&bytes);
+            bytes.fill(0xff);
+        }
+    }
+    assert!(!stream.is_idle().unwrap(), "nothing has let it go");
+    words[0].store(1);
+    stream.synchronize(PATIENCE).unwrap();
+    assert!(download(&device, &stream, region.ptr, expected.len()) == expected, "other bytes came");
+    // What was staged is free again, for copies of any length.
+    for length in lengths {
+        write(&device, &stream, region.ptr, &vec![7; length]).unwrap();
+        assert!(download(&device, &stream, region.ptr, length) == vec![7; length]);
+    }
+}
+
+fn pageable_control() {
+    let device = gpu();
+    let (stream, words) = held_stream(&device);
+    let (raw, region) = (stream.raw().0.addr(), device.backend().allocate(REGION_BYTES).unwrap());
+    let (begin, begun) = channel();
+    let copy = std::thread::spawn(move || {
+        let (library, bytes) = (driver_library(), [1u8; 4]);
+        device.stream().unwrap();
+        // SAFETY: the driver's function; the context is the device's, since the call above has made it current and the
+        // one below does so again; the region is live.
+        unsafe {
+            let copy = library.get::<unsafe extern "C" fn(u64, *const u8, usize, usize) -> i32>("cuMemcpyHtoDAsync_v2");
+            let push = library.get::<unsafe extern "C" fn(usize) -> i32>("cuCtxPushCurrent_v2").unwrap();
+            let retain = library.get::<unsafe extern "C" fn(*mut usize, i32) -> i32>("cuDevicePrimaryCtxRetain");
+            let mut context = 0;
+            assert_eq!((retain.unwrap()(&mut context, 0), push(context)), (0, 0));
+            begin.send(()).unwrap();
+            assert_eq!(copy.unwrap()(region.ptr, bytes.as_ptr(), bytes.len(), raw), 0);
+        }
+        assert!(
+            words[0].load() >= 1,
+            "the copy returned while its stream stood still: the test of uploads proves nothing"
+        );
+    });
+    begun.recv_timeout(PATIENCE).unwrap();
+    // Not for order: the longer this is, the likelier a copy that does not block is seen.
+    std::thread::sleep(Duration::from_millis(50));
+    words[0].store(1);
+    copy.join().unwrap();
+    stream.synchronize(PATIENCE).unwrap();
+}
+
+fn upload_limit() {
+    let device = gpu();
+    let (stream, words) = held_stream(&device);
+    let region = device.backend().allocate(64 * MIB).unwrap();
+    let bytes = vec![3; 32 << 20];
+    write(&device, &stream, region.ptr, &bytes).unwrap();
+    write(&device, &stream, region.ptr + 32 * MIB, &bytes).unwrap();
+    let refused = write(&device, &stream, region.ptr, &[1]);
+    assert!(matches!(refused, Err(Error::Timeout { .. })), "{refused:?}");
+    // Another stream's copies to the host go on.
+    let other = device.stream().unwrap();
+    assert_eq!(download(&device, &other, region.ptr + 64 * MIB - 1, 1), [0]);
+    words[0].store(1);
+    stream.synchronize(PATIENCE).unwrap();
+    batch(&device, stream.raw(), &[StreamOp::Wait { word: words.as_ptr().addr() as u64, value: 2 }]).unwrap();
+    write(&device, &stream, region.ptr, &[1]).unwrap();
+    words[0].store(2);
+    assert_eq!(download(&device, &stream, region.ptr, 2), [1, 3]);
+}
+
+fn download_limit() {
+    let device = gpu();
+    let region = device.backend().allocate(8 * MIB).unwrap();
+    let (stream, words) = held_stream(&device);
+    write(&device, &stream, region.ptr, &vec![5; 6 << 20]).unwrap();
+    let mut out = vec![0; 6 << 20];
+    // SAFETY: the region is longer.
+    let refused = unsafe { device.backend().download(stream.raw(), &mut out, region.ptr) };
+    assert!(matches!(refused, Err(Error::Timeout { .. })), "{refused:?}");
+    words[0].store(1);
+    stream.synchronize(PATIENCE).unwrap();
+    assert!(out.iter().all(|&byte| byte == 0), "written after it was given up");
+    assert!(download(&device, &stream, region.ptr, 6 << 20) == vec![5; 6 << 20]);
+}
+
+fn download_in_place() {
+    const BYTES: usize = 4 << 20;
+    let device = gpu();
+    let backend = device.backend();
+    let region = backend.allocate(BYTES as u64).unwrap();
+    let (stream, words) = held_stream(&device);
+    write(&device, &stream, region.ptr, &vec![5; BYTES]).unwrap();
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping, placed by the kernel and never unmapped.
+    let page =
+        unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), BYTES, protection, MapFlags::SHARED) }.unwrap();
+    // SAFETY: whole pages that stay; the slice is the only way to them.
+    let out = unsafe {
+        backend.register(page.cast(), BYTES).unwrap();
+        std::slice::from_raw_parts_mut(page.cast::<u8>(), BYTES)
+    };
+    // SAFETY: the region is as long.
+    let refused = unsafe { backend.download(stream.raw(), out, region.ptr) };
+    assert!(matches!(refused, Err(Error::Timeout { .. })), "{refused:?}");
+    words[0].store(1);
+    stream.synchronize(PATIENCE).unwrap();
+    assert!(out.iter().all(|&byte| byte == 0), "written after it was given up");
+    // SAFETY: as above.
+    unsafe { backend.download(stream.raw(), out, region.ptr) }.unwrap();
+    assert!(out.iter().all(|&byte| byte == 5));
+}
+
+fn call() {
+    let stream = gpu().stream().unwrap();
+    let (send, receive) = channel();
+    stream.call(|| panic!("on purpose")).unwrap();
+    stream.call(move || send.send(5).unwrap()).unwrap();
+    assert_eq!(receive.recv_timeout(PATIENCE), Ok(5));
+    stream.synchronize(PATIENCE).unwrap();
+}
+
+fn event() {
+    let device = gpu();
+    let backend = device.backend();
+    let (words, base) = words(&device);
+    let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
+    let event = backend.create_event().unwrap();
+    batch(&device, first.raw(), &[StreamOp::Wait { word: base, value: 1 }]).unwrap();
+    // SAFETY: the handles are live until the end of this block.
+    unsafe {
+        assert!(backend.query_event(event).unwrap(), "never recorded is complete");
+        backend.record_event(event, first.raw()).unwrap();
+        backend.wait_event(second.raw(), event).unwrap();
+        assert!(!backend.query_event(event).unwrap());
+        assert!(!second.is_idle().unwrap());
+        words[0].store(1);
+        second.synchronize(PATIENCE).unwrap();
+        assert!(backend.query_event(event).unwrap());
+        for _ in 0..2000 {
+            backend.record_event(event, first.raw()).unwrap();
+            while !backend.query_event(event).unwrap() {
+                std::hint::spin_loop();
+            }
+            assert!(first.is_idle().unwrap(), "the event was the last of its work");
+        }
+        backend.destroy_event(event).unwrap();
+    }
+}
+
+fn missing_symbol() {
+    let error = gpu().backend().allocate(REGION_BYTES).unwrap_err();
+    assert!(matches!(error, Error::DriverSymbol { symbol: "cuMemCreate" }), "{error}");
+}
+
+fn no_device() {
+    let error = Device::cuda(0).unwrap_err();
+    assert!(matches!(error, Error::NoDevice { .. }), "{error:?}");
+    assert!(error.to_string().contains("CUDA_VISIBLE_DEVICES is \"\""), "{error}");
+}
+
+fn no_driver() {
+    let error = Device::cuda(0).unwrap_err();
+    assert!(matches!(&error, Error::NoDriver { reason, .. } if reason.contains("libcuda.so.1")), "{error:?}");
+}
+
+fn mismatch() {
+    let error = Device::cuda(0).unwrap_err();
+    assert!(matches!(error, Error::Driver { call: "cuInit", code: 803, .. }), "{error:?}");
+    let text = error.to_string();
+    assert!(text.contains("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH") && text.contains("reboot"), "{text}");
+}
+
+fn exhaustion() {
+    let device = gpu();
+    let backend = device.backend();
+    let held = backend.allocate(REGION_BYTES).unwrap();
+    let error = backend.allocate(4 * MIB).unwrap_err();
+    assert!(matches!(error, Error::DeviceMemory { bytes, .. } if bytes == 4 * MIB), "{error:?}");
+    assert!(error.to_string().contains("2097152 of 4194304 bytes are free"), "{error}");
+    let rest = backend.allocate(REGION_BYTES).unwrap();
+    release(backend, held);
+    release(backend, rest);
+    assert_eq!((backend.bytes_held(), census()), (0, [0; 4]));
+}
+
+fn failed_allocation() {
+    let device = gpu();
+    device.backend().allocate(REGION_BYTES).unwrap_err();
+    assert_eq!((device.backend().bytes_held(), census()), (0, [0; 4]));
+    device.backend().allocate(REGION_BYTES).unwrap();
+}
+
+fn failed_import() {
+    let device = gpu();
+    let backend = device.backend();
+    let region = backend.allocate(REGION_BYTES).unwrap();
+    let fd = export(backend, &region);
+    let before = census();
+    import(backend, fd.as_fd(), REGION_BYTES).unwrap_err();
+    assert_eq!((backend.bytes_held(), census()), (REGION_BYTES, before));
+    import(backend, fd.as_fd(), REGION_BYTES).unwrap();
+}
+
+fn failed_register() {
+    let device = gpu();
+    let mut page = std::mem::ManuallyDrop::new(vec![0u8; 8192]);
+    let start = page.as_mut_ptr().map_addr(|address| address.next_multiple_of(4096));
+    // SAFETY: a page inside memory that is never freed.
+    unsafe {
+        device.backend().register(start, 4096).unwrap_err();
+        device.backend().register(start, 4096).expect("the first was undone");
+        device.backend().unregister(start).unwrap();
+        device.backend().unregister(start).unwrap_err();
+    }
+}
+
+fn unmapped_words() {
+    let device = gpu();
+    let (backend, stream) = (device.backend(), device.stream().unwrap());
+    let page = || {
+        let (bytes, access) = (4096, ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: a new mapping, placed by the kernel.
+        let page = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }.unwrap();
+        // SAFETY: mapped above, and unregistered before it is unmapped.
+        (page, unsafe { backend.register(page.cast(), bytes) }.unwrap())
+    };
+    let ((first, word), (_kept, other)) = (page(), page());
+    let wait = |word| {
+        // SAFETY: the stream is live; the word is registered, and at 0 already.
+        unsafe { backend.batch(stream.raw(), &[StreamOp::Wait { word, value: 0 }]) }.unwrap();
+    };
+    wait(word);
+    stream.synchronize(PATIENCE).unwrap();
+    // SAFETY: registered above, and its stream is idle.
+    unsafe { backend.unregister(first.cast()) }.unwrap();
+    // SAFETY: mapped above, and used by nobody any more.
+    unsafe { munmap(first, 4096) }.unwrap();
+    (0..8).for_each(|_| wait(other));
+    stream.synchronize(PATIENCE).unwrap();
+}
+
+fn failed_open() {
+    let error = Device::cuda(0).unwrap_err();
+    assert!(matches!(error, Error::Driver { .. }), "{error:?}");
+    gpu().backend().allocate(REGION_BYTES).unwrap();
+}
+
+fn foreign_descriptors() {
+    let device = gpu();
+    let backend = device.backend();
+    let region = backend.allocate(REGION_BYTES).unwrap();
+    let own = export(backend, &region);
+    let before = census();
+    let (pipe, _writer) = rustix::pipe::pipe().unwrap();
+    let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+    let memfd = rustix::fs::memfd_create("another", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let folder = std::fs::File::open("/").unwrap();
+    let null = std::fs::File::open("/dev/null").unwrap();
+    let strangers = [pipe.as_fd(), socket.as_fd(), memfd.as_fd(), folder.as_fd(), null.as_fd()];
+    for stranger in strangers {
+        let error = import(backend, stranger, REGION_BYTES).unwrap_err();
+        assert!(matches!(error, Error::NotDeviceMemory { .. }), "{error:?}");
+    }
+    for lie in [2 * REGION_BYTES, REGION_BYTES / 2, 0, u64::MAX, 1 << 62] {
+        let error = import(backend, own.as_fd(), lie).unwrap_err();
+        assert!(matches!(error, Error::NotDeviceMemory { .. } | Error::DeviceMemory { .. }), "{lie}: {error:?}");
+        assert!(lie != 2 * REGION_BYTES || error.to_string().contains("not its size"), "{error}");
+    }
+    assert_eq!((backend.bytes_held(), census()), (REGION_BYTES, before));
+}
+
+/// Ends in a fault of the stream's thread; every way out of here is a failure of the test.
+fn read_only() {
+    let device = gpu();
+    let backend = device.backend();
+    let region = backend.allocate(REGION_BYTES).unwrap();
+    let fd = export(backend, &region);
+    let alias = backend.import(fd.as_fd(), REGION_BYTES, Access::Read, backend.info().id).unwrap();
+    let stream = device.stream().unwrap();
+    assert_eq!(download(&device, &stream, alias.ptr, 8), [0; 8]);
+    // SAFETY: the region has room for the words; that it may not be written is the point.
+    unsafe { warpipe_kernels::fill(&stream, alias.ptr, 1000, 5) }.unwrap();
+    let _ = stream.synchronize(PATIENCE);
+}
+
+fn region_of_the_second_gpu() -> (OwnedFd, DeviceId) {
+    let second = Device::cuda(1).unwrap();
+    let region = second.backend().allocate(REGION_BYTES).unwrap();
+    (export(second.backend(), &region), second.info().id)
+}
+
+fn peers_apart() {
+    let (fd, owner) = region_of_the_second_gpu();
+    let device = gpu();
+    let error = device.backend().import(fd.as_fd(), REGION_BYTES, Access::Read, owner).unwrap_err();
+    assert!(matches!(&error, Error::PeerAccess { reason, .. } if reason.contains("CanAccessPeer")), "{error:?}");
+    let hidden = DeviceId { uuid: [9; 16], ..owner };
+    let error = device.backend().import(fd.as_fd(), REGION_BYTES, Access::Read, hidden).unwrap_err();
+    assert!(matches!(&error, Error::PeerAccess { reason, .. } if reason.contains("cuMemSetAccess")), "{error:?}");
+    assert_eq!(device.backend().bytes_held(), 0);
+}
+
+fn peers() {
+    let (fd, owner) = region_of_the_second_gpu();
+    let device = gpu();
+    let region = device.backend().import(fd.as_fd(), REGION_BYTES, Access::Read, owner).unwrap();
+    assert_eq!(download(&device, &device.stream().unwrap(), region.ptr, 8), [0; 8]);
+}
+
+fn identity() {
+    let (first, second) = (gpu(), Device::cuda(1).unwrap());
+    assert_eq!((first.info().name.as_str(), second.info().name.as_str()), ("Fake CUDA 1", "Fake CUDA 0"));
+    assert_ne!(first.info().id, second.info().id);
+    assert_eq!(Device::by_uuid(second.info().id.uuid).unwrap().info().ordinal, 1);
+    assert!(matches!(Device::by_uuid([1; 16]), Err(Error::NoSuchDevice { .. })));
+}

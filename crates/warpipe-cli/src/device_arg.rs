@@ -1,0 +1,95 @@
+//! `--device`: which device to use, and why that one.
+
+use std::fmt;
+use std::str::FromStr;
+
+use warpipe::Device;
+
+use crate::exit::split_next;
+
+/// What was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeviceArg {
+    /// The first GPU if there is one, else the host.
+    Auto,
+    /// The host backend.
+    Host,
+    /// The GPU of this ordinal.
+    Cuda(u32),
+}
+
+/// A device, and for people why it was taken.
+#[derive(Debug)]
+pub struct ChosenDevice {
+    pub device: Device,
+    pub why: String,
+}
+
+impl DeviceArg {
+    /// Opens the device.
+    pub fn open(self) -> warpipe::Result<ChosenDevice> {
+        let asked = format!("asked for with --device {self}");
+        match self {
+            DeviceArg::Auto => {
+                let preferred = Device::preferred();
+                // How to get a GPU is for `doctor` to say.
+                let why = split_next(&preferred.why).0;
+                let why = why.split(" (libcuda").next().unwrap_or_default().to_owned();
+                Ok(ChosenDevice { device: preferred.device, why })
+            }
+            DeviceArg::Host => Ok(ChosenDevice { device: Device::host(), why: asked }),
+            DeviceArg::Cuda(ordinal) => Ok(ChosenDevice { device: Device::cuda(ordinal)?, why: asked }),
+        }
+    }
+
+    /// The choice that names an open device, for a child process of the same environment.
+    pub fn of(device: &Device) -> DeviceArg {
+        match device.info().id.kind {
+            warpipe::backend::DeviceKind::Host => DeviceArg::Host,
+            warpipe::backend::DeviceKind::Cuda => DeviceArg::Cuda(device.info().ordinal),
+        }
+    }
+}
+
+impl fmt::Display for DeviceArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceArg::Auto => f.write_str("auto"),
+            DeviceArg::Host => f.write_str("host"),
+            DeviceArg::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+impl FromStr for DeviceArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<DeviceArg, String> {
+        let wrong = || format!("{text:?} is no device; say auto, host, cuda or cuda:N (N from 0)");
+        match text {
+            "auto" => Ok(DeviceArg::Auto),
+            "host" => Ok(DeviceArg::Host),
+            "cuda" => Ok(DeviceArg::Cuda(0)),
+            _ => {
+                let ordinal = text.strip_prefix("cuda:").ok_or_else(wrong)?;
+                ordinal.parse().map(DeviceArg::Cuda).map_err(|_| wrong())
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_named_as_it_is_read() {
+        for choice in [DeviceArg::Auto, DeviceArg::Host, DeviceArg::Cuda(0), DeviceArg::Cuda(12)] {
+            assert_eq!(choice.to_string().parse(), Ok(choice));
+        }
+        assert_eq!("cuda".parse(), Ok(DeviceArg::Cuda(0)));
+        for wrong in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:4294967296", "host:0"] {
+            assert!(wrong.parse::<DeviceArg>().unwrap_err().contains("cuda:N"), "{wrong}");
+        }
+    }
+}

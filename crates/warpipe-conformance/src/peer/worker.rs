@@ -1,0 +1,170 @@
+//! A peer at work: as a worker of a queue, a server, a client, or the owner of a queue.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use warpipe::{Error, Lease, Queue, Request, Server, Stream, Worker};
+
+use super::actor::say;
+use super::order::{Answer, Batch, Reply, Task};
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::payload::{fill_input, input_layout, result_of, work};
+
+/// What is held: fields are dropped in this order.
+#[derive(Default)]
+pub(super) struct WorkerActor {
+    held: VecDeque<HeldJob>,
+    worker: Option<Worker>,
+    server: Option<Server>,
+    queue: Option<Queue>,
+    stream: Option<Stream>,
+}
+
+/// Something to be answered.
+enum HeldJob {
+    Job(Lease),
+    Request(Request),
+}
+
+impl HeldJob {
+    fn lease(&self) -> &Lease {
+        match self {
+            HeldJob::Job(lease) => lease,
+            HeldJob::Request(request) => request,
+        }
+    }
+
+    fn complete(self, slow: Duration) -> warpipe::Result<()> {
+        let (output, stream) = (work(self.lease(), slow)?, self.lease().stream().clone());
+        match self {
+            HeldJob::Job(lease) => lease.complete_with(output, &stream),
+            HeldJob::Request(request) => request.reply_with(output, &stream),
+        }
+    }
+
+    fn answer(self, reply: &Reply) -> warpipe::Result<()> {
+        match (reply, self) {
+            (Reply::Complete { slow_us }, held) => held.complete(Duration::from_micros(*slow_us)),
+            (Reply::Fail(reason), HeldJob::Job(lease)) => lease.fail(reason),
+            (Reply::Fail(reason), HeldJob::Request(request)) => request.fail(reason),
+            (Reply::GiveBack, HeldJob::Job(lease)) => lease.give_back(),
+            (Reply::GiveBack, HeldJob::Request(request)) => request.give_back(),
+            (Reply::Reject(reason), HeldJob::Job(lease)) => lease.reject(reason),
+            (Reply::Reject(reason), HeldJob::Request(request)) => request.reject(reason),
+            (Reply::Drop, held) => {
+                drop(held);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl WorkerActor {
+    fn stream(&mut self, context: &Context) -> Result<Stream> {
+        if self.stream.is_none() {
+            self.stream = Some(context.stream()?);
+        }
+        self.stream.clone().context("made above")
+    }
+
+    pub(super) fn carry_out(&mut self, task: Task, context: &Context) -> Result<Answer> {
+        let stream = self.stream(context)?;
+        match task {
+            Task::Attach(queue) => self.worker = Some(context.worker(&queue).build()?),
+            Task::Serve(service) => self.server = Some(context.server(&service).build()?),
+            Task::Lease => {
+                let lease = self.worker.as_mut().context("it is no worker")?.lease(&stream)?;
+                return Ok(self.hold(HeldJob::Job(lease)));
+            }
+            Task::Accept => {
+                let request = self.server.as_mut().context("it is no server")?.accept(&stream, PATIENCE)?;
+                return Ok(self.hold(HeldJob::Request(request)));
+            }
+            Task::Answer(reply) => self.held.pop_front().context("it holds nothing")?.answer(&reply)?,
+            Task::Synchronize => stream.synchronize(PATIENCE)?,
+            Task::Work { slow_us } => return Ok(Answer::Number(self.work(slow_us, &stream)?)),
+            Task::ServeOn { slow_us, idle_ms } => return Ok(Answer::Number(self.serve(slow_us, idle_ms, &stream)?)),
+            Task::Leave => (self.worker, self.server) = (None, None),
+            Task::Own(queue) => self.queue = Some(context.queue(&queue).build()?),
+            Task::Submit { queue, batch } => self.submit(&queue, batch, context, &stream)?,
+            Task::Call { service, batch } => return Ok(Answer::Number(call(&service, batch, context, &stream)?)),
+        }
+        Ok(Answer::Done)
+    }
+
+    fn hold(&mut self, held: HeldJob) -> Answer {
+        let (job, attempt) = (held.lease().job(), held.lease().attempt());
+        self.held.push_back(held);
+        Answer::Leased { job, attempt }
+    }
+
+    fn work(&mut self, slow_us: u64, stream: &Stream) -> Result<u64> {
+        let worker = self.worker.as_mut().context("it is no worker")?;
+        let mut done = 0;
+        loop {
+            match worker.lease(stream) {
+                Ok(lease) => {
+                    say(&format!("leased {} {}", lease.job(), lease.attempt()));
+                    HeldJob::Job(lease).complete(Duration::from_micros(slow_us))?;
+                    done += 1;
+                }
+                Err(Error::QueueGone { .. }) => return Ok(done),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn serve(&mut self, slow_us: u64, idle_ms: u64, stream: &Stream) -> Result<u64> {
+        let server = self.server.as_mut().context("it is no server")?;
+        let mut done = 0;
+        loop {
+            match server.accept(stream, Duration::from_millis(idle_ms)) {
+                Ok(request) => {
+                    match HeldJob::Request(request).complete(Duration::from_micros(slow_us)) {
+                        // A client that has its reply, or that is tired of waiting, may go.
+                        Ok(()) | Err(Error::QueueGone { .. }) => done += 1,
+                        Err(error) => return Err(error.into()),
+                    }
+                }
+                Err(Error::Timeout { .. }) => return Ok(done),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn submit(&mut self, name: &str, batch: Batch, context: &Context, stream: &Stream) -> Result<()> {
+        if self.queue.is_none() {
+            self.queue = Some(context.queue(name).build()?);
+        }
+        let queue = self.queue.as_ref().context("made above")?;
+        for index in 0..batch.count {
+            let loan = queue.loan(&input_layout(batch.words)?)?;
+            let slow = Duration::from_micros(batch.slow_us);
+            queue.submit(fill_input(loan, batch.seed + index, slow, stream)?, stream).map_err(Error::from)?;
+        }
+        Ok(())
+    }
+
+    /// Drops everything.
+    pub(super) fn end(&mut self) -> Result<()> {
+        let stream = self.stream.take();
+        *self = WorkerActor::default();
+        if let Some(stream) = stream {
+            stream.synchronize(PATIENCE)?;
+        }
+        Ok(())
+    }
+}
+
+fn call(service: &str, batch: Batch, context: &Context, stream: &Stream) -> Result<u64> {
+    let client = context.client(service).build()?;
+    let mut right = 0;
+    for seed in (batch.seed..).take(batch.count as usize) {
+        let input = fill_input(client.loan(&input_layout(batch.words)?)?, seed, Duration::ZERO, stream)?;
+        let reply = client.call(input, stream, PATIENCE)?;
+        right += u64::from(reply.to_vec()? == result_of(batch.words, seed));
+    }
+    Ok(right)
+}

@@ -1,0 +1,92 @@
+//! Calls of the library, and what it drops, without the interpreter.
+//! **This module is marked for unsafe**: it asks the interpreter whether this thread has it.
+//!
+//! A full launch queue holds up every call that gives its stream work, or asks it, for as long as that stream waits; and
+//! what it waits for may be another thread of this program. So nothing that may call the driver is called with the
+//! interpreter. Methods let go of it (`py.detach`); what an object drops is dropped by [`detached`], or kept [`DropDetached`].
+
+use std::ffi::c_int;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+
+unsafe extern "C" {
+    /// Of every CPython, though not of its limited interface.
+    safe fn PyGILState_Check() -> c_int;
+}
+
+/// Runs `work` without the interpreter, whether this thread has it or not: what another framework's deleter drops comes on
+/// any thread.
+pub fn detached<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    if PyGILState_Check() == 0 {
+        return work();
+    }
+    let mut work = Some(work);
+    let done = Python::try_attach(|py| work.take().map(|work| py.detach(work))).flatten();
+    // Nobody has an interpreter that is not there any more.
+    done.or_else(|| work.map(|work| work())).expect("done once, here or there")
+}
+
+/// Something of the library's that is dropped without the interpreter.
+#[derive(Debug)]
+pub struct DropDetached<T: Send>(Option<T>);
+
+impl<T: Send> DropDetached<T> {
+    /// Keeps it so.
+    pub fn new(inner: T) -> DropDetached<T> {
+        DropDetached(Some(inner))
+    }
+
+    /// Takes it out.
+    pub fn into_inner(mut self) -> T {
+        self.0.take().expect("present until dropped")
+    }
+}
+
+impl<T: Send> Deref for DropDetached<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        self.0.as_ref().expect("present until dropped")
+    }
+}
+
+impl<T: Send> DerefMut for DropDetached<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        self.0.as_mut().expect("present until dropped")
+    }
+}
+
+impl<T: Send> Drop for DropDetached<T> {
+    fn drop(&mut self) {
+        if let Some(inner) = self.0.take() {
+            detached(|| drop(inner));
+        }
+    }
+}
+
+/// A stream of our own: the last who has it destroys it.
+#[derive(Debug, Clone)]
+pub struct OwnStream(Arc<DropDetached<warpipe::Stream>>);
+
+impl OwnStream {
+    /// A new one.
+    pub fn new(py: Python<'_>, device: &warpipe::Device) -> PyResult<OwnStream> {
+        let made = py.detach(|| device.stream()).map_err(crate::errors::Fault::from)?;
+        Ok(OwnStream::of(made))
+    }
+
+    /// One that was made.
+    pub fn of(stream: warpipe::Stream) -> OwnStream {
+        OwnStream(Arc::new(DropDetached::new(stream)))
+    }
+}
+
+impl Deref for OwnStream {
+    type Target = warpipe::Stream;
+
+    fn deref(&self) -> &warpipe::Stream {
+        &self.0
+    }
+}

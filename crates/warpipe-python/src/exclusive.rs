@@ -1,0 +1,100 @@
+//! One value, one thread at a time, without waiting for a lock that another thread sleeps under.
+//!
+//! A subscriber belongs to one thread at a time, and its waits last. Who waits here does so with a limit, without the
+//! interpreter, and can be interrupted; who closes does not have to wait for a receiver.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// The value, in turns.
+#[derive(Debug)]
+pub struct Exclusive<T> {
+    state: Mutex<ExclusiveState<T>>,
+    returned: Condvar,
+}
+
+#[derive(Debug)]
+struct ExclusiveState<T> {
+    /// `None` while somebody has it.
+    value: Option<T>,
+    /// Somebody has it.
+    is_borrowed: bool,
+    closed: bool,
+    waiting: u32,
+}
+
+/// The value is gone for good.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Closed;
+
+impl<T> Exclusive<T> {
+    /// Everybody's.
+    pub fn new(value: T) -> Exclusive<T> {
+        Exclusive {
+            state: Mutex::new(ExclusiveState { value: Some(value), is_borrowed: false, closed: false, waiting: 0 }),
+            returned: Condvar::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ExclusiveState<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs `work` on the value when it is this thread's turn; `None` if that does not come within `limit`.
+    pub fn with<R>(&self, limit: Duration, work: impl FnOnce(&mut T) -> R) -> Result<Option<R>, Closed> {
+        let mut state = self.lock();
+        state.waiting += 1;
+        let busy = |state: &mut ExclusiveState<T>| state.value.is_none() && !state.closed;
+        let (mut state, _) =
+            self.returned.wait_timeout_while(state, limit, busy).unwrap_or_else(PoisonError::into_inner);
+        state.waiting -= 1;
+        if state.closed {
+            return Err(Closed);
+        }
+        let Some(mut value) = state.value.take() else { return Ok(None) };
+        state.is_borrowed = true;
+        drop(state);
+        let result = work(&mut value);
+        self.put_back(value);
+        Ok(Some(result))
+    }
+
+    fn put_back(&self, value: T) {
+        let mut state = self.lock();
+        if state.closed {
+            drop(state);
+            drop(value);
+            self.lock().is_borrowed = false;
+            return;
+        }
+        (state.value, state.is_borrowed) = (Some(value), false);
+        let others = state.waiting > 0;
+        drop(state);
+        self.returned.notify_one();
+        if others {
+            // Or this thread, in its loop, would have it again before the one that was woken runs.
+            std::thread::yield_now();
+        }
+    }
+
+    /// Ends it: at once if nobody has it, else when it is put back.
+    pub fn close(&self) {
+        let mut state = self.lock();
+        state.closed = true;
+        let value = state.value.take();
+        drop(state);
+        self.returned.notify_all();
+        drop(value);
+    }
+
+    /// Whether it has ended, and nobody has it any more.
+    pub fn is_over(&self) -> bool {
+        let state = self.lock();
+        state.closed && !state.is_borrowed
+    }
+
+    /// Whether it has ended.
+    pub fn is_closed(&self) -> bool {
+        self.lock().closed
+    }
+}

@@ -1,0 +1,288 @@
+//! What the end of a program closes, and the callbacks that it waits for.
+//! **This module is marked for unsafe**: it asks for the interpreter's number.
+//!
+//! Once the program ends (`atexit`), what is open says goodbye, no callback begins any more, and those that have begun are
+//! waited for. Threads that are elsewhere in a call go on until they want the interpreter: see `thread_exit`.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::PyImportError;
+use pyo3::ffi;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::detached::DropDetached;
+use crate::process::Home;
+use crate::stream::imported;
+use crate::thread_exit;
+use crate::wait::{SLICE, in_slices};
+
+/// How long the end of the program waits for callbacks.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The process in the upper half, how many are inside in the lower: of a parent's threads none goes on in a child.
+static RUNNING_CALLBACKS: AtomicU64 = AtomicU64::new(0);
+/// The process that ends; 0 for none.
+static EXITING: AtomicU32 = AtomicU32::new(0);
+
+/// A callback that runs.
+#[derive(Debug)]
+struct RunningCallback(u32);
+
+impl RunningCallback {
+    fn start() -> RunningCallback {
+        let own = std::process::id();
+        let more = |running: u64| Some(if process_of(running) == own { running + 1 } else { u64::from(own) << 32 | 1 });
+        let _ = RUNNING_CALLBACKS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more);
+        RunningCallback(own)
+    }
+}
+
+impl Drop for RunningCallback {
+    fn drop(&mut self) {
+        let less = |running: u64| (process_of(running) == self.0).then(|| running.saturating_sub(1));
+        let _ = RUNNING_CALLBACKS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+    }
+}
+
+fn process_of(running: u64) -> u32 {
+    (running >> 32) as u32
+}
+
+fn is_callback_running() -> bool {
+    let running = RUNNING_CALLBACKS.load(Ordering::SeqCst);
+    process_of(running) == std::process::id() && running as u32 > 0
+}
+
+/// Whether the program has begun to end: nothing new is asked of the interpreter.
+pub fn has_begun() -> bool {
+    EXITING.load(Ordering::SeqCst) == std::process::id()
+}
+
+/// Whether a callback runs that does not come back any more.
+pub fn is_callback_stuck() -> bool {
+    has_begun() && is_callback_running()
+}
+
+/// A Python function that a thread of the library's calls. Its owner shows it to the interpreter's garbage collector, which
+/// may take it away: the library's thread keeps this, and not the function.
+#[derive(Debug)]
+pub struct Callback(Mutex<Option<Py<PyAny>>>);
+
+impl Callback {
+    /// Of a function.
+    pub fn new(function: Py<PyAny>) -> Arc<Callback> {
+        Arc::new(Callback(Mutex::new(Some(function))))
+    }
+
+    fn function(&self) -> MutexGuard<'_, Option<Py<PyAny>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// For the owner's `__traverse__`, which must not wait.
+    pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.0.try_lock().map_or(Ok(()), |function| visit.call(&*function))
+    }
+
+    /// Takes the function away; it is not called any more.
+    pub fn clear(&self) {
+        let function = self.function().take();
+        drop(function);
+    }
+
+    /// Whether it may still be called.
+    pub fn is_live(&self) -> bool {
+        self.function().is_some()
+    }
+
+    /// Calls it, unless the program ends. What it raises goes to ``sys.unraisablehook``.
+    pub fn call<T: for<'py> IntoPyObject<'py> + Send>(&self, argument: T) {
+        // Counted before the look: who ends the program looks in the other order.
+        let _running = RunningCallback::start();
+        if has_begun() {
+            return;
+        }
+        thread_exit::prepare_exit();
+        let _ = Python::try_attach(|py| {
+            // Held for the call: the owner may go meanwhile.
+            let Some(callback) = self.function().as_ref().map(|callback| callback.clone_ref(py)) else { return };
+            let callback = callback.bind(py);
+            if let Err(error) = callback.call1((argument,)) {
+                error.write_unraisable(py, Some(callback));
+            }
+        });
+    }
+
+    /// Calls it for the only time.
+    pub fn call_once<T: for<'py> IntoPyObject<'py> + Send>(&self, argument: T) {
+        self.call(argument);
+        let _ = Python::try_attach(|_| self.clear());
+    }
+}
+
+/// Something that others are told of when this process ends well.
+pub trait Endpoint: Send + Sync {
+    /// Closes it as its own `close` does, without a wait for others.
+    fn end(&self, py: Python<'_>);
+
+    /// Whether no thread uses it any more.
+    fn is_over(&self) -> bool;
+}
+
+/// Something of the library's until it is closed. Who is using it meanwhile keeps it so long.
+#[derive(Debug)]
+pub struct Closable<T: Send>(Mutex<ClosableState<T>>);
+
+#[derive(Debug)]
+struct ClosableState<T: Send> {
+    /// `None` once it is closed.
+    open: Option<Arc<DropDetached<T>>>,
+    used: Weak<DropDetached<T>>,
+}
+
+impl<T: Send> Closable<T> {
+    /// An open one.
+    pub fn new(inner: T) -> Closable<T> {
+        let open = Arc::new(DropDetached::new(inner));
+        Closable(Mutex::new(ClosableState { used: Arc::downgrade(&open), open: Some(open) }))
+    }
+
+    fn state(&self) -> MutexGuard<'_, ClosableState<T>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It, while it is open.
+    pub fn get(&self) -> Option<Arc<DropDetached<T>>> {
+        self.state().open.clone()
+    }
+
+    /// Closes it; to be dropped without the interpreter, as that may take a moment.
+    pub fn take(&self) -> Option<Arc<DropDetached<T>>> {
+        self.state().open.take()
+    }
+}
+
+impl<T: Send + Sync> Endpoint for Closable<T> {
+    fn end(&self, py: Python<'_>) {
+        let inner = self.take();
+        py.detach(|| drop(inner));
+    }
+
+    fn is_over(&self) -> bool {
+        self.state().used.strong_count() == 0
+    }
+}
+
+/// An endpoint, and the process that opened it: a forked child has its parent's, too, and must not touch their locks.
+type Listed = (Home, Weak<dyn Endpoint>);
+
+/// What is open in this process.
+static OPEN: Mutex<Vec<Listed>> = Mutex::new(Vec::new());
+/// The process whose ``atexit`` calls ``_end``.
+static PREPARED: AtomicU32 = AtomicU32::new(0);
+/// The child of ``multiprocessing`` whose finalizers call ``_end``.
+static FINALIZED: AtomicU32 = AtomicU32::new(0);
+
+/// Has an endpoint closed when the program ends, whoever still holds it then.
+pub fn close_at_exit<E: Endpoint + 'static>(endpoint: &Arc<E>) {
+    let own = std::process::id();
+    // Without them the endpoint ends as its holder does.
+    if PREPARED.swap(own, Ordering::SeqCst) != own {
+        let _ = Python::attach(register_exit);
+    }
+    if FINALIZED.load(Ordering::SeqCst) != own {
+        let _ = Python::attach(register_finalizer);
+    }
+    let endpoint: Weak<dyn Endpoint> = Arc::downgrade(endpoint) as Weak<dyn Endpoint>;
+    // Nobody waits for the list, which a forked child may find held for ever; what is not in it ends as its holder does.
+    if let Ok(mut open) = OPEN.try_lock() {
+        if open.len() == open.capacity() {
+            open.retain(|(home, known)| home.is_here() && known.strong_count() > 0);
+        }
+        open.push((Home::here(), endpoint));
+    }
+}
+
+fn end_function(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
+    py.import("warpipe._warpipe")?.getattr("_end")
+}
+
+/// ``atexit`` runs what is registered in the process that ends.
+fn register_exit(py: Python<'_>) -> PyResult<()> {
+    let (atexit, end) = (py.import("atexit")?, end_function(py)?);
+    atexit.call_method1("unregister", (&end,))?;
+    atexit.call_method1("register", (&end,)).map(drop)
+}
+
+/// A child of ``multiprocessing`` may end without ``atexit``, and runs finalizers of its own. It becomes such a child, and
+/// forgets what was registered before, only after it has imported its parent's program: see [`prepare`].
+fn register_finalizer(py: Python<'_>) -> PyResult<()> {
+    let Some(process) = imported(py, "multiprocessing.process")? else { return Ok(()) };
+    if process.call_method0("parent_process")?.is_none() {
+        return Ok(());
+    }
+    FINALIZED.store(std::process::id(), Ordering::SeqCst);
+    let options = PyDict::new(py);
+    // After whatever else ends there.
+    options.set_item("exitpriority", -1000)?;
+    let finalize = py.import("multiprocessing.util")?.getattr("Finalize")?;
+    finalize.call((py.None(), end_function(py)?), Some(&options)).map(drop)
+}
+
+/// What ``multiprocessing`` calls in a new child before its work: what the program opened while it was imported is to be
+/// closed, too.
+#[pyfunction]
+fn _begin(py: Python<'_>, _end: &Bound<'_, PyAny>) -> PyResult<()> {
+    let is_ours = |(home, known): &Listed| home.is_here() && known.strong_count() > 0;
+    let has_open = OPEN.try_lock().is_ok_and(|open| open.iter().any(is_ours));
+    if has_open { register_finalizer(py) } else { Ok(()) }
+}
+
+/// Closes what is open, and waits a moment for threads that are using it: they come out of their waits once a slice.
+fn close_all(py: Python<'_>) {
+    let mut open = OPEN.try_lock().map(|mut open| std::mem::take(&mut *open)).unwrap_or_default();
+    open.retain(|(home, _)| home.is_here());
+    open.iter().filter_map(|(_, known)| known.upgrade()).for_each(|endpoint| endpoint.end(py));
+    let is_over = |(_, known): &Listed| known.upgrade().is_none_or(|endpoint| endpoint.is_over());
+    py.detach(|| {
+        let start = Instant::now();
+        while start.elapsed() < 4 * SLICE && !open.iter().all(is_over) {
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+    });
+}
+
+/// What ``atexit`` calls: closes what is open, and waits for callbacks that run.
+#[pyfunction]
+fn _end(py: Python<'_>) -> PyResult<()> {
+    EXITING.store(std::process::id(), Ordering::SeqCst);
+    close_all(py);
+    let look = |slice: Duration| {
+        let running = is_callback_running();
+        if running {
+            std::thread::park_timeout(slice.min(Duration::from_millis(1)));
+        }
+        Ok((!running).then_some(()))
+    };
+    in_slices(py, Some(PATIENCE), look).map(drop)
+}
+
+/// Prepares for the end of the interpreter that imports the package, which must be the main one: streams, watchers and
+/// what they keep are the process's.
+pub fn prepare(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    // SAFETY: this thread has the interpreter that it asks about.
+    if unsafe { ffi::PyInterpreterState_GetID(ffi::PyInterpreterState_Get()) } != 0 {
+        let said = "warpipe works in the main interpreter only; import it there, or use processes";
+        return Err(PyImportError::new_err(said));
+    }
+    module.add_function(wrap_pyfunction!(_end, module)?)?;
+    module.add_function(wrap_pyfunction!(_begin, module)?)?;
+    PREPARED.store(std::process::id(), Ordering::SeqCst);
+    let (py, end) = (module.py(), module.getattr("_end")?);
+    py.import("atexit")?.call_method1("register", (&end,))?;
+    let Some(util) = imported(py, "multiprocessing.util")? else { return Ok(()) };
+    util.call_method1("register_after_fork", (end, module.getattr("_begin")?)).map(drop)
+}

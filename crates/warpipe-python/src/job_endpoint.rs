@@ -1,0 +1,301 @@
+//! What a queue or a client shares with its handles: the library's end, the stream for what comes in, and how tensors of
+//! others become jobs.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use warpipe::{Error, JobResult, Layout, QueueWatch, SubmitError};
+
+use crate::copies::Copies;
+use crate::detached::{DropDetached, OwnStream, detached};
+use crate::device::Device;
+use crate::errors::{Fault, Outcome};
+use crate::interpreter_exit::{self, Closable};
+use crate::loan::Loan;
+use crate::metadata;
+use crate::process::Home;
+use crate::slot::{self, Slot};
+use crate::source::Wanted;
+use crate::stream::Consumer;
+use crate::wait::{hand_over, in_slices, late, none_if_late, once, optional};
+
+/// Told apart for ever, so that an event loop's table of them cannot mistake one for another.
+static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
+
+/// The library's end.
+#[derive(Debug)]
+pub enum QueueOrClient {
+    /// A queue's.
+    Queue(warpipe::Queue),
+    /// A client's, which has a queue of its own.
+    Client(warpipe::Client),
+}
+
+impl QueueOrClient {
+    /// A queue's own.
+    pub fn queue(&self) -> &warpipe::Queue {
+        match self {
+            QueueOrClient::Queue(queue) => queue,
+            QueueOrClient::Client(_) => unreachable!("a queue's end is a queue"),
+        }
+    }
+
+    /// A client's own.
+    pub fn client(&self) -> &warpipe::Client {
+        match self {
+            QueueOrClient::Client(client) => client,
+            QueueOrClient::Queue(_) => unreachable!("a client's end is a client"),
+        }
+    }
+
+    fn loan(&self, layout: &Layout) -> Result<warpipe::Loan, Error> {
+        match self {
+            QueueOrClient::Queue(queue) => queue.loan(layout),
+            QueueOrClient::Client(client) => client.loan(layout),
+        }
+    }
+
+    /// How it fares.
+    pub fn state(&self) -> Result<warpipe::QueueState, Error> {
+        match self {
+            QueueOrClient::Queue(queue) => queue.state(),
+            QueueOrClient::Client(client) => client.state(),
+        }
+    }
+
+    fn wait_for_room(&self, timeout: Duration) -> Result<(), Error> {
+        match self {
+            QueueOrClient::Queue(queue) => queue.wait_for_room(timeout),
+            QueueOrClient::Client(client) => client.wait_for_room(timeout),
+        }
+    }
+
+    fn put_back(&self, result: JobResult) -> Result<(), Error> {
+        match self {
+            QueueOrClient::Queue(queue) => queue.put_back(result),
+            QueueOrClient::Client(client) => client.put_back(result),
+        }
+    }
+
+    fn wait_for_workers(&self, count: usize, timeout: Duration) -> Result<(), Error> {
+        match self {
+            QueueOrClient::Queue(queue) => queue.wait_for_workers(count, timeout),
+            QueueOrClient::Client(client) => client.wait_for_servers(count, timeout),
+        }
+    }
+}
+
+/// Where jobs are handed in and results come back.
+#[derive(Debug)]
+pub struct JobEndpoint {
+    home: Home,
+    kind: &'static str,
+    pub name: String,
+    pub device: warpipe::Device,
+    pub stream: OwnStream,
+    pub number: u64,
+    is_shut: AtomicBool,
+    /// How long room and memory are waited for.
+    patience: Option<Duration>,
+    copies: Arc<Copies>,
+    end: Arc<Closable<QueueOrClient>>,
+}
+
+impl JobEndpoint {
+    /// Around an end.
+    pub fn open(
+        py: Python<'_>,
+        kind: &'static str,
+        name: &str,
+        device: &warpipe::Device,
+        patience: Option<Duration>,
+        end: QueueOrClient,
+    ) -> PyResult<Arc<JobEndpoint>> {
+        let end = Arc::new(Closable::new(end));
+        interpreter_exit::close_at_exit(&end);
+        Ok(Arc::new(JobEndpoint {
+            home: Home::here(),
+            kind,
+            name: name.to_owned(),
+            device: device.clone(),
+            stream: OwnStream::new(py, device)?,
+            number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
+            is_shut: AtomicBool::new(false),
+            patience,
+            copies: Arc::default(),
+            end,
+        }))
+    }
+
+    /// The end while it is open. Ask anew for each slice of a wait: then closing ends the wait.
+    pub fn end(&self) -> Outcome<Arc<DropDetached<QueueOrClient>>> {
+        self.home.check()?;
+        self.end.get().ok_or_else(|| Error::QueueClosed { name: self.name.clone() }.into())
+    }
+
+    /// An error in a forked child.
+    pub fn check(&self) -> Outcome<()> {
+        self.home.check()
+    }
+
+    /// Whether it has been closed.
+    pub fn is_closed(&self) -> Outcome<bool> {
+        self.home.check()?;
+        Ok(self.end.get().is_none())
+    }
+
+    /// From now on results may come to an end.
+    pub fn shut(&self) {
+        self.is_shut.store(true, Ordering::Release);
+    }
+
+    /// Whether nothing more is submitted.
+    pub fn is_shut(&self) -> bool {
+        self.is_shut.load(Ordering::Acquire)
+    }
+
+    /// Waits until there are `count` workers, or servers: `what` they are called.
+    pub fn wait_for(&self, py: Python<'_>, what: &str, count: usize, timeout: Option<f64>) -> PyResult<()> {
+        let timeout = optional(timeout, "timeout")?;
+        let come = in_slices(py, timeout, |slice| none_if_late(self.end()?.wait_for_workers(count, slice)))?;
+        Ok(come.ok_or_else(|| late(format!("{what} {count} of {:?}", self.name), timeout))?)
+    }
+
+    /// Whether there is no job left whose outcome was not taken.
+    pub fn is_empty(&self) -> Outcome<bool> {
+        let state = self.end()?.state()?;
+        Ok(state.waiting + state.leased + state.finished == 0)
+    }
+
+    /// A descriptor for an event loop.
+    pub fn watch(&self) -> Outcome<QueueWatch> {
+        Ok(match &**self.end()? {
+            QueueOrClient::Queue(queue) => queue.watch(),
+            QueueOrClient::Client(client) => client.watch(),
+        }?)
+    }
+
+    /// Ends it. Returns at once for one that has ended.
+    pub fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.home.check()?;
+        let end = self.end.take();
+        py.detach(|| drop(end));
+        self.copies.settle(py, self.patience)
+    }
+
+    /// Lets go of it where nobody is to be told how that went.
+    pub fn abandon(&self) {
+        if self.home.is_here() {
+            let end = self.end.take();
+            detached(|| drop(end));
+        }
+    }
+
+    fn borrow(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Slot> {
+        let mut slot =
+            Slot::Work(DropDetached::new(slot::borrow(py, self.patience, || Ok(self.end()?.loan(layout)?))?));
+        slot.set_metadata(metadata)?;
+        Ok(slot)
+    }
+
+    /// A loan to be filled by the caller.
+    pub fn loan(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Py<Loan>> {
+        metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
+        let slot = self.borrow(py, layout, metadata)?;
+        Py::new(py, Loan::new(slot, &self.device, &self.stream, &self.copies, self.patience))
+    }
+
+    /// An input, and the stream behind which it is filled: a tensor is copied, a loan of this queue's is taken.
+    pub fn input(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        metadata: Option<&Bound<'_, PyAny>>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<(Slot, warpipe::Stream)> {
+        self.end()?;
+        metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
+        if let Ok(loan) = tensor.cast::<Loan>() {
+            let (mut slot, stream) = loan.get().take_out(py, stream)?;
+            if metadata.is_some() {
+                slot.set_metadata(metadata)?;
+            }
+            return Ok((slot, stream));
+        }
+        let stream = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
+        let wanted =
+            Wanted { device: &self.device, stream: stream.as_ref(), own: &self.stream, packed: false, lasting: false };
+        let source = wanted.find(tensor)?;
+        let mut slot = self.borrow(py, &source.layout, metadata)?;
+        let filled_on = self.copies.fill(py, &mut slot, source, &self.stream, self.patience)?;
+        Ok((slot, filled_on))
+    }
+
+    /// Hands an input in with `enter`, which does not wait, once there is room; `patience` is how long that may take. An
+    /// interrupted wait has handed in nothing.
+    pub fn submit<T: Send>(
+        &self,
+        py: Python<'_>,
+        (slot, stream): (Slot, warpipe::Stream),
+        patience: Option<Duration>,
+        mut enter: impl FnMut(&QueueOrClient, warpipe::Loan, &warpipe::Stream) -> Result<T, SubmitError> + Send,
+    ) -> PyResult<T> {
+        let Slot::Work(loan) = slot else {
+            return Err(Fault::argument("the loan", "a publisher's", format!("one of this {}", self.kind)).into());
+        };
+        let (mut loan, mut full) = (Some(loan.into_inner()), None);
+        // Another error of the wait is the next step's own, too.
+        let wait_for_room = |slice| {
+            let waited = self.end().map(|end| end.wait_for_room(slice));
+            !matches!(waited, Ok(Err(Error::QueueFull { .. } | Error::Timeout { .. })))
+        };
+        let entered = once(py, patience, wait_for_room, || {
+            let end = self.end()?;
+            let Some(ours) = loan.take() else { return Err(Error::Forked.into()) };
+            match enter(&end, ours, &stream) {
+                Ok(entered) => Ok(Some(entered)),
+                Err(SubmitError {
+                    error: error @ (Error::QueueFull { .. } | Error::Timeout { .. }),
+                    loan: Some(back),
+                }) => {
+                    (loan, full) = (Some(*back), Some(error));
+                    Ok(None)
+                }
+                Err(SubmitError { error, loan: back }) => {
+                    loan = back.map(|back| *back);
+                    Err(error.into())
+                }
+            }
+        });
+        if let Some(unused) = loan {
+            // What fills it may still be on its way there.
+            let _ = py.detach(|| unused.discard(&stream));
+        }
+        let late = || match full {
+            Some(Error::QueueFull { name, limit, .. }) => {
+                Fault::from(Error::QueueFull { name, limit, waited: patience.unwrap_or_default() })
+            }
+            Some(Error::Timeout { what, .. }) => {
+                Fault::from(Error::Timeout { what, waited: patience.unwrap_or_default() })
+            }
+            _ => Fault::from(Error::Forked),
+        };
+        Ok(entered?.ok_or_else(late)?)
+    }
+
+    /// Gives a result to Python. One that an interrupted wait took is there for the next.
+    pub fn give(&self, py: Python<'_>, result: JobResult) -> PyResult<Py<crate::job::Result>> {
+        let result = hand_over(py, result, |result| {
+            // A queue that was closed meanwhile has no next.
+            let _ = py.detach(|| self.end().map(|end| end.put_back(result)));
+        })?;
+        crate::job::Result::new(py, result, &self.device)
+    }
+
+    /// Its device, as Python holds it.
+    pub fn device(&self) -> Device {
+        Device::of(&self.device)
+    }
+}

@@ -1,0 +1,308 @@
+//! Memory of the library's that Python holds, and who uses it.
+//! **This module is marked for unsafe**: it copies from and to such memory by address.
+
+use std::sync::{LazyLock, OnceLock};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use warpipe::backend::{Access, DevicePtr};
+
+use crate::copies::{Copies, Target};
+use crate::detached::{OwnStream, detached};
+use crate::errors::{Fault, Outcome};
+use crate::process::Home;
+use crate::rows::room_for;
+use crate::stream::{Consumer, Consumers};
+use crate::wait::{in_slices, late, none_if_late};
+
+/// How long the CPU waits for the streams that use memory, where nobody says.
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Foreign tensors that streams copy into memory of any holder.
+pub static COPIES: LazyLock<Copies> = LazyLock::new(Copies::default);
+
+/// What is held.
+#[derive(Debug)]
+pub enum OwnedMemory {
+    Own(warpipe::Memory),
+    Shared(warpipe::SharedMemory),
+    Legacy(warpipe::LegacyMemory),
+    Block(warpipe::Buffer),
+    SampleHolder(warpipe::LentBuffer),
+    /// What no descriptor names: of the tests.
+    Malloc(DeviceMalloc),
+}
+
+/// An allocation as another allocator makes it, for tests.
+#[derive(Debug)]
+pub struct DeviceMalloc {
+    device: warpipe::Device,
+    ptr: DevicePtr,
+    bytes: u64,
+}
+
+impl DeviceMalloc {
+    /// Allocates it.
+    pub fn allocate(device: &warpipe::Device, bytes: u64) -> Outcome<DeviceMalloc> {
+        Ok(DeviceMalloc { device: device.clone(), ptr: device.backend().allocate_plain(bytes)?, bytes })
+    }
+
+    /// Its first byte's address.
+    pub fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+}
+
+impl Drop for DeviceMalloc {
+    fn drop(&mut self) {
+        // SAFETY: allocated above, freed once; whoever holds it has waited for the streams that used it.
+        let _ = unsafe { self.device.backend().free_plain(self.ptr) };
+    }
+}
+
+/// Memory that is let go behind all who used it, when the last array made of it has gone. That may be on any thread, and
+/// without the interpreter.
+#[derive(Debug)]
+pub struct MemoryOwner {
+    home: Home,
+    device: warpipe::Device,
+    consumers: Consumers,
+    /// For copies that come without a stream; made by the first.
+    own: OnceLock<OwnStream>,
+    /// `None` only while dropping.
+    memory: Option<OwnedMemory>,
+}
+
+impl OwnedMemory {
+    /// Its first byte's address.
+    pub fn ptr(&self) -> DevicePtr {
+        match self {
+            OwnedMemory::Own(inner) => inner.ptr(),
+            OwnedMemory::Shared(inner) => inner.ptr(),
+            OwnedMemory::Legacy(inner) => inner.ptr(),
+            OwnedMemory::Block(block) => block.ptr(),
+            OwnedMemory::SampleHolder(block) => block.ptr(),
+            OwnedMemory::Malloc(malloc) => malloc.ptr,
+        }
+    }
+
+    /// Its length.
+    pub fn bytes(&self) -> u64 {
+        match self {
+            OwnedMemory::Own(inner) => inner.bytes(),
+            OwnedMemory::Shared(inner) => inner.bytes(),
+            OwnedMemory::Legacy(inner) => inner.bytes(),
+            OwnedMemory::Block(block) => block.bytes(),
+            OwnedMemory::SampleHolder(block) => block.bytes(),
+            OwnedMemory::Malloc(malloc) => malloc.bytes,
+        }
+    }
+
+    /// The device that it is mapped on.
+    pub fn device(&self) -> &warpipe::Device {
+        match self {
+            OwnedMemory::Own(inner) => inner.device(),
+            OwnedMemory::Shared(inner) => inner.device(),
+            OwnedMemory::Legacy(inner) => inner.device(),
+            OwnedMemory::Block(block) => block.device(),
+            OwnedMemory::SampleHolder(block) => block.device(),
+            OwnedMemory::Malloc(malloc) => &malloc.device,
+        }
+    }
+
+    /// Whether it may only be read.
+    pub fn is_read_only(&self) -> bool {
+        match self {
+            OwnedMemory::Shared(inner) => inner.access() == Access::Read,
+            OwnedMemory::SampleHolder(block) => block.access() == Access::Read,
+            _ => false,
+        }
+    }
+
+    fn used_on(&self, stream: &warpipe::Stream) -> Outcome<()> {
+        match self {
+            OwnedMemory::Own(inner) => inner.used_on(stream),
+            OwnedMemory::Shared(inner) => inner.used_on(stream),
+            OwnedMemory::Legacy(inner) => inner.used_by(stream)?,
+            OwnedMemory::Block(block) => block.used_on(stream),
+            OwnedMemory::SampleHolder(block) => block.used_on(stream),
+            OwnedMemory::Malloc(_) => {}
+        }
+        Ok(())
+    }
+
+    /// Lets it go behind `stream`, which is behind all who used it.
+    fn release_on(self, stream: &warpipe::Stream) {
+        // A stream that cannot be told of a block has lost its context, and all memory with it.
+        match self {
+            OwnedMemory::Block(block) => drop(block.free(stream)),
+            OwnedMemory::SampleHolder(block) => drop(block.free(stream)),
+            OwnedMemory::Malloc(malloc) => {
+                if stream.synchronize(DEFAULT_TIMEOUT).is_err() {
+                    std::mem::forget(malloc);
+                }
+            }
+            other => {
+                if other.used_on(stream).is_err() {
+                    std::mem::forget(other);
+                }
+            }
+        }
+    }
+}
+
+impl MemoryOwner {
+    /// Takes it over.
+    pub fn new(memory: OwnedMemory) -> MemoryOwner {
+        let (device, own, consumers) = (memory.device().clone(), OnceLock::new(), Consumers::default());
+        MemoryOwner { home: Home::here(), device, consumers, own, memory: Some(memory) }
+    }
+
+    /// What it is.
+    pub fn memory(&self) -> &OwnedMemory {
+        self.memory.as_ref().expect("present until dropped")
+    }
+
+    /// A stream for copies of ours, behind all who used the memory so far. For who does not have the interpreter.
+    pub fn stream(&self) -> Outcome<&warpipe::Stream> {
+        self.home.check()?;
+        let own = match self.own.get() {
+            Some(own) => own,
+            None => {
+                let made = self.device.stream()?;
+                self.own.get_or_init(|| OwnStream::of(made))
+            }
+        };
+        for other in self.consumers.followed()? {
+            own.wait_for(&other)?;
+        }
+        Ok(own)
+    }
+
+    /// The stream that copies of ours may still be on; none if they are done. For who does not have the interpreter.
+    pub fn copying(&self) -> Outcome<Option<&warpipe::Stream>> {
+        let Some(own) = self.own.get() else { return Ok(None) };
+        Ok(if own.is_idle()? { None } else { Some(own) })
+    }
+
+    /// Lets `consumer` use the memory: it is behind copies of ours, and from now on the memory is not let go before it is
+    /// past its work. Its stream lasts until then.
+    pub fn admit(&self, py: Python<'_>, consumer: &Consumer) -> Outcome<()> {
+        self.home.check()?;
+        self.consumers.note(consumer);
+        py.detach(|| self.fence(consumer))
+    }
+
+    /// Who is asked before it is let go.
+    pub fn consumers(&self) -> &Consumers {
+        &self.consumers
+    }
+
+    /// Puts `consumer` behind copies of ours. For who does not have the interpreter.
+    pub fn fence(&self, consumer: &Consumer) -> Outcome<()> {
+        self.home.check()?;
+        self.memory().used_on(consumer.linked())?;
+        if let Some(own) = self.copying()?.filter(|own| own.raw() != consumer.linked().raw()) {
+            consumer.linked().wait_for(own)?;
+            consumer.led()?;
+        }
+        Ok(())
+    }
+
+    /// Waits on the CPU until all who used it are done with what they were given so far.
+    pub fn settle(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
+        self.home.check()?;
+        let followed = py.detach(|| self.consumers.followed())?;
+        followed.iter().try_for_each(|stream| await_stream(py, stream, timeout))
+    }
+
+    /// [`settle`](Self::settle), where nobody says how long.
+    pub fn settle_soon(&self, py: Python<'_>) -> PyResult<()> {
+        self.settle(py, Some(DEFAULT_TIMEOUT))
+    }
+}
+
+impl Drop for MemoryOwner {
+    fn drop(&mut self) {
+        let Some(memory) = self.memory.take() else { return };
+        if !self.home.is_here() {
+            // The library keeps the parent's memory out of the child's hands; a test's is the parent's to free.
+            return if let OwnedMemory::Malloc(_) = memory { std::mem::forget(memory) } else { drop(memory) };
+        }
+        detached(|| match self.consumers.joined() {
+            Ok(None) => drop(memory),
+            Ok(Some(stream)) => memory.release_on(&stream),
+            // The device does not say when the users are done: the memory must stay.
+            Err(_) => std::mem::forget(memory),
+        });
+    }
+}
+
+/// Waits on the CPU until a copy of ours is done, and what it is behind.
+pub fn await_copy(py: Python<'_>, stream: &warpipe::Stream) -> PyResult<()> {
+    await_stream(py, stream, Some(DEFAULT_TIMEOUT))
+}
+
+fn await_stream(py: Python<'_>, stream: &warpipe::Stream, timeout: Option<Duration>) -> PyResult<()> {
+    let done = in_slices(py, timeout, |slice| none_if_late(stream.synchronize(slice)))?;
+    Ok(done.ok_or_else(|| late("the end of the work on this memory".into(), timeout))?)
+}
+
+/// A range of memory that is written now.
+#[derive(Debug, Clone, Copy)]
+pub struct Range<'a> {
+    device: &'a warpipe::Device,
+    lowest: DevicePtr,
+    bytes: u64,
+}
+
+impl<'a> Range<'a> {
+    /// # Safety
+    /// `bytes` bytes from `lowest` on are memory of `device` that may be written, and stay until all streams that are
+    /// given copies to them are past those.
+    pub unsafe fn new(device: &'a warpipe::Device, lowest: DevicePtr, bytes: u64) -> Range<'a> {
+        Range { device, lowest, bytes }
+    }
+}
+
+impl Target for Range<'_> {
+    fn lowest(&self) -> DevicePtr {
+        self.lowest
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn is_private(&self) -> bool {
+        // Who has the same memory by a ticket has it at other addresses.
+        false
+    }
+
+    fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()> {
+        if bytes.len() as u64 != self.bytes {
+            return Err(Fault::layout(format!("{} bytes for {}", bytes.len(), self.bytes)));
+        }
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the range is writable and as long, and stays until the stream is past the copy (`Range::new`).
+        Ok(unsafe { self.device.backend().upload(stream.raw(), self.lowest, bytes) }?)
+    }
+}
+
+/// A copy on the host of memory that nobody writes any more.
+///
+/// # Safety
+/// `bytes` bytes from `lowest` on are memory of `device` that can be read during the call.
+pub unsafe fn download(device: &warpipe::Device, lowest: DevicePtr, bytes: u64) -> Outcome<Vec<u8>> {
+    let mut copy = room_for(bytes)?;
+    copy.resize(bytes as usize, 0);
+    if bytes > 0 {
+        // Not a stream of the user's: that may be stuck behind something else, and this must not be.
+        let stream = device.stream()?;
+        // SAFETY: the stream is live and has nothing else to do; the range is the caller's promise.
+        unsafe { device.backend().download(stream.raw(), &mut copy, lowest)? };
+    }
+    Ok(copy)
+}

@@ -1,0 +1,243 @@
+//! Memory that others may be given, by a descriptor or a ticket. **This module is marked for unsafe**: it borrows
+//! descriptors that others own.
+
+use std::os::fd::{BorrowedFd, IntoRawFd};
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use warpipe::backend::Access;
+
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::errors::{Fault, Outcome};
+use crate::handle::CloseableHandle;
+use crate::memory_owner::OwnedMemory;
+use crate::ticket::{MemoryInfo, Ticket};
+use crate::view::View;
+
+/// What may be done with memory, in Rust's words.
+fn access(writable: bool) -> Access {
+    if writable { Access::ReadWrite } else { Access::Read }
+}
+
+/// An allocation that can be given to other processes (``cuMemCreate`` with an exportable handle; a sealed memfd on the
+/// host). Zeroed at first.
+///
+/// ``Memory.allocate(nbytes)`` makes one. It is a ``View`` of its bytes: ``memory.view(shape, dtype)`` is a tensor of it.
+/// ``publish(name)`` gives a ticket for others; ``export_fd()`` the bare descriptor, for who has a socket of their own. The
+/// memory lives as long as anybody has it open, whatever becomes of its maker.
+#[pyclass(frozen, extends = View, module = "warpipe")]
+#[derive(Debug)]
+pub struct Memory;
+
+impl Memory {
+    fn inner(slf: &Bound<'_, Memory>) -> Outcome<warpipe::Memory> {
+        match slf.as_super().get().owner()?.memory() {
+            OwnedMemory::Own(memory) => Ok(memory.clone()),
+            _ => unreachable!("a Memory holds one"),
+        }
+    }
+
+    fn make(py: Python<'_>, memory: warpipe::Memory) -> PyResult<Bound<'_, Memory>> {
+        Bound::new(py, View::of("the memory", OwnedMemory::Own(memory))?.add_subclass(Memory))
+    }
+}
+
+#[pymethods]
+impl Memory {
+    /// Allocates ``nbytes`` bytes, rounded up to the device's unit (2 MiB on CUDA as a rule, a page on the host).
+    ///
+    /// Raises ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes, ``DeviceError``.
+    #[staticmethod]
+    #[pyo3(signature = (nbytes, *, device = None))]
+    fn allocate<'py>(py: Python<'py>, nbytes: u64, device: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, Memory>> {
+        let device = Device::from_argument(device)?.inner;
+        let memory = py.detach(|| warpipe::Memory::allocate(&device, nbytes)).map_err(Fault::from)?;
+        Memory::make(py, memory)
+    }
+
+    /// Publishes it under a name, for this user and those of ``allow_uids`` and ``allow_gids``; others may write it only if
+    /// ``writable``.
+    ///
+    /// Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``, ``ReleasedError``.
+    #[pyo3(signature = (name, *, domain = None, writable = false, allow_uids = Vec::new(), allow_gids = Vec::new()),
+        text_signature = "($self, name, *, domain=None, writable=False, allow_uids=(), allow_gids=())")]
+    fn publish(
+        slf: &Bound<'_, Memory>,
+        name: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        writable: bool,
+        allow_uids: Vec<u32>,
+        allow_gids: Vec<u32>,
+    ) -> PyResult<Published> {
+        let publication = Memory::inner(slf)?
+            .publication(name)
+            .domain(&Domain::from_argument(domain)?)
+            .access(access(writable))
+            .allow_uids(&allow_uids)
+            .allow_gids(&allow_gids);
+        let published = slf.py().detach(|| publication.build()).map_err(Fault::from)?;
+        Ok(Published { handle: CloseableHandle::new("publication", name, published) })
+    }
+
+    /// A descriptor of it, close-on-exec, which is the caller's to close. Whoever gets it can map all of the memory, for
+    /// reading or writing.
+    ///
+    /// Raises ``DescriptorLimitError``, ``ReleasedError``, ``DriverError``.
+    fn export_fd(slf: &Bound<'_, Memory>) -> PyResult<i32> {
+        let memory = Memory::inner(slf)?;
+        Ok(slf.py().detach(|| memory.export_fd()).map_err(Fault::from)?.into_raw_fd())
+    }
+
+    /// What must be known of the descriptor: to be sent along.
+    ///
+    /// Raises ``ReleasedError``.
+    #[getter]
+    fn info(slf: &Bound<'_, Memory>) -> PyResult<MemoryInfo> {
+        let memory = Memory::inner(slf)?;
+        Ok(MemoryInfo::of(slf.py().detach(|| memory.info())))
+    }
+}
+
+/// Memory under a name, as ``Memory.publish`` gives it. Closed or dropped, it gives the name up: nobody else can open it,
+/// and who has it open keeps it.
+#[pyclass(frozen, module = "warpipe", weakref)]
+#[derive(Debug)]
+pub struct Published {
+    handle: CloseableHandle<warpipe::Published>,
+}
+
+#[pymethods]
+impl Published {
+    /// Its name.
+    #[getter]
+    fn name(&self) -> &str {
+        self.handle.name()
+    }
+
+    /// The memory, held once more.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn memory<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, Memory>> {
+        Memory::make(py, self.handle.get()?.memory().clone())
+    }
+
+    /// A text that names ``nbytes`` bytes (None: all that there are) from byte ``offset`` on.
+    ///
+    /// Raises ``RangeError``, ``ClosedError``.
+    #[pyo3(signature = (offset = 0, nbytes = None))]
+    fn ticket(&self, py: Python<'_>, offset: u64, nbytes: Option<u64>) -> PyResult<Ticket> {
+        let published = self.handle.get()?;
+        let inner = py.detach(|| match nbytes {
+            Some(nbytes) => published.ticket_of(offset..offset.saturating_add(nbytes)),
+            None => published.ticket_of(offset..),
+        });
+        Ok(Ticket { inner: inner.map_err(Fault::from)? })
+    }
+
+    /// Whether it has been closed.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        Ok(self.handle.is_closed()?)
+    }
+
+    /// Gives the name up. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.handle.close(py)
+    }
+
+    fn __enter__(slf: Py<Published>) -> Py<Published> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Published({:?})", self.handle.name())
+    }
+}
+
+/// Another process's memory, or a range of it, mapped here: what ``Ticket.open`` gives. It stays valid when its owner closes
+/// it or dies.
+#[pyclass(frozen, extends = View, module = "warpipe")]
+#[derive(Debug)]
+pub struct SharedMemory;
+
+impl SharedMemory {
+    fn inner(slf: &Bound<'_, SharedMemory>) -> Outcome<warpipe::SharedMemory> {
+        match slf.as_super().get().owner()?.memory() {
+            OwnedMemory::Shared(memory) => Ok(memory.clone()),
+            _ => unreachable!("a SharedMemory holds one"),
+        }
+    }
+
+    /// Over what was opened.
+    pub fn make(py: Python<'_>, memory: warpipe::SharedMemory) -> PyResult<Bound<'_, SharedMemory>> {
+        Bound::new(py, View::of("the memory", OwnedMemory::Shared(memory))?.add_subclass(SharedMemory))
+    }
+}
+
+#[pymethods]
+impl SharedMemory {
+    /// Maps memory by a descriptor that came over the user's own socket, and the ``Memory.info`` that came along. The
+    /// descriptor may be closed afterwards. What it is, and its size, is checked.
+    ///
+    /// Raises ``NotDeviceMemoryError``, ``PeerAccessError``, ``RangeError``, ``ArgumentError``, ``DeviceError``.
+    #[staticmethod]
+    #[pyo3(signature = (fd, info, *, device = None, writable = false))]
+    fn import_fd<'py>(
+        py: Python<'py>,
+        fd: i32,
+        info: &Bound<'py, MemoryInfo>,
+        device: Option<&Bound<'py, PyAny>>,
+        writable: bool,
+    ) -> PyResult<Bound<'py, SharedMemory>> {
+        let (device, info) = (Device::from_argument(device)?.inner, info.get().inner()?);
+        if fd < 0 {
+            return Err(Fault::argument("fd", fd, "an open descriptor").into());
+        }
+        let import = |fd: BorrowedFd<'_>| warpipe::Memory::import_fd(&device, fd, &info, access(writable));
+        let imported = py.detach(|| borrowed(fd, import));
+        SharedMemory::make(py, imported.map_err(Fault::from)?)
+    }
+
+    /// Part of it, which keeps all of it mapped.
+    ///
+    /// Raises ``RangeError``, ``ReleasedError``.
+    #[pyo3(signature = (offset, nbytes = None))]
+    fn range<'py>(
+        slf: &Bound<'py, SharedMemory>,
+        offset: u64,
+        nbytes: Option<u64>,
+    ) -> PyResult<Bound<'py, SharedMemory>> {
+        let memory = SharedMemory::inner(slf)?;
+        let part = slf.py().detach(|| memory.range(offset, nbytes)).map_err(Fault::from)?;
+        SharedMemory::make(slf.py(), part)
+    }
+
+    /// The device that the memory is on: its ``Device.uuid``.
+    ///
+    /// Raises ``ReleasedError``.
+    #[getter]
+    fn owner(slf: &Bound<'_, SharedMemory>) -> PyResult<String> {
+        Ok(SharedMemory::inner(slf)?.owner().to_string())
+    }
+
+    /// The name that it was published under.
+    ///
+    /// Raises ``ReleasedError``.
+    #[getter]
+    fn name(slf: &Bound<'_, SharedMemory>) -> PyResult<String> {
+        Ok(SharedMemory::inner(slf)?.name().to_owned())
+    }
+}
+
+/// Runs `work` with a descriptor of the caller's.
+fn borrowed<R>(fd: i32, work: impl FnOnce(BorrowedFd<'_>) -> R) -> R {
+    // SAFETY: not -1, as the caller has seen; one that is not open is refused by the system call that meets it.
+    work(unsafe { BorrowedFd::borrow_raw(fd) })
+}

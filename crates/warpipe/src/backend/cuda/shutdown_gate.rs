@@ -1,0 +1,290 @@
+//! The end of the process: while the driver is torn down, no thread but the one that ends the process is inside it.
+//! **This module is marked for unsafe**: it hooks `atexit(3)`.
+//!
+//! `exit` runs the handlers of `libcuda` while every other thread goes on, ours among them; one that then asks for an
+//! event dies of SIGSEGV, and the process with it. So every call of the driver is made [inside](DriverGuard) a gate, and
+//! a handler of ours closes it first: it waits for those that are inside, and who comes later stays out for ever.
+//! That takes two uncontended atomic additions for each entry.
+//!
+//! What it cannot do: a call that the driver itself holds up for longer than [`PATIENCE`] is still there when the
+//! teardown begins, and a handler that runs after ours and waits for a thread that stays out waits for ever. The
+//! function on the CPU behind a stream's work (`cuLaunchHostFunc`) runs on a thread of the driver and calls nothing of
+//! it, so it never enters; should it call `exit`, whoever is held up behind its stream is waited for no longer than
+//! that.
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::{AtomicI32, AtomicUsize};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::fault;
+use crate::error::{Error, Result};
+use crate::stream::Backoff;
+
+/// How long the end of the process waits for calls that are under way.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Set once the process ends; the bits below count the entries. One word, so that no entry falls between the two.
+const ENDING: usize = 1 << (usize::BITS - 1);
+
+/// A child inherits the count with it, and never waits for it ([`fault::forked`]).
+static GATE: Gate = Gate::new();
+
+thread_local! {
+    /// How many of the entries are this thread's.
+    static HELD: Cell<usize> = const { Cell::new(0) };
+}
+
+#[derive(Debug)]
+struct Gate {
+    state: AtomicUsize,
+    /// The thread that ends the process, by its number; 0 until one does.
+    closer: AtomicI32,
+}
+
+/// While it lives, this thread may call the driver.
+#[derive(Debug)]
+pub(crate) struct DriverGuard {
+    gate: &'static Gate,
+    /// The count is a thread's.
+    _here: PhantomData<*const ()>,
+}
+
+/// Lets this thread call the driver until the result is dropped. Does not return once the process ends, but on the
+/// thread that ends it: what its destructors give back is the driver's to take or to refuse.
+#[inline]
+pub(crate) fn enter() -> DriverGuard {
+    GATE.try_enter().unwrap_or_else(|| park_forever())
+}
+
+/// To be called between the calls of a loop that polls while inside: does not return once the process ends, lest it
+/// ask for ever.
+#[inline]
+pub(super) fn leave_if_ending() {
+    if GATE.leave_if_ending() {
+        park_forever();
+    }
+}
+
+/// Whether this thread may call the driver.
+#[inline]
+pub(super) fn is_inside() -> bool {
+    HELD.get() > 0
+}
+
+/// `atexit`: closes the gate when the process ends. Handlers run in the reverse of their order, so this is called
+/// after everything that may have made the driver register one of its own; once more does no harm.
+///
+/// # Errors
+/// [`Error::Os`] without memory.
+pub(super) fn close_before_the_driver() -> Result<()> {
+    // SAFETY: the handler takes nothing and returns, and its code is there when it runs: `exit` runs it before
+    // anything is unloaded, and `dlclose`, should it come to unload this library, runs it before that.
+    match unsafe { libc::atexit(close) } {
+        0 => Ok(()),
+        _ => Err(Error::os("atexit", "the end of the driver", Errno::NOMEM)),
+    }
+}
+
+extern "C" fn close() {
+    // A child cannot use the driver, and has none of the threads that its copy of the count speaks of.
+    if !fault::forked() {
+        GATE.close(PATIENCE);
+    }
+}
+
+/// The process is ending, and the driver with it. There is nothing right to answer: an error would have memory let go,
+/// or a peer told, on the word of a driver that is not there. So the thread goes no further, and ends with the process.
+#[cold]
+fn park_forever() -> ! {
+    loop {
+        std::thread::park();
+    }
+}
+
+fn this_thread() -> i32 {
+    // Not by anything thread-local that is dropped: the exiting thread's is gone by now.
+    rustix::thread::gettid().as_raw_nonzero().get()
+}
+
+impl Gate {
+    const fn new() -> Gate {
+        Gate { state: AtomicUsize::new(0), closer: AtomicI32::new(0) }
+    }
+
+    #[inline]
+    fn try_enter(&'static self) -> Option<DriverGuard> {
+        let before = self.state.fetch_add(1, SeqCst);
+        if before & ENDING != 0 && !self.may_enter_late() {
+            self.state.fetch_sub(1, SeqCst);
+            return None;
+        }
+        HELD.set(HELD.get() + 1);
+        Some(DriverGuard { gate: self, _here: PhantomData })
+    }
+
+    /// Who is inside already is being waited for, and must come to an end.
+    #[cold]
+    fn may_enter_late(&self) -> bool {
+        is_inside() || self.is_closer()
+    }
+
+    /// In a child that was forked while the process ended there is nothing to end.
+    fn is_closer(&self) -> bool {
+        self.closer.load(SeqCst) == this_thread() || fault::forked()
+    }
+
+    /// Whether this thread has to stay out from now on. Its entries are taken back then.
+    #[inline]
+    fn leave_if_ending(&self) -> bool {
+        if self.state.load(Relaxed) & ENDING == 0 || self.is_closer() {
+            return false;
+        }
+        self.state.fetch_sub(HELD.replace(0), SeqCst);
+        true
+    }
+
+    /// Closes the gate to all but this thread, and waits for those inside, this thread's own entries aside: it may be
+    /// ended by a signal's handler in the middle of a call. False if some are still there.
+    fn close(&self, patience: Duration) -> bool {
+        // Before the gate is closed: nobody asks for it earlier. If two threads call `exit` the first one counts.
+        let _ = self.closer.compare_exchange(0, this_thread(), SeqCst, SeqCst);
+        if self.state.fetch_or(ENDING, SeqCst) & ENDING != 0 {
+            return true;
+        }
+        let start = Instant::now();
+        let mut backoff = Backoff::default();
+        while self.state.load(SeqCst) & !ENDING > HELD.get() {
+            if start.elapsed() >= patience {
+                return false;
+            }
+            backoff.pause();
+        }
+        true
+    }
+}
+
+impl Drop for DriverGuard {
+    #[inline]
+    fn drop(&mut self) {
+        HELD.set(HELD.get() - 1);
+        self.gate.state.fetch_sub(1, SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    fn gate() -> &'static Gate {
+        Box::leak(Box::new(Gate::new()))
+    }
+
+    fn is_ending(gate: &Gate) -> bool {
+        gate.state.load(SeqCst) & ENDING != 0
+    }
+
+    fn elsewhere<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+        thread::scope(|scope| scope.spawn(work).join().unwrap())
+    }
+
+    #[test]
+    fn a_closed_gate_lets_nobody_in_but_the_thread_that_closed_it() {
+        let gate = gate();
+        assert!(elsewhere(|| gate.try_enter().is_some()));
+        assert!(gate.close(LONG));
+        assert!(elsewhere(|| gate.try_enter().is_none()));
+        assert!(gate.try_enter().is_some());
+        assert!(!gate.leave_if_ending());
+        assert_eq!(gate.state.load(SeqCst), ENDING, "who was refused is counted no more");
+    }
+
+    #[test]
+    fn the_end_waits_for_who_is_inside_and_that_one_may_enter_once_more() {
+        let gate = gate();
+        let (told, is_in) = mpsc::channel();
+        let left = thread::scope(|scope| {
+            let other = scope.spawn(move || {
+                let outer = gate.try_enter().unwrap();
+                told.send(()).unwrap();
+                while !is_ending(gate) {
+                    thread::yield_now();
+                }
+                let nested = gate.try_enter();
+                let (was_let_in, guard) = (nested.is_some(), gate.state.load(SeqCst) & !ENDING);
+                drop(nested);
+                drop(outer);
+                (was_let_in, guard)
+            });
+            is_in.recv().unwrap();
+            assert!(gate.close(LONG));
+            assert_eq!(gate.state.load(SeqCst), ENDING);
+            other.join().unwrap()
+        });
+        assert_eq!(left, (true, 2));
+    }
+
+    #[test]
+    fn who_polls_inside_leaves_when_the_process_ends() {
+        let gate = gate();
+        let (told, is_in) = mpsc::channel();
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                let entries = [gate.try_enter(), gate.try_enter()];
+                told.send(()).unwrap();
+                while !gate.leave_if_ending() {
+                    thread::yield_now();
+                }
+                // In the product the thread goes no further than this.
+                std::mem::forget(entries);
+            });
+            is_in.recv().unwrap();
+            assert!(gate.close(LONG));
+        });
+        assert_eq!(gate.state.load(SeqCst), ENDING);
+    }
+
+    #[test]
+    fn a_call_that_does_not_end_is_waited_for_no_longer_than_patience_and_once() {
+        let gate = gate();
+        let (told, is_in) = mpsc::channel();
+        let (go, wait) = mpsc::channel::<()>();
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                let _guard = gate.try_enter();
+                told.send(()).unwrap();
+                assert!(wait.recv().is_err());
+            });
+            is_in.recv().unwrap();
+            assert!(!gate.close(Duration::from_millis(1)));
+            assert!(gate.close(LONG), "the second handler waits for nothing");
+            drop(go);
+        });
+    }
+
+    #[test]
+    fn a_thread_that_ends_the_process_inside_a_call_does_not_wait_for_itself() {
+        let gate = gate();
+        let _guard = (gate.try_enter(), gate.try_enter());
+        assert!(gate.close(Duration::ZERO));
+    }
+
+    #[test]
+    fn a_panic_inside_leaves_the_gate() {
+        let gate = gate();
+        let panicked = thread::spawn(|| {
+            let _guard = gate.try_enter();
+            panic!("inside");
+        });
+        assert!(panicked.join().is_err());
+        assert!(gate.close(Duration::ZERO));
+    }
+}

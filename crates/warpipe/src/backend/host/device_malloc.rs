@@ -1,0 +1,264 @@
+//! Memory as another allocator makes it, and the handles that name it. **This module is marked for unsafe**: it maps
+//! and unmaps.
+//!
+//! A handle says where the memory's memfd stands: process, descriptor, inode. Whoever knows the bytes and runs as the
+//! same user opens it by way of `/proc/PID/fd`, where the kernel checks the user; and it can be opened no more once
+//! its process is dead or has freed it. That is what a CUDA legacy handle promises, and no more.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use rustix::fs::{MemfdFlags, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::mm::ProtFlags;
+
+use super::memory::{SEALS, check_sealed_memfd, map};
+use crate::backend::pointer::{kind_outside, mapping_at};
+use crate::backend::{DeviceId, DevicePtr, IPC_EVENTS_MAX, IpcBytes, PointerInfo, PointerKind};
+use crate::error::{Error, LegacyFault, Result};
+use crate::fork::per_process::InheritedOnFork;
+use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::origin::{Liveness, ProcessOrigin};
+
+const MEMORY: [u8; 8] = *b"WPHOSTM1";
+const EVENT: [u8; 8] = *b"WPHOSTE1";
+
+/// The name of such a memfd, for `/proc/PID/maps`.
+const NAME: &std::ffi::CStr = c"warpipe-plain";
+
+/// What this process allocated and what it has opened, by address.
+#[derive(Debug, Default)]
+pub(super) struct DeviceMalloc {
+    allocated: InheritedOnFork<BTreeMap<DevicePtr, Allocation>>,
+    opened: InheritedOnFork<BTreeMap<DevicePtr, OpenImport>>,
+    last: AtomicU64,
+    events: AtomicU32,
+}
+
+#[derive(Debug)]
+struct Allocation {
+    fd: CloseOnForkFd,
+    bytes: u64,
+    /// Counts up for the life of the process.
+    number: u64,
+    owner_process: OwnerProcess,
+}
+
+#[derive(Debug)]
+struct OpenImport {
+    file: File,
+    bytes: u64,
+    times: u32,
+}
+
+/// A file, told apart from every other one that is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct File {
+    device: u64,
+    inode: u64,
+}
+
+impl File {
+    fn of(stat: &rustix::fs::Stat) -> File {
+        File { device: stat.st_dev, inode: stat.st_ino }
+    }
+}
+
+impl DeviceMalloc {
+    pub(super) fn allocate(&self, bytes: u64) -> Result<DevicePtr> {
+        let context = || format!("memory of {bytes} bytes");
+        let length = page_multiple(bytes)?;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = CloseOnForkFd::open(|| rustix::fs::memfd_create(NAME, flags))
+            .map_err(|e| Error::os("memfd_create", context(), e))?;
+        rustix::fs::ftruncate(&fd, length).map_err(|e| Error::os("ftruncate", context(), e))?;
+        rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
+        let base = map(&fd, length, ProtFlags::READ | ProtFlags::WRITE)?;
+        let number = self.last.fetch_add(1, Ordering::Relaxed) + 1;
+        let allocation = Allocation { fd, bytes, number, owner_process: OwnerProcess::current() };
+        self.allocated.lock().insert(base, allocation);
+        Ok(base)
+    }
+
+    /// Returns how many bytes were freed.
+    ///
+    /// # Safety
+    /// `base` came from [`allocate`](Self::allocate), and nothing uses the memory any more.
+    pub(super) unsafe fn free(&self, base: DevicePtr) -> Result<u64> {
+        let unknown = || Error::argument("ptr", format!("{base:#x}"), "what allocate_plain returned, once");
+        let Allocation { bytes, .. } = self.allocated.lock().remove(&base).ok_or_else(unknown)?;
+        // SAFETY: the caller's promise; `allocate` mapped exactly this range.
+        unsafe { rustix::mm::munmap(base as *mut _, page_multiple(bytes)? as usize) }
+            .map_err(|e| Error::os("munmap", "plain memory", e))?;
+        Ok(bytes)
+    }
+
+    pub(super) fn locate(&self, ptr: DevicePtr, owner: DeviceId) -> Result<PointerInfo> {
+        let allocated = self.allocated.lock();
+        if let Some((&base, allocation)) = allocated.range(..=ptr).next_back()
+            && ptr - base < allocation.bytes
+        {
+            allocation.owner_process.check()?;
+            let Allocation { bytes, number, .. } = *allocation;
+            return Ok(PointerInfo { kind: PointerKind::Device, owner, base, bytes, allocation: number });
+        }
+        drop(allocated);
+        if self.opened.lock().range(..=ptr).next_back().is_some_and(|(&base, opened)| ptr - base < opened.bytes) {
+            return Ok(PointerInfo::of_kind(PointerKind::Import, owner));
+        }
+        let is_region = |name: &str| name.contains("/memfd:warpipe-region");
+        let kind = match mapping_at(ptr) {
+            Some(mapping) if is_region(&mapping.name) => PointerKind::Vmm,
+            _ => kind_outside(ptr),
+        };
+        Ok(PointerInfo::of_kind(kind, owner))
+    }
+
+    pub(super) fn export(&self, base: DevicePtr) -> Result<IpcBytes> {
+        let here = ProcessOrigin::here()?;
+        let allocated = self.allocated.lock();
+        let unknown = || Error::NotExportable { ptr: base, kind: PointerKind::Unknown };
+        let allocation = allocated.get(&base).ok_or_else(unknown)?;
+        allocation.owner_process.check()?;
+        let fd = allocation.fd.as_fd();
+        let stat = rustix::fs::fstat(fd).map_err(|e| Error::os("fstat", "plain memory", e))?;
+        let file = File::of(&stat);
+        let fields = [
+            here.host,
+            here.namespace,
+            here.started,
+            here.pid as u32 as u64 | (fd.as_raw_fd() as u64) << 32,
+            file.device,
+            file.inode,
+        ];
+        Ok(write(MEMORY, &fields))
+    }
+
+    /// Maps it, or counts once more what is mapped. Returns the base, and whether it was mapped just now.
+    pub(super) fn open(&self, handle: &IpcBytes, bytes: u64) -> Result<(DevicePtr, bool)> {
+        let [host, namespace, started, place, device, inode] =
+            read(MEMORY, handle).ok_or_else(|| refused("it is no handle of host memory"))?;
+        let (pid, number) = (place as u32 as i32, (place >> 32) as u32);
+        let (origin, here) = (ProcessOrigin { host, namespace, started, pid }, ProcessOrigin::here()?);
+        if origin == here {
+            return Err(refused("it names memory of this process"));
+        }
+        if (host, namespace) != (here.host, here.namespace) {
+            return Err(refused("its process is not of this machine's PID namespace"));
+        }
+        if origin.life(&here) == Liveness::Gone {
+            return Err(refused("its process is gone"));
+        }
+        let fd = open_file(pid, number, File { device, inode })?;
+        // A process that began after the look above would have another file there.
+        let length = page_multiple(bytes)?;
+        check_sealed_memfd(fd.as_fd(), length).map_err(|found| refused(&found))?;
+        self.map_once(&fd, File { device, inode }, bytes, length)
+    }
+
+    fn map_once(&self, fd: &CloseOnForkFd, file: File, bytes: u64, length: u64) -> Result<(DevicePtr, bool)> {
+        let mut opened = self.opened.lock();
+        if let Some((&base, known)) = opened.iter_mut().find(|(_, known)| known.file == file) {
+            known.times += 1;
+            return Ok((base, false));
+        }
+        let base = map(fd, length, ProtFlags::READ | ProtFlags::WRITE)?;
+        opened.insert(base, OpenImport { file, bytes, times: 1 });
+        Ok((base, true))
+    }
+
+    /// Returns how many bytes were unmapped.
+    ///
+    /// # Safety
+    /// Nothing uses the memory, unless it was opened once more.
+    pub(super) unsafe fn close(&self, base: DevicePtr) -> Result<u64> {
+        let mut opened = self.opened.lock();
+        let entry = opened.get_mut(&base).ok_or_else(|| Error::legacy(LegacyFault::NotOpen { ptr: base }))?;
+        entry.times -= 1;
+        if entry.times > 0 {
+            return Ok(0);
+        }
+        let bytes = entry.bytes;
+        opened.remove(&base);
+        // SAFETY: the caller's promise; `map_once` mapped exactly this range, and it was open no more than once.
+        unsafe { rustix::mm::munmap(base as *mut _, page_multiple(bytes)? as usize) }
+            .map_err(|e| Error::os("munmap", "opened memory", e))?;
+        Ok(bytes)
+    }
+
+    /// Counts one more interprocess event.
+    pub(super) fn count_event(&self) -> Result<()> {
+        let room = |count: u32| (count < IPC_EVENTS_MAX).then_some(count + 1);
+        let counted = self.events.fetch_update(Ordering::Relaxed, Ordering::Relaxed, room);
+        counted.map(drop).map_err(|_| Error::EventLimit { limit: IPC_EVENTS_MAX })
+    }
+
+    /// One less.
+    pub(super) fn forget_event(&self) {
+        self.events.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// An interprocess event's bytes.
+pub(super) fn export_event(event: u64) -> Result<IpcBytes> {
+    let here = ProcessOrigin::here()?;
+    Ok(write(EVENT, &[here.host, here.namespace, here.started, here.pid as u32 as u64, event, 0]))
+}
+
+/// That the bytes are those of an event whose process lives.
+pub(super) fn check_event(handle: &IpcBytes) -> Result<()> {
+    let [host, namespace, started, pid, ..] =
+        read(EVENT, handle).ok_or_else(|| refused("it is no handle of a host event"))?;
+    let origin = ProcessOrigin { host, namespace, started, pid: pid as u32 as i32 };
+    match origin.life(&ProcessOrigin::here()?) {
+        Liveness::Gone => Err(refused("its process is gone")),
+        _ => Ok(()),
+    }
+}
+
+/// Opens the descriptor of another process, if it is the file that it should be. It is looked at before it is opened:
+/// to open what is by now a device or a pipe might do something.
+fn open_file(pid: i32, number: u32, file: File) -> Result<CloseOnForkFd> {
+    let path = format!("/proc/{pid}/fd/{number}");
+    let failed = |call, error: Errno| match error {
+        Errno::NOENT | Errno::SRCH | Errno::ACCESS | Errno::PERM => refused(&format!("{call} {path}: {error}")),
+        error => Error::os(call, path.clone(), error),
+    };
+    let other = || refused(&format!("{path} is another file by now"));
+    let stat = rustix::fs::stat(&path).map_err(|error| failed("stat", error))?;
+    if File::of(&stat) != file {
+        return Err(other());
+    }
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let fd =
+        CloseOnForkFd::open(|| rustix::fs::open(&path, flags, Mode::empty())).map_err(|error| failed("open", error))?;
+    let stat = rustix::fs::fstat(&fd).map_err(|error| failed("fstat", error))?;
+    if File::of(&stat) == file { Ok(fd) } else { Err(other()) }
+}
+
+fn refused(words: &str) -> Error {
+    Error::legacy(LegacyFault::Refused(words.into()))
+}
+
+fn page_multiple(bytes: u64) -> Result<u64> {
+    let wrong = || Error::argument("bytes", bytes, "1 to what an address can count");
+    bytes.max(1).checked_next_multiple_of(rustix::param::page_size() as u64).ok_or_else(wrong)
+}
+
+fn write(magic: [u8; 8], fields: &[u64; 6]) -> IpcBytes {
+    let mut bytes = [0; 64];
+    bytes[..8].copy_from_slice(&magic);
+    for (place, field) in bytes[8..56].chunks_exact_mut(8).zip(fields) {
+        place.copy_from_slice(&field.to_le_bytes());
+    }
+    bytes
+}
+
+fn read(magic: [u8; 8], bytes: &IpcBytes) -> Option<[u64; 6]> {
+    let mut fields = [0; 6];
+    for (field, place) in fields.iter_mut().zip(bytes[8..56].chunks_exact(8)) {
+        *field = u64::from_le_bytes(place.try_into().ok()?);
+    }
+    (bytes[..8] == magic && bytes[56..] == [0; 8]).then_some(fields)
+}

@@ -1,0 +1,250 @@
+//! Memory that a device has not taken back. **This module is marked for unsafe**: it unregisters and unmaps memory.
+//!
+//! What a driver refuses to unregister or to unmap it may still use, so it stays as it is, and is counted
+//! ([`process_stats`](crate::process_stats)). So does memory whose unregistration [would
+//! block](Backend::unregister_would_block). The reaper asks for it again with each tick. What a device had before it was
+//! reset is asked for no more: its addresses and handles may be another's by now.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex};
+
+use rustix::mm::munmap;
+
+use super::{Backend, RawRegion};
+use crate::error::Error;
+use crate::fork::per_process::PerProcess;
+
+/// How many, and their bytes. A forked child has kept nothing.
+static UNRECLAIMED: PerProcess<[AtomicU64; 2]> = PerProcess::new();
+
+/// What is to be asked for again. As many as there are mappings and regions that somebody has dropped.
+static RETRIES: PerProcess<Mutex<Retries>> = PerProcess::new();
+
+#[derive(Default)]
+struct Retries {
+    list: Vec<UnreclaimedMemory>,
+    /// Rung when the first of them comes.
+    on_due: Option<Box<dyn Fn() + Send>>,
+}
+
+/// What nobody but the device uses any more.
+enum UnreclaimedMemory {
+    Region(Arc<dyn Backend>, RawRegion),
+    Registered(Arc<dyn Backend>, RegisteredRange),
+}
+
+/// Registered memory of this process.
+struct RegisteredRange {
+    base: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: the address of a mapping that nobody but the list has any more.
+unsafe impl Send for RegisteredRange {}
+
+/// How many mappings and regions stay, and their bytes.
+pub(crate) fn totals() -> (u64, u64) {
+    let [count, bytes] = UNRECLAIMED.get();
+    (count.load(Relaxed), bytes.load(Relaxed))
+}
+
+/// Counts memory that a device did not take back.
+fn count_kept(bytes: u64) {
+    let [count, all] = UNRECLAIMED.get();
+    count.fetch_add(1, Relaxed);
+    all.fetch_add(bytes, Relaxed);
+}
+
+fn count_given_back(bytes: u64) {
+    let [count, all] = UNRECLAIMED.get();
+    count.fetch_sub(1, Relaxed);
+    all.fetch_sub(bytes, Relaxed);
+}
+
+/// [`Backend::unregister`]. True if the memory may be unmapped; else it is counted as kept, and must stay: it is unmapped
+/// here, once the device has taken it back.
+///
+/// # Safety
+/// As for [`Backend::unregister`]; the memory is a mapping of its own, which the caller leaves to this if it is false.
+#[must_use]
+pub(crate) unsafe fn unregister(backend: &Arc<dyn Backend>, base: *mut u8, bytes: usize) -> bool {
+    // SAFETY: the caller's promise.
+    let is_free = !backend.unregister_would_block(base) && unsafe { backend.unregister(base) }.is_ok();
+    if !is_free {
+        retry(UnreclaimedMemory::Registered(backend.clone(), RegisteredRange { base, bytes }));
+    }
+    is_free
+}
+
+/// [`Backend::release`], now or later.
+///
+/// # Safety
+/// As for [`Backend::release`].
+pub(crate) unsafe fn release(backend: &Arc<dyn Backend>, mut region: RawRegion) {
+    // SAFETY: the caller's promise.
+    match unsafe { backend.release(&mut region) } {
+        Ok(()) => {}
+        Err(Error::DeviceReset { .. }) => count_kept(region.bytes),
+        Err(_) => retry_region(backend.clone(), region),
+    }
+}
+
+/// Takes over what is left of a region that is released or was never finished.
+pub(super) fn retry_region(backend: Arc<dyn Backend>, region: RawRegion) {
+    retry(UnreclaimedMemory::Region(backend, region));
+}
+
+fn retry(memory: UnreclaimedMemory) {
+    count_kept(memory.bytes());
+    let mut retries = RETRIES.lock();
+    retries.list.push(memory);
+    retries.on_due.iter().for_each(|on_due| on_due());
+}
+
+/// Has `on_due` called whenever there is something to be asked for again. It must not block.
+pub(crate) fn on_retry_due(on_due: impl Fn() + Send + 'static) {
+    RETRIES.lock().on_due = Some(Box::new(on_due));
+}
+
+/// Whether there is anything to be asked for again.
+pub(crate) fn is_retry_due() -> bool {
+    !RETRIES.lock().list.is_empty()
+}
+
+/// Asks for everything again. A driver may hold this up.
+pub(crate) fn retry_all() {
+    // Without the lock, which the reactor takes.
+    let mut list = std::mem::take(&mut RETRIES.lock().list);
+    list.retain_mut(|memory| !memory.is_over());
+    RETRIES.lock().list.append(&mut list);
+}
+
+impl UnreclaimedMemory {
+    fn bytes(&self) -> u64 {
+        match self {
+            UnreclaimedMemory::Region(_, region) => region.bytes,
+            UnreclaimedMemory::Registered(_, mapping) => mapping.bytes as u64,
+        }
+    }
+
+    /// Asks once more. True if there is nothing left to ask for.
+    fn is_over(&mut self) -> bool {
+        let bytes = self.bytes();
+        match self {
+            UnreclaimedMemory::Region(backend, region) => {
+                // SAFETY: who let it go promised that nothing uses it; what is left of it is nobody else's.
+                match unsafe { backend.release(region) } {
+                    Ok(()) => {}
+                    // Counted from now on, and for good.
+                    Err(Error::DeviceReset { .. }) => return true,
+                    Err(_) => return false,
+                }
+            }
+            UnreclaimedMemory::Registered(backend, RegisteredRange { base, bytes }) => {
+                // SAFETY: as above; it is registered still.
+                if backend.unregister_would_block(*base) || unsafe { backend.unregister(*base) }.is_err() {
+                    return false;
+                }
+                // SAFETY: a mapping of this length, which was left to this.
+                let _ = unsafe { munmap(base.cast(), *bytes) };
+            }
+        }
+        count_given_back(bytes);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::backend::testing::{Failing, Wrapped};
+    use crate::device::Device;
+    use crate::memory::region::Region;
+    use crate::runtime::reactor::Reactor;
+    use crate::shm::fence_words::FenceWords;
+    use crate::shm::page::SharedPage;
+    use crate::shm::segment::Segment;
+
+    fn is_mapped(address: usize) -> bool {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let range = |line: &str| {
+            let (start, end) = line.split_once(' ')?.0.split_once('-')?;
+            let parse = |text| usize::from_str_radix(text, 16).ok();
+            Some(parse(start)?..parse(end)?)
+        };
+        maps.lines().filter_map(range).any(|range| range.contains(&address))
+    }
+
+    #[test]
+    fn a_forked_child_has_kept_nothing() {
+        count_kept(4096);
+        assert!(totals().0 > 0);
+        crate::hostile::in_a_forked_child(|| totals() == (0, 0));
+    }
+
+    /// A device that refuses the next call of a method.
+    fn device() -> (Device, Arc<Wrapped<Failing>>) {
+        let hook = Wrapped::new(Device::host().backend().clone(), Failing::default());
+        (Device::from_backend(hook.clone()), hook)
+    }
+
+    /// Drops `part` while the device refuses a call of `method`: it is kept, until the device takes it back.
+    fn comes_back(hook: &Wrapped<Failing>, method: &'static str, place: usize, part: impl FnOnce()) {
+        let before = totals();
+        hook.hook().aim(method, 1);
+        part();
+        assert!(hook.hook().has_struck() && is_mapped(place), "it was unmapped under the device");
+        let after = totals();
+        assert!(after.0 > before.0 && after.1 >= before.1 + 4096);
+        hook.hook().aim(method, 1);
+        retry_all();
+        assert!(hook.hook().has_struck() && is_mapped(place) && totals() == after, "it was refused again");
+        retry_all();
+        assert!(!is_mapped(place), "the device has taken it back");
+        assert_eq!(totals(), before);
+    }
+
+    #[test]
+    fn memory_that_a_device_does_not_take_back_stays_mapped_until_it_does() {
+        let test = "memory_that_a_device_does_not_take_back_stays_mapped_until_it_does";
+        crate::hostile::alone(module_path!(), test, || {
+            let (device, hook) = device();
+            let fence_words = FenceWords::new(&device, 1).unwrap();
+            let page = SharedPage::create(Some(&device), 1).unwrap().0;
+            let (_made, fd) = Segment::create(&device, 2, [7; 16]).unwrap();
+            let segment = Segment::open(&device, fd.as_fd(), 2, [7; 16]).unwrap();
+            let region = Region::allocate(&device, device.backend().granularity()).unwrap();
+            let address = |place: *const u8| place.addr();
+            let places = [
+                address(std::ptr::from_ref(fence_words.word(0)).cast()),
+                address(std::ptr::from_ref(page.at::<AtomicU64>(0)).cast()),
+                address(std::ptr::from_ref(segment.header()).cast()),
+            ];
+            let parts: [Box<dyn FnOnce()>; 3] =
+                [Box::new(move || drop(fence_words)), Box::new(move || drop(page)), Box::new(move || drop(segment))];
+            for (part, place) in parts.into_iter().zip(places) {
+                comes_back(&hook, "unregister", place, part);
+            }
+            comes_back(&hook, "release", region.ptr() as usize, move || drop(region));
+        });
+    }
+
+    #[test]
+    fn the_reaper_asks_again_for_what_a_device_did_not_take_back() {
+        let _reactor = Reactor::of_process().unwrap();
+        let (device, hook) = device();
+        let page = SharedPage::create(Some(&device), 1).unwrap().0;
+        let place = std::ptr::from_ref(page.at::<AtomicU64>(0)).addr();
+        hook.hook().aim("unregister", 1);
+        drop(page);
+        let start = Instant::now();
+        while is_mapped(place) {
+            assert!(start.elapsed() < Duration::from_secs(30), "nobody asks again");
+            std::thread::yield_now();
+        }
+    }
+}

@@ -1,0 +1,479 @@
+//! Names and who may have them: a domain is a directory, an endpoint is a socket in it.
+//!
+//! Beside the socket `NAME.sock` lies `NAME.lock`, on which the living owner holds an OFD lock
+//! (`fcntl(F_OFD_SETLK)`). A lock dies with its owner's last descriptor, so a socket whose lock is free is the
+//! leaving of a dead process, and only that is ever removed. What is neither is somebody else's file and stays: a
+//! lock is ours if it says so (`warpipe PID NAMESPACE`), or is empty with the mode that only we give it; a socket is dead if
+//! the kernel refuses a connection to it.
+//!
+//! All paths are walked from the directory's own descriptor, which was opened and verified once
+//! (`O_DIRECTORY | O_NOFOLLOW`, owner, mode); nobody can swap the directory underneath.
+
+mod author;
+mod lock;
+pub(crate) mod watch;
+
+use std::fmt;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{AtFlags, Mode, OFlags, Stat};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+pub(crate) use self::author::Author;
+use self::lock::{Cleared, is_owned, read_author};
+pub(crate) use self::watch::Arrivals;
+use crate::error::{Error, HandshakeFault, Holder, Result};
+use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::os;
+use crate::runtime::closer::{Listener, PeerSocket};
+
+/// The longest endpoint name: it, the longest suffix and a path through `/proc/self/fd` fill a `sun_path`.
+pub const NAME_BYTES_MAX: usize = 80;
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 128;
+
+/// A checked endpoint name.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct EndpointName(String);
+
+impl EndpointName {
+    /// Checks `name`: 1 to [`NAME_BYTES_MAX`] bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`; no part is
+    /// empty or starts with a dot.
+    ///
+    /// # Errors
+    /// [`Error::Name`], with the rule that it breaks.
+    ///
+    /// ```
+    /// # use warpipe::EndpointName;
+    /// assert!(EndpointName::new("camera/front").is_ok());
+    /// assert!(EndpointName::new("../etc").is_err());
+    /// ```
+    pub fn new(name: &str) -> Result<EndpointName> {
+        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | '/');
+        let reason = if name.is_empty() {
+            "it is empty"
+        } else if name.len() > NAME_BYTES_MAX {
+            "it is longer than 80 bytes"
+        } else if !name.chars().all(allowed) {
+            "it has a character that is not allowed"
+        } else if name.split('/').any(str::is_empty) {
+            "it has an empty part"
+        } else if name.split('/').any(|part| part.starts_with('.')) {
+            "a part starts with a dot"
+        } else {
+            return Ok(EndpointName(name.to_owned()));
+        };
+        Err(Error::Name { name: name.chars().take(2 * NAME_BYTES_MAX).collect(), reason })
+    }
+
+    /// The name.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The name of a file of this endpoint: `/` becomes `+`, which no name contains.
+    fn file(&self, prefix: &str, suffix: &str) -> String {
+        format!("{prefix}{}{suffix}", self.0.replace('/', "+"))
+    }
+
+    pub(crate) fn from_file(file: &str) -> Option<EndpointName> {
+        let stem = file.strip_suffix(".lock").or_else(|| file.strip_suffix(".sock"))?;
+        EndpointName::new(&stem.replace('+', "/")).ok()
+    }
+}
+
+impl fmt::Display for EndpointName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Debug for EndpointName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.0)
+    }
+}
+
+/// The directory in which names live. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Domain {
+    inner: Arc<DomainInner>,
+}
+
+#[derive(Debug)]
+struct DomainInner {
+    path: PathBuf,
+    directory: OwnedFd,
+    owner: u32,
+}
+
+/// What [`Domain::endpoints`] found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Endpoint {
+    /// Its name.
+    pub name: EndpointName,
+    /// Its living owner; `None` for what a dead process left. Of another user's endpoint, the process that listens there.
+    pub holder: Option<Holder>,
+}
+
+impl Domain {
+    /// The domain of the environment: `$WARPIPE_DOMAIN`, else `$XDG_RUNTIME_DIR/warpipe`, else
+    /// `/run/user/UID/warpipe`, else `/tmp/warpipe-UID`.
+    ///
+    /// # Errors
+    /// [`Error::Domain`] when the directory cannot be made or trusted.
+    pub fn from_environment() -> Result<Domain> {
+        if let Some(path) = std::env::var_os("WARPIPE_DOMAIN") {
+            return Domain::at(path);
+        }
+        let uid = rustix::process::geteuid().as_raw();
+        let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute());
+        let runtime = runtime.unwrap_or_else(|| PathBuf::from(format!("/run/user/{uid}")));
+        if runtime.is_dir() { Domain::at(runtime.join("warpipe")) } else { Domain::at(format!("/tmp/warpipe-{uid}")) }
+    }
+
+    /// A domain of this user, made with mode 0700 if it is not there.
+    ///
+    /// # Errors
+    /// [`Error::Domain`]: a symlink, no directory, another owner, writable by group or others.
+    pub fn at(path: impl AsRef<Path>) -> Result<Domain> {
+        Domain::owned_by(path.as_ref(), rustix::process::geteuid().as_raw(), true)
+    }
+
+    /// A domain that another user owns and whose endpoints may admit this one. Trusts that user's names.
+    ///
+    /// # Errors
+    /// As for [`Domain::at`].
+    pub fn of_user(path: impl AsRef<Path>, owner_uid: u32) -> Result<Domain> {
+        Domain::owned_by(path.as_ref(), owner_uid, false)
+    }
+
+    fn owned_by(path: &Path, owner: u32, create: bool) -> Result<Domain> {
+        // Without a trailing `/` or `/.`, behind which the kernel would follow a symlink in spite of O_NOFOLLOW.
+        let path: &Path = &path.components().collect::<PathBuf>();
+        let fail = |reason: String| Error::Domain { path: path.to_owned(), reason };
+        if create {
+            match rustix::fs::mkdir(path, Mode::RWXU) {
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(error) => return Err(fail(format!("it cannot be made: {error}"))),
+            }
+        }
+        let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::RDONLY;
+        let directory = match rustix::fs::open(path, flags, Mode::empty()).and_then(os::above_standard) {
+            Ok(fd) => fd,
+            Err(Errno::LOOP | Errno::NOTDIR) => return Err(fail("it is a symlink or no directory".into())),
+            Err(error) => return Err(fail(format!("it cannot be opened: {error}"))),
+        };
+        let stat = rustix::fs::fstat(&directory).map_err(|e| fail(format!("fstat: {e}")))?;
+        if os::is_unmapped_user(owner) {
+            return Err(fail(format!("uid {owner} stands for every user that this user namespace does not map")));
+        }
+        if stat.st_uid != owner {
+            return Err(fail(format!("uid {} owns it, not uid {owner}", stat.st_uid)));
+        }
+        if stat.st_mode & 0o022 != 0 {
+            return Err(fail(format!("group or others may write to it (mode {:o})", stat.st_mode & 0o7777)));
+        }
+        Ok(Domain { inner: Arc::new(DomainInner { path: path.to_owned(), directory, owner }) })
+    }
+
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        &self.inner.path
+    }
+
+    /// Every endpoint in the domain, living or left by the dead, sorted by name.
+    ///
+    /// # Errors
+    /// [`Error::Os`] when the directory cannot be read.
+    pub fn endpoints(&self) -> Result<Vec<Endpoint>> {
+        let names = self.names()?;
+        Ok(names.into_iter().map(|name| Endpoint { holder: self.holder(&name), name }).collect())
+    }
+
+    /// Removes what dead endpoints left, and nothing else. Returns their names.
+    ///
+    /// # Errors
+    /// [`Error::Os`] when the directory cannot be read.
+    pub fn clean(&self) -> Result<Vec<EndpointName>> {
+        let mut names = self.names()?;
+        names.retain(|name| self.clear_name(name));
+        Ok(names)
+    }
+
+    /// Removes what one dead endpoint left. False while it is held: by the living, or for a moment by one who dies, whose
+    /// sockets may be seen to close before his lock is free.
+    pub(crate) fn forget(&self, name: &EndpointName) -> bool {
+        self.clear_up(name) != Cleared::Held
+    }
+
+    /// Removes what one dead process left; what it wrote into its lock files says what that is. One that lies, or
+    /// is another process by now, does no harm: as in [`clean`](Self::clean), nothing goes whose lock is held.
+    pub(crate) fn clean_after(&self, author: Author) -> Result<Vec<EndpointName>> {
+        let mut cleared = self.left_by(author)?;
+        cleared.retain(|name| self.clear_name(name));
+        Ok(cleared)
+    }
+
+    /// The endpoints that a process has written itself into, and does not hold any more.
+    fn left_by(&self, author: Author) -> Result<Vec<EndpointName>> {
+        let is_left = |name: &EndpointName| {
+            let lock = self.open_lock(name, OFlags::RDONLY);
+            lock.is_ok_and(|lock| read_author(&lock) == Some(author) && !is_owned(&lock))
+        };
+        Ok(self.names()?.into_iter().filter(is_left).collect())
+    }
+
+    /// Every name in the domain, sorted, whoever left or holds it.
+    pub(crate) fn names(&self) -> Result<Vec<EndpointName>> {
+        let mut names: Vec<_> = self.files()?.iter().filter_map(|file| EndpointName::from_file(file)).collect();
+        names.sort();
+        names.dedup();
+        Ok(names)
+    }
+
+    /// Removes what a dead owner of `name` left; whether this call did. Nothing is removed that is held, or not ours.
+    pub(crate) fn clear_name(&self, name: &EndpointName) -> bool {
+        self.clear_up(name) == Cleared::Removed
+    }
+
+    /// The endpoints, living or not, whose name is `prefix` and one further part or piece of a part.
+    pub(crate) fn names_after(&self, prefix: &str) -> Result<Vec<EndpointName>> {
+        let names = self.files()?.into_iter().filter(|file| file.ends_with(".sock"));
+        let names = names.filter_map(|file| EndpointName::from_file(&file));
+        let is_meant = |name: &EndpointName| name.as_str().strip_prefix(prefix).is_some_and(|rest| !rest.contains('/'));
+        Ok(names.filter(is_meant).collect())
+    }
+
+    fn files(&self) -> Result<Vec<String>> {
+        let failed = |e| Error::os("getdents", self.inner.path.display().to_string(), e);
+        let mut files = Vec::new();
+        for entry in rustix::fs::Dir::read_from(&self.inner.directory).map_err(failed)? {
+            if let Ok(file) = entry.map_err(failed)?.file_name().to_str() {
+                files.push(file.to_owned());
+            }
+        }
+        Ok(files)
+    }
+
+    /// Who holds a name, if anybody does. Where another user's lock file may not be read, its socket tells.
+    pub(crate) fn holder(&self, name: &EndpointName) -> Option<Holder> {
+        match self.open_lock(name, OFlags::RDONLY) {
+            Ok(lock) => is_owned(&lock).then(|| self.holder_by(&lock, name)),
+            Err(Errno::ACCESS | Errno::PERM) => self.listener_of(name),
+            Err(_) => None,
+        }
+    }
+
+    /// Who holds a name, by its lock. Its number counts in its own PID namespace; of one of another the kernel says what it
+    /// is here.
+    fn holder_by(&self, lock: &CloseOnForkFd, name: &EndpointName) -> Holder {
+        match read_author(lock).map(Author::pid_here) {
+            Some(None) => self.listener_of(name).unwrap_or(Holder { pid: None }),
+            pid => Holder { pid: pid.flatten() },
+        }
+    }
+
+    /// The names that somebody holds, and the process that has written itself into each. Of another user's it is the one
+    /// that listens.
+    pub(crate) fn held(&self) -> Result<Vec<(EndpointName, Author)>> {
+        let author = |name: &EndpointName| match self.open_lock(name, OFlags::RDONLY) {
+            Ok(lock) => read_author(&lock).filter(|_| is_owned(&lock)),
+            Err(Errno::ACCESS | Errno::PERM) => self.listener_of(name)?.pid.map(Author::seen),
+            Err(_) => None,
+        };
+        Ok(self.names()?.into_iter().filter_map(|name| author(&name).map(|author| (name, author))).collect())
+    }
+
+    /// Who listens under a name. A socket that may not be connected to is not proven dead.
+    fn listener_of(&self, name: &EndpointName) -> Option<Holder> {
+        match self.dial(&name.file("", ".sock")) {
+            Ok(socket) => {
+                let pid = os::peer_credentials(socket.as_fd()).ok().map(|peer| peer.pid);
+                Some(Holder { pid: pid.filter(|&pid| pid > 0) })
+            }
+            Err(Errno::CONNREFUSED | Errno::NOENT) => None,
+            Err(_) => Some(Holder { pid: None }),
+        }
+    }
+
+    /// The process that wrote itself last into the lock file of `name`, whether it lives or not.
+    pub(crate) fn last_holder(&self, name: &EndpointName) -> Option<Author> {
+        read_author(&self.open_lock(name, OFlags::RDONLY).ok()?)
+    }
+
+    /// Takes `name` for this process: its lock, and a listening socket under it.
+    pub(crate) fn claim(&self, name: &EndpointName, open_to_others: bool) -> Result<NameClaim> {
+        let lock = self.lock(name)?;
+        let (listener, socket) = self.listen(name, if open_to_others { 0o666 } else { 0o600 })?;
+        Ok(NameClaim {
+            listener,
+            socket,
+            lock: lock.disarm(),
+            domain: self.clone(),
+            name: name.clone(),
+            owner_process: OwnerProcess::current(),
+            is_withdrawn: AtomicBool::new(false),
+        })
+    }
+
+    /// A listening socket under `name`, which appears there ready to be connected to, and its file.
+    fn listen(&self, name: &EndpointName, mode: u32) -> Result<(Listener, Stat)> {
+        let (new, file) = (name.file(".", ".new"), name.file("", ".sock"));
+        let failed = |call| move |e: Errno| Error::os(call, format!("endpoint {name}"), e);
+        let socket = Listener::new(seqpacket().map_err(failed("socket"))?);
+        rustix::net::bind(&socket, &self.address(&new)?).map_err(failed("bind"))?;
+        let ready = rustix::fs::chmodat(&self.inner.directory, &new, Mode::from_raw_mode(mode), AtFlags::empty())
+            .map_err(failed("fchmodat"))
+            .and_then(|()| rustix::net::listen(&socket, BACKLOG).map_err(failed("listen")))
+            .and_then(|()| {
+                let directory = &self.inner.directory;
+                let stat = rustix::fs::statat(directory, &new, AtFlags::SYMLINK_NOFOLLOW).map_err(failed("statat"))?;
+                rustix::fs::renameat(directory, &new, directory, &file).map_err(failed("renameat"))?;
+                Ok(stat)
+            });
+        let stat = ready.inspect_err(|_| self.unlink(&new))?;
+        Ok((socket, stat))
+    }
+
+    /// Connects to the endpoint `name`; tries again while its backlog is full.
+    pub(crate) fn connect(&self, name: &EndpointName, timeout: Duration) -> Result<PeerSocket> {
+        self.connect_or(name, timeout, |_| Error::NoPublisher { name: name.to_string() })
+    }
+
+    /// As [`connect`](Self::connect), with an error of the caller's for a name that nobody holds, told whether a dead
+    /// process has left it behind.
+    pub(crate) fn connect_or(
+        &self,
+        name: &EndpointName,
+        timeout: Duration,
+        absent: impl FnOnce(bool) -> Error,
+    ) -> Result<PeerSocket> {
+        let file = name.file("", ".sock");
+        let start = Instant::now();
+        let mut backoff = crate::stream::Backoff::default();
+        loop {
+            match self.dial(&file) {
+                Ok(socket) => return Ok(socket),
+                Err(Errno::AGAIN) if start.elapsed() < timeout => backoff.pause(),
+                Err(Errno::AGAIN) => {
+                    // Who listens takes nobody in: it is stopped, or hung.
+                    let fault = HandshakeFault::Silent(timeout);
+                    return Err(Error::Handshake { name: name.to_string(), fault });
+                }
+                Err(error) => return Err(self.not_connected(name, &file, error, absent)),
+            }
+        }
+    }
+
+    /// Connects to the endpoint `name` at once; `None` while its backlog is full.
+    pub(crate) fn connect_now(&self, name: &EndpointName) -> Result<Option<PeerSocket>> {
+        let file = name.file("", ".sock");
+        let absent = |_| Error::NoPublisher { name: name.to_string() };
+        match self.dial(&file) {
+            Ok(socket) => Ok(Some(socket)),
+            Err(Errno::AGAIN) => Ok(None),
+            Err(error) => Err(self.not_connected(name, &file, error, absent)),
+        }
+    }
+
+    fn not_connected(
+        &self,
+        name: &EndpointName,
+        file: &str,
+        error: Errno,
+        absent: impl FnOnce(bool) -> Error,
+    ) -> Error {
+        match error {
+            Errno::NOENT | Errno::CONNREFUSED => absent(error == Errno::CONNREFUSED),
+            Errno::ACCESS | Errno::PERM => {
+                let detail = "the socket's permissions".to_string();
+                Error::AccessDenied { name: name.to_string(), detail }
+            }
+            Errno::PROTOTYPE | Errno::NOTSOCK => self.foreign(file, "no endpoint's socket"),
+            error => Error::os("connect", format!("endpoint {name}"), error),
+        }
+    }
+
+    fn dial(&self, file: &str) -> std::result::Result<PeerSocket, Errno> {
+        let socket = PeerSocket::from(seqpacket()?);
+        let address = self.address(file).map_err(|_| Errno::NAMETOOLONG)?;
+        rustix::net::connect(&socket, &address)?;
+        Ok(socket)
+    }
+
+    /// The uid whose endpoints these are.
+    pub(crate) fn owner(&self) -> u32 {
+        self.inner.owner
+    }
+
+    /// Becomes readable when something new appears in the directory.
+    pub(crate) fn arrivals(&self) -> Result<Arrivals> {
+        let directory = &self.inner.directory;
+        let stat = rustix::fs::fstat(directory).map_err(|e| Error::os("fstat", "the domain's directory", e))?;
+        let path = format!("/proc/self/fd/{}/.", directory.as_raw_fd());
+        watch::arrivals((stat.st_dev, stat.st_ino), path.as_ref())
+    }
+
+    fn address(&self, file: &str) -> Result<SocketAddrUnix> {
+        let path = format!("/proc/self/fd/{}/{file}", self.inner.directory.as_raw_fd());
+        SocketAddrUnix::new(path.as_str()).map_err(|e| Error::os("bind", path, e))
+    }
+
+    fn unlink(&self, file: &str) {
+        let _ = rustix::fs::unlinkat(&self.inner.directory, file, AtFlags::empty());
+    }
+
+    fn shown(&self, file: &str) -> String {
+        self.inner.path.join(file).display().to_string()
+    }
+
+    fn foreign(&self, file: &str, found: &'static str) -> Error {
+        Error::ForeignFile { path: self.inner.path.join(file), found }
+    }
+}
+
+/// A name held by this process: its lock, and the socket that listens under it. Dropping gives the name up.
+#[derive(Debug)]
+pub(crate) struct NameClaim {
+    pub(crate) listener: Listener,
+    /// The file of the listener.
+    socket: Stat,
+    lock: CloseOnForkFd,
+    domain: Domain,
+    name: EndpointName,
+    owner_process: OwnerProcess,
+    is_withdrawn: AtomicBool,
+}
+
+impl NameClaim {
+    /// Removes the endpoint's files, once: nobody new can connect, and the name is free.
+    pub(crate) fn withdraw(&self) {
+        // In a forked child they are still the parent's.
+        if self.is_withdrawn.swap(true, Ordering::Relaxed) || !self.owner_process.is_current() {
+            return;
+        }
+        let socket = self.name.file("", ".sock");
+        if self.domain.leads_to(&socket, &self.socket) {
+            self.domain.unlink(&socket);
+        }
+        self.domain.unlink_lock(&self.lock, &self.name);
+    }
+}
+
+impl Drop for NameClaim {
+    fn drop(&mut self) {
+        self.withdraw();
+    }
+}
+
+fn seqpacket() -> std::result::Result<CloseOnForkFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    CloseOnForkFd::open(|| rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None))
+}

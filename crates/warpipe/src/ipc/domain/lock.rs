@@ -1,0 +1,387 @@
+//! The lock of a name: who has it, and who may remove what a dead owner left.
+//!
+//! `NAME.lock` has two bytes that are locked (`fcntl(F_OFD_SETLK)`), and a lock ends with its holder's last descriptor:
+//!
+//! * [`OWNER`] is locked by the owner for as long as it has the name. It is the only one whose lock means that a name
+//!   is taken.
+//! * [`CLEARING`] is locked by whoever removes files. A cleaner takes it for a moment, and removes nothing while somebody
+//!   has the other one, which it never takes. A new owner takes its own byte first, so that no further cleaner begins,
+//!   and then waits for this one and keeps it.
+//!
+//! So no cleaner costs an owner its name, and none removes the files of one that lives. A cleaner opens what is there and
+//! makes nothing.
+
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
+use rustix::io::Errno;
+
+use super::author::{Author, LOCK_BYTES_MAX};
+use super::{Domain, EndpointName};
+use crate::error::{Error, Holder, Result};
+use crate::fork::CloseOnForkFd;
+use crate::ipc::message::is_short;
+use crate::os::{ofd_is_locked, ofd_write_lock};
+use crate::stream::Backoff;
+
+/// The bytes that are locked; see the [module](self).
+const OWNER: u8 = 0;
+const CLEARING: u8 = 1;
+
+/// Claims are retried when a dying owner or a cleaner removes the lock file under us; more often than this is no accident.
+const CLAIM_TRIES: u32 = 64;
+
+/// How long a cleaner is waited for, which may be stopped in the middle of it.
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The mode of a lock file: who may read it could lock it.
+const LOCK_MODE: u32 = 0o600;
+
+/// A socket under a free lock that still answers after this is somebody else's.
+const LIVE_AFTER: Duration = Duration::from_millis(200);
+
+/// What became of an attempt to remove what a dead owner left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Cleared {
+    /// It is removed, by this call.
+    Removed,
+    /// Somebody has the name, or is removing it: the living, or for a moment one who dies. Or this process lacks a
+    /// descriptor or memory to find that out.
+    Held,
+    /// There is nothing that is proven to be a dead owner's.
+    Nothing,
+}
+
+/// The lock of a name, removed with its file unless it is kept.
+pub(super) struct Locked {
+    fd: Option<CloseOnForkFd>,
+    domain: Domain,
+    name: EndpointName,
+}
+
+impl Locked {
+    pub(super) fn disarm(mut self) -> CloseOnForkFd {
+        self.fd.take().expect("present until disarmed")
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        if let Some(lock) = &self.fd {
+            self.domain.unlink_lock(lock, &self.name);
+        }
+    }
+}
+
+impl Domain {
+    /// Takes the lock of `name` for its next owner, and clears away what a dead one left.
+    pub(super) fn lock(&self, name: &EndpointName) -> Result<Locked> {
+        let file = name.file("", ".lock");
+        for _ in 0..CLAIM_TRIES {
+            if let Some(lock) = self.try_lock(name, &file)? {
+                let had_author = read_author(&lock).is_some();
+                let written = write_author(&lock).map_err(|e| Error::os("pwrite", self.shown(&file), e));
+                let mut locked = Locked { fd: Some(lock), domain: self.clone(), name: name.clone() };
+                // Also when it is not ours after all: without its lock nobody would remove what a dead owner left.
+                let cleared = self.clear(name);
+                if cleared.is_err() && had_author {
+                    // For the same reason it stays.
+                    locked.fd = None;
+                }
+                cleared.and(written)?;
+                return Ok(locked);
+            }
+        }
+        Err(Error::NameTaken { name: name.to_string(), holder: Holder { pid: None } })
+    }
+
+    /// One try; `None` when the file was removed between opening and locking it.
+    fn try_lock(&self, name: &EndpointName, file: &str) -> Result<Option<CloseOnForkFd>> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let mode = Mode::from_raw_mode(LOCK_MODE);
+        let lock = match CloseOnForkFd::open(|| rustix::fs::openat(&self.inner.directory, file, flags, mode)) {
+            Ok(fd) => fd,
+            Err(Errno::LOOP) => return Err(self.foreign(file, "a symlink")),
+            Err(Errno::ISDIR) => return Err(self.foreign(file, "a directory")),
+            Err(Errno::NXIO) => return Err(self.foreign(file, "a socket")),
+            Err(error) => return Err(Error::os("openat", self.shown(file), error)),
+        };
+        let stat = rustix::fs::fstat(&lock).map_err(|e| Error::os("fstat", self.shown(file), e))?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(self.foreign(file, "no regular file"));
+        }
+        if !self.try_byte(&lock, OWNER, file)? {
+            if !self.leads_to(file, &stat) {
+                return Ok(None);
+            }
+            return Err(Error::NameTaken { name: name.to_string(), holder: self.holder_by(&lock, name) });
+        }
+        let (start, mut backoff) = (Instant::now(), Backoff::default());
+        while !self.try_byte(&lock, CLEARING, file)? {
+            if start.elapsed() >= CLEAR_TIMEOUT {
+                let what = format!("another process to remove what a dead owner of {:?} left", name.as_str());
+                return Err(Error::Timeout { what, waited: CLEAR_TIMEOUT });
+            }
+            backoff.pause();
+        }
+        if !self.leads_to(file, &stat) {
+            return Ok(None);
+        }
+        // Only now, when nobody of ours can be about to write it.
+        if !is_our_lock(&lock, &stat) {
+            return Err(self.foreign(file, "a file with somebody else's contents"));
+        }
+        Ok(Some(lock))
+    }
+
+    /// Removes what a dead owner of `name` left, if that is there and proven.
+    pub(super) fn clear_up(&self, name: &EndpointName) -> Cleared {
+        let file = name.file("", ".lock");
+        let lock = match self.open_lock(name, OFlags::RDWR) {
+            Ok(lock) => lock,
+            Err(error) if is_own_want(error) => return Cleared::Held,
+            Err(_) => return Cleared::Nothing,
+        };
+        let Ok(stat) = rustix::fs::fstat(&lock) else { return Cleared::Nothing };
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Cleared::Nothing;
+        }
+        match ofd_write_lock(lock.as_fd(), CLEARING) {
+            Ok(()) if !is_owned(&lock) => {}
+            Ok(()) | Err(Errno::AGAIN | Errno::ACCESS) => return Cleared::Held,
+            Err(_) => return Cleared::Nothing,
+        }
+        // From here on an owner that comes waits for this lock to be given up, and then looks whether its file is there.
+        if !self.leads_to(&file, &stat) || !is_our_lock(&lock, &stat) {
+            return Cleared::Nothing;
+        }
+        match self.clear(name) {
+            Ok(()) => {}
+            Err(error) if is_short(&error) => return Cleared::Held,
+            Err(_) => return Cleared::Nothing,
+        }
+        match rustix::fs::unlinkat(&self.inner.directory, &file, AtFlags::empty()) {
+            Ok(()) => Cleared::Removed,
+            Err(_) => Cleared::Nothing,
+        }
+    }
+
+    /// Locks one byte; false if somebody has it.
+    fn try_byte(&self, lock: &CloseOnForkFd, byte: u8, file: &str) -> Result<bool> {
+        match ofd_write_lock(lock.as_fd(), byte) {
+            Ok(()) => Ok(true),
+            Err(Errno::AGAIN | Errno::ACCESS) => Ok(false),
+            Err(error) => Err(Error::os("fcntl(F_OFD_SETLK)", self.shown(file), error)),
+        }
+    }
+
+    /// Removes a lock file whose two locks are held: nobody else can have the name while that leads to it. A process that
+    /// has opened it meanwhile sees that it is another file by now.
+    pub(super) fn unlink_lock(&self, lock: &CloseOnForkFd, name: &EndpointName) {
+        let file = name.file("", ".lock");
+        // It was removed, by hand or by a cleaner of old files, and the name may be another process's.
+        if rustix::fs::fstat(lock).is_ok_and(|stat| self.leads_to(&file, &stat)) {
+            self.unlink(&file);
+        }
+    }
+
+    /// Whether this file is still the one behind its name.
+    pub(super) fn leads_to(&self, file: &str, stat: &Stat) -> bool {
+        rustix::fs::statat(&self.inner.directory, file, AtFlags::SYMLINK_NOFOLLOW)
+            .is_ok_and(|now| (now.st_dev, now.st_ino) == (stat.st_dev, stat.st_ino))
+    }
+
+    pub(super) fn open_lock(&self, name: &EndpointName, access: OFlags) -> std::result::Result<CloseOnForkFd, Errno> {
+        let flags = access | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let file = name.file("", ".lock");
+        CloseOnForkFd::open(|| rustix::fs::openat(&self.inner.directory, file, flags, Mode::empty()))
+    }
+
+    /// Removes a dead owner's sockets. [`CLEARING`] is held, and [`OWNER`] by nobody else: no living owner can be there.
+    fn clear(&self, name: &EndpointName) -> Result<()> {
+        for file in [name.file("", ".sock"), name.file(".", ".new")] {
+            let kind = match rustix::fs::statat(&self.inner.directory, &file, AtFlags::SYMLINK_NOFOLLOW) {
+                Err(_) => continue,
+                Ok(stat) => FileType::from_raw_mode(stat.st_mode),
+            };
+            match kind {
+                FileType::Socket if self.is_dead(&file)? => self.unlink(&file),
+                FileType::Socket => return Err(self.foreign(&file, "a live socket of another program")),
+                FileType::Fifo => return Err(self.foreign(&file, "a FIFO")),
+                FileType::Symlink => return Err(self.foreign(&file, "a symlink")),
+                FileType::Directory => return Err(self.foreign(&file, "a directory")),
+                _ => return Err(self.foreign(&file, "a regular file")),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether nobody listens on a socket. One that answers is asked again for a while: a child that its dead owner
+    /// had just forked holds it open until it calls `exec`.
+    ///
+    /// # Errors
+    /// What this process lacks to ask.
+    fn is_dead(&self, file: &str) -> Result<bool> {
+        let start = Instant::now();
+        let mut backoff = Backoff::default();
+        loop {
+            match self.dial(file) {
+                Err(Errno::CONNREFUSED) => return Ok(true),
+                Err(error) if is_own_want(error) => return Err(Error::os("connect", self.shown(file), error)),
+                // It answers, or is of another type, or its backlog is full.
+                _ if start.elapsed() > LIVE_AFTER => return Ok(false),
+                _ => backoff.pause(),
+            }
+        }
+    }
+}
+
+/// Whether a call failed for want of something of this process.
+fn is_own_want(error: Errno) -> bool {
+    matches!(error, Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS)
+}
+
+/// Whether somebody has the name. Asked, not tried: a lock taken for a look could cost an owner that comes its name.
+pub(super) fn is_owned(lock: &CloseOnForkFd) -> bool {
+    // Where it cannot be asked nothing is proven.
+    ofd_is_locked(lock.as_fd(), OWNER).unwrap_or(true)
+}
+
+fn write_author(fd: &CloseOnForkFd) -> std::result::Result<(), Errno> {
+    rustix::io::pwrite(fd, Author::own().line().as_bytes(), 0).map(drop)
+}
+
+pub(super) fn read_author(fd: &CloseOnForkFd) -> Option<Author> {
+    let mut text = [0u8; LOCK_BYTES_MAX + 1];
+    let length = rustix::io::pread(fd, &mut text, 0).ok()?;
+    Author::parse(&text[..length])
+}
+
+/// Whether a lock file says that it is ours, or is one that its maker did not live to write.
+fn is_our_lock(fd: &CloseOnForkFd, stat: &Stat) -> bool {
+    let is_unwritten = stat.st_size == 0 && stat.st_mode & 0o7777 & !LOCK_MODE == 0;
+    is_unwritten || read_author(fd).is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use super::*;
+
+    #[test]
+    fn who_comes_while_a_dead_owners_files_are_removed_waits_and_has_the_name_then() {
+        let folder = std::env::temp_dir().join(format!("warpipe-clearing-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+        for removes in [false, true] {
+            std::fs::write(folder.join("a.lock"), "warpipe 999999999 \n").unwrap();
+            let lock = domain.open_lock(&name, OFlags::RDWR).unwrap();
+            ofd_write_lock(lock.as_fd(), CLEARING).unwrap();
+            std::thread::scope(|scope| {
+                let coming = scope.spawn(|| domain.claim(&name, false));
+                let start = Instant::now();
+                while domain.holder(&name).is_none() {
+                    assert!(start.elapsed() < CLEAR_TIMEOUT);
+                    std::thread::yield_now();
+                }
+                assert_eq!(domain.clear_up(&name), Cleared::Held, "no other cleaner begins");
+                if removes {
+                    std::fs::remove_file(folder.join("a.lock")).unwrap();
+                }
+                drop(lock);
+                let claim = coming.join().unwrap().expect("the name");
+                assert_eq!(domain.clear_up(&name), Cleared::Held);
+                assert!(folder.join("a.sock").exists() && domain.clean().unwrap().is_empty());
+                drop(claim);
+            });
+            assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+        }
+        std::fs::remove_dir(folder).unwrap();
+    }
+
+    #[test]
+    fn a_close_removes_no_file_of_a_successor() {
+        let folder = std::env::temp_dir().join(format!("warpipe-successor-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+        let remove = |file: &str| std::fs::remove_file(folder.join(file)).unwrap();
+        let first = domain.claim(&name, false).unwrap();
+        ["a.sock", "a.lock"].into_iter().for_each(remove);
+        let second = domain.claim(&name, false).unwrap();
+        drop(first);
+        domain.connect(&name, Duration::ZERO).unwrap();
+        assert!(matches!(domain.claim(&name, false), Err(Error::NameTaken { .. })));
+        // Its socket alone is another one's.
+        remove("a.sock");
+        let socket = std::os::unix::net::UnixListener::bind(folder.join("a.sock")).unwrap();
+        drop(second);
+        assert!(folder.join("a.sock").exists() && !folder.join("a.lock").exists());
+        drop(socket);
+        remove("a.sock");
+        // Its lock alone has been removed.
+        let third = domain.claim(&name, false).unwrap();
+        remove("a.lock");
+        drop(third);
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+        std::fs::remove_dir(folder).unwrap();
+    }
+
+    #[test]
+    fn a_claim_that_fails_removes_no_lock_of_a_successor() {
+        let folder = std::env::temp_dir().join(format!("warpipe-failed-claim-{}", std::process::id()));
+        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+        let failing = domain.lock(&name).unwrap();
+        std::fs::remove_file(folder.join("a.lock")).unwrap();
+        let second = domain.claim(&name, false).unwrap();
+        drop(failing);
+        assert!(folder.join("a.lock").exists());
+        drop(second);
+        std::fs::remove_dir(folder).unwrap();
+    }
+
+    #[test]
+    fn a_lock_file_that_cannot_be_written_does_not_stay() {
+        crate::hostile::alone(module_path!(), "a_lock_file_that_cannot_be_written_does_not_stay", || {
+            let folder = std::env::temp_dir().join(format!("warpipe-unwritten-{}", std::process::id()));
+            let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+            // SAFETY: no handler is installed; the limit is this process's, which ends with this test.
+            unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+            let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize);
+            let none = rustix::process::Rlimit { current: Some(0), ..limit };
+            rustix::process::setrlimit(rustix::process::Resource::Fsize, none).unwrap();
+            let claimed = domain.claim(&name, false).map(drop);
+            rustix::process::setrlimit(rustix::process::Resource::Fsize, limit).unwrap();
+            assert!(matches!(claimed, Err(Error::Os { call: "pwrite", .. })), "{claimed:?}");
+            assert!(domain.endpoints().unwrap().is_empty());
+            std::fs::remove_dir(folder).unwrap();
+        });
+    }
+
+    #[test]
+    fn a_claim_that_lacks_a_descriptor_says_so_and_what_a_dead_owner_left_can_still_be_removed() {
+        let test = "a_claim_that_lacks_a_descriptor_says_so_and_what_a_dead_owner_left_can_still_be_removed";
+        crate::hostile::alone(module_path!(), test, || {
+            let folder = std::env::temp_dir().join(format!("warpipe-lacking-{}", std::process::id()));
+            let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+            std::fs::write(folder.join("a.lock"), "warpipe 999999999 \n").unwrap();
+            drop(std::os::unix::net::UnixListener::bind(folder.join("a.sock")).unwrap());
+            let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+            // One more can be made: the lock's.
+            let free = rustix::io::fcntl_dupfd_cloexec(&domain.inner.directory, 3).unwrap();
+            let last = rustix::process::Rlimit { current: Some(free.as_raw_fd() as u64 + 1), ..limit };
+            drop(free);
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, last).unwrap();
+            let claimed = domain.claim(&name, false).map(drop);
+            let is_over = domain.forget(&name);
+            let none = rustix::process::Rlimit { current: Some(0), ..limit };
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, none).unwrap();
+            let is_over_at_once = domain.forget(&name);
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+            assert!(!is_over && !is_over_at_once, "nobody would try again");
+            assert!(matches!(claimed, Err(Error::DescriptorLimit { .. })), "{claimed:?}");
+            assert_eq!(domain.clean().unwrap(), [name]);
+            assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+            std::fs::remove_dir(folder).unwrap();
+        });
+    }
+}

@@ -1,0 +1,301 @@
+//! What appears in a directory, told to everybody in this process who waits for it: one inotify instance for a directory,
+//! however many wait.
+//!
+//! To release an inotify instance takes the kernel tens of milliseconds (it waits for an RCU grace period). So that is done
+//! by the [closer's](crate::runtime::closer) threads, and for a process that ends behind its lifeline: a copy of the instance
+//! lies in flight in a socket of its own, as the lifeline's pipe does, so its release comes in a later pass of the dying
+//! task than that of the files, and behind that of the lifeline, whose socket has a lower number. Where this user may have
+//! no more descriptors in flight it is an ordinary descriptor, and the proof of this process's death comes later by that.
+
+use std::collections::HashMap;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use rustix::fs::inotify::{self, WatchFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType};
+
+use crate::error::{Error, Result};
+use crate::fork::per_process::PerProcess;
+use crate::fork::{self, CloseOnForkFd, OwnerProcess};
+use crate::runtime::closer::close_later;
+use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
+
+/// Tells of what appears in a directory: readable from then on until it is [drained](Arrivals::drain).
+#[derive(Debug)]
+pub(crate) struct Arrivals {
+    doorbell: Arc<LocalDoorbell>,
+    #[cfg_attr(not(test), expect(dead_code, reason = "held, not used: it rings the bell"))]
+    watch: Arc<DirectoryWatch>,
+}
+
+impl Arrivals {
+    /// Takes in what was told, so that the next arrival wakes again.
+    pub(crate) fn drain(&self) {
+        self.doorbell.drain();
+    }
+}
+
+impl AsFd for Arrivals {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.doorbell.as_fd()
+    }
+}
+
+/// An inotify instance. Dropped, it is released elsewhere.
+#[derive(Debug)]
+pub(crate) struct Inotify {
+    /// `None` only while dropping.
+    instance: Option<CloseOnForkFd>,
+    /// The socket in which a copy lies.
+    copy: Option<CloseOnForkFd>,
+    owner_process: OwnerProcess,
+}
+
+impl Inotify {
+    /// None where this user has as many instances (`fs.inotify.max_user_instances`) or watches (`max_user_watches`) as it may,
+    /// in all its processes together: then the directory is to be looked at again and again.
+    pub(crate) fn new(
+        directory: &Path,
+        wanted: WatchFlags,
+    ) -> std::result::Result<Option<Inotify>, (&'static str, Errno)> {
+        match Inotify::make(directory, wanted) {
+            Err((_, Errno::MFILE | Errno::NFILE | Errno::NOSPC)) => Ok(None),
+            made => made.map(Some),
+        }
+    }
+
+    fn make(directory: &Path, wanted: WatchFlags) -> std::result::Result<Inotify, (&'static str, Errno)> {
+        #[cfg(test)]
+        if tests::IS_REFUSED.load(std::sync::atomic::Ordering::SeqCst) {
+            return Err(("inotify_init", Errno::MFILE));
+        }
+        let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
+        let instance = CloseOnForkFd::open(|| inotify::init(flags)).map_err(|error| ("inotify_init", error))?;
+        let copy = put_in_flight(&instance).ok();
+        let inotify = Inotify { instance: Some(instance), copy, owner_process: OwnerProcess::current() };
+        inotify::add_watch(&inotify, directory, wanted).map_err(|error| ("inotify_add_watch", error))?;
+        Ok(inotify)
+    }
+
+    /// Takes in what it tells.
+    pub(crate) fn drain(&self) {
+        let mut events = [0u8; 4096];
+        while matches!(rustix::io::read(self, &mut events), Ok(1..)) {}
+    }
+}
+
+impl AsFd for Inotify {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.instance.as_ref().expect("present until dropped").as_fd()
+    }
+}
+
+impl Drop for Inotify {
+    fn drop(&mut self) {
+        let both = [self.instance.take(), self.copy.take()].into_iter().flatten();
+        if self.owner_process.is_current() {
+            both.for_each(close_later);
+        }
+    }
+}
+
+/// A socket with a copy of it in its queue.
+fn put_in_flight(fd: &CloseOnForkFd) -> std::result::Result<CloseOnForkFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let section = fork::NoForkSection::enter();
+    let (socket, sender) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let (socket, sender) = (section.adopt(socket)?, section.adopt(sender)?);
+    drop(section);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut rights = SendAncillaryBuffer::new(&mut space);
+    let fds = [fd.as_fd()];
+    rights.push(SendAncillaryMessage::ScmRights(&fds));
+    rustix::net::sendmsg(&sender, &[IoSlice::new(&[0])], &mut rights, SendFlags::NOSIGNAL)?;
+    Ok(socket)
+}
+
+/// A directory, and who waits for it.
+#[derive(Debug)]
+struct DirectoryWatch {
+    /// Declared first: it ends before its descriptor is closed.
+    watch: Mutex<Option<Registration>>,
+    /// Without one the listeners are told with every tick.
+    inotify: Option<Inotify>,
+    listeners: Mutex<Vec<Weak<LocalDoorbell>>>,
+    owner_process: OwnerProcess,
+}
+
+/// A directory, by its device and inode.
+pub(super) type Identity = (u64, u64);
+
+/// Those of this process.
+static WATCHES: PerProcess<Mutex<Watches>> = PerProcess::new();
+
+type Watches = HashMap<Identity, Weak<DirectoryWatch>>;
+
+fn with_watches<R>(work: impl FnOnce(&mut Watches) -> R) -> R {
+    let mut watches = WATCHES.lock();
+    watches.retain(|_, watch| watch.strong_count() > 0);
+    work(&mut watches)
+}
+
+impl DirectoryWatch {
+    fn of_process(identity: Identity, path: &Path) -> Result<Arc<DirectoryWatch>> {
+        let known = || with_watches(|watches| watches.get(&identity).and_then(Weak::upgrade));
+        if let Some(known) = known() {
+            return Ok(known);
+        }
+        let inotify = Inotify::new(path, WatchFlags::MOVED_TO);
+        let inotify = inotify.map_err(|(call, error)| Error::os(call, "watching the domain", error))?;
+        let (watch, listeners, owner_process) = (Mutex::new(None), Mutex::default(), OwnerProcess::current());
+        let made = Arc::new(DirectoryWatch { watch, inotify, listeners, owner_process });
+        let (reactor, me) = (Reactor::of_process()?, Arc::downgrade(&made) as Weak<dyn EventSource>);
+        match &made.inotify {
+            Some(inotify) => {
+                let watch = reactor.register(inotify.as_fd(), &me, 0)?;
+                *made.watch.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+            }
+            None => reactor.register_ticks(me),
+        }
+        // Another thread's may have been first.
+        Ok(with_watches(|watches| {
+            let first = watches.get(&identity).and_then(Weak::upgrade);
+            first.unwrap_or_else(|| {
+                watches.insert(identity, Arc::downgrade(&made));
+                made.clone()
+            })
+        }))
+    }
+}
+
+impl Drop for DirectoryWatch {
+    fn drop(&mut self) {
+        if !self.owner_process.is_current() {
+            // The parent's reactor is not to be asked: a thread that is not here may have had its lock.
+            let watch = self.watch.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+            std::mem::forget(watch);
+        }
+    }
+}
+
+impl EventSource for DirectoryWatch {
+    fn on_ready(&self, _: u64) -> Next {
+        if !self.owner_process.is_current() {
+            return Next::Stop;
+        }
+        self.inotify.iter().for_each(Inotify::drain);
+        self.ring();
+        Next::Keep
+    }
+
+    fn on_tick(&self, _: u64) {
+        if self.inotify.is_none() && self.owner_process.is_current() {
+            self.ring();
+        }
+    }
+}
+
+impl DirectoryWatch {
+    fn ring(&self) {
+        let mut listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        listeners.retain(|doorbell| doorbell.upgrade().inspect(|doorbell| doorbell.ring()).is_some());
+    }
+}
+
+/// Tells of what appears from now on in the directory that is found under `path`.
+pub(super) fn arrivals(identity: Identity, path: &Path) -> Result<Arrivals> {
+    let doorbell = Arc::new(LocalDoorbell::new()?);
+    let watch = DirectoryWatch::of_process(identity, path)?;
+    let mut listeners = watch.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+    listeners.retain(|doorbell| doorbell.strong_count() > 0);
+    listeners.push(Arc::downgrade(&doorbell));
+    drop(listeners);
+    Ok(Arrivals { doorbell, watch })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+    use std::time::Duration;
+
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+    use crate::hostile::alone;
+    use crate::ipc::domain::Domain;
+    use crate::ipc::message::wait_readable;
+
+    /// As if this user had as many instances as it may.
+    pub(super) static IS_REFUSED: AtomicBool = AtomicBool::new(false);
+
+    #[test]
+    fn without_an_instance_a_directory_is_looked_at_with_each_tick() {
+        alone(module_path!(), "without_an_instance_a_directory_is_looked_at_with_each_tick", || {
+            let folder = std::env::temp_dir().join(format!("warpipe-no-instance-{}", std::process::id()));
+            IS_REFUSED.store(true, Ordering::SeqCst);
+            let domain = Domain::at(&folder).unwrap();
+            let arrivals = domain.arrivals().unwrap();
+            for _ in 0..2 {
+                assert!(wait_readable(arrivals.as_fd(), Duration::from_secs(60)));
+                arrivals.drain();
+            }
+            let ticket = crate::Ticket::to(&domain, "memory").unwrap();
+            let path = folder.join("ticket");
+            std::thread::scope(|scope| {
+                let reading = scope.spawn(|| crate::Ticket::read_file_timeout(&path, Duration::from_secs(60)));
+                ticket.write_file(&path).unwrap();
+                assert_eq!(reading.join().unwrap().unwrap(), ticket);
+            });
+            std::fs::remove_dir_all(folder).unwrap();
+        });
+    }
+
+    #[test]
+    fn all_who_wait_for_a_directory_share_one_instance_which_lies_in_flight_and_each_is_told() {
+        let folder = std::env::temp_dir().join(format!("warpipe-domain-watch-{}", std::process::id()));
+        let all: Vec<Arrivals> = (0..3).map(|_| Domain::at(&folder).unwrap().arrivals().unwrap()).collect();
+        assert!(all.iter().all(|arrivals| Arc::ptr_eq(&arrivals.watch, &all[0].watch)));
+        if let Some(copy) = all[0].watch.inotify.as_ref().and_then(|inotify| inotify.copy.as_ref()) {
+            let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", copy.as_fd().as_raw_fd())).unwrap();
+            // Linux 5.9.
+            assert!(info.contains("scm_fds:\t1") || info.contains("scm_fds: 1") || !info.contains("scm_fds"), "{info}");
+        }
+        for name in ["one", "two"] {
+            std::fs::write(folder.join(".new"), name).unwrap();
+            std::fs::rename(folder.join(".new"), folder.join(name)).unwrap();
+            for arrivals in &all {
+                assert!(wait_readable(arrivals.as_fd(), Duration::from_secs(20)), "{name}");
+                arrivals.drain();
+            }
+        }
+        let watch = Arc::downgrade(&all[0].watch);
+        drop(all);
+        // The reactor may have it for a moment.
+        let start = std::time::Instant::now();
+        while watch.strong_count() > 0 {
+            assert!(start.elapsed() < Duration::from_secs(20), "nobody keeps it");
+            std::thread::yield_now();
+        }
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_child_forked_while_another_thread_looks_up_a_directory_waits_for_it_on_its_own() {
+        let folder = std::env::temp_dir().join(format!("warpipe-domain-fork-{}", std::process::id()));
+        let domain = Domain::at(&folder).unwrap();
+        let _ours = domain.arrivals().unwrap();
+        let waits = || {
+            let theirs = domain.arrivals().unwrap();
+            std::fs::write(folder.join(".new"), "one").unwrap();
+            std::fs::rename(folder.join(".new"), folder.join("one")).unwrap();
+            wait_readable(theirs.as_fd(), Duration::from_secs(20))
+        };
+        crate::hostile::while_locked(&WATCHES, || crate::hostile::in_a_forked_child(waits));
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+}

@@ -1,0 +1,174 @@
+//! How many links others may have at once: in all, each user, each process. One user or process that takes all it can
+//! leaves room for the others, and cannot fill this user's descriptors in flight (`RLIMIT_NOFILE`, `unix(7)`).
+
+use std::collections::HashMap;
+use std::fmt;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use crate::ipc::peer::{Peer, ProcessId};
+use crate::os::unread_by_peer;
+use crate::runtime::closer::PeerSocket;
+
+/// Which limit of an endpoint a newcomer has met.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum PeerLimit {
+    /// That of all peers.
+    All,
+    /// That of all processes of one user other than the endpoint's own.
+    User,
+    /// That of one process.
+    Process,
+}
+
+impl fmt::Display for PeerLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            PeerLimit::All => "in all",
+            PeerLimit::User => "for each other user",
+            PeerLimit::Process => "for each process",
+        })
+    }
+}
+
+/// The limits of one endpoint.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PeerLimits {
+    pub(crate) all: u32,
+    pub(crate) user: u32,
+    pub(crate) process: u32,
+}
+
+impl Default for PeerLimits {
+    fn default() -> PeerLimits {
+        PeerLimits { all: 256, user: 128, process: 64 }
+    }
+}
+
+/// The links of one endpoint, counted.
+#[derive(Debug)]
+pub(crate) struct ConnectionQuota {
+    limits: PeerLimits,
+    books: Arc<QuotaTable>,
+}
+
+#[derive(Debug, Default)]
+struct QuotaTable {
+    taken: Mutex<QuotaUse>,
+    /// Links that ended before their peers had read what was sent to them.
+    unread: Mutex<Vec<(Arc<PeerSocket>, QuotaKey)>>,
+}
+
+#[derive(Debug, Default)]
+struct QuotaUse {
+    all: u32,
+    users: HashMap<u32, u32>,
+    processes: HashMap<ProcessKey, u32>,
+}
+
+/// A process: whether it is known by its number alone, and that number or its pidfd's inode.
+type ProcessKey = (bool, u64);
+
+/// What a link counts for.
+#[derive(Debug, Clone, Copy)]
+struct QuotaKey {
+    uid: u32,
+    process: ProcessKey,
+}
+
+/// One link's place. What its peer has not read stays in the peer's queue when the link ends, with the descriptors, which
+/// count for this user: so the place is taken, however the link ended, until the peer has read or closed.
+#[derive(Debug)]
+pub(crate) struct QuotaPermit {
+    books: Arc<QuotaTable>,
+    place: QuotaKey,
+    socket: Arc<PeerSocket>,
+}
+
+impl ConnectionQuota {
+    pub(crate) fn new(limits: PeerLimits) -> ConnectionQuota {
+        ConnectionQuota { limits, books: Arc::default() }
+    }
+
+    /// A place for a link to `peer` over `socket`, or the limit that it has met, and what that is. Within this process and
+    /// user only the limits of others are none.
+    pub(crate) fn take(&self, peer: &Peer, socket: &Arc<PeerSocket>) -> Result<QuotaPermit, (PeerLimit, u32)> {
+        self.release_closed();
+        // Those that this PID namespace does not see, on kernels before 6.9, count as one.
+        let process = match peer.id {
+            ProcessId::Inode(inode) => (false, inode),
+            ProcessId::Number(pid) => (true, u64::from(pid.unsigned_abs())),
+        };
+        let uid = peer.uid;
+        let is_foreign = uid != rustix::process::geteuid().as_raw();
+        let is_other = !peer.is_own();
+        let mut taken = self.books.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_user = taken.users.get(&uid).copied().unwrap_or(0);
+        let of_process = taken.processes.get(&process).copied().unwrap_or(0);
+        let checks = [
+            (true, taken.all, PeerLimit::All, self.limits.all),
+            (is_foreign, of_user, PeerLimit::User, self.limits.user),
+            (is_other, of_process, PeerLimit::Process, self.limits.process),
+        ];
+        if let Some(&(_, _, limit, max)) = checks.iter().find(|(applies, count, _, max)| *applies && count >= max) {
+            return Err((limit, max));
+        }
+        taken.all += 1;
+        *taken.users.entry(uid).or_default() += 1;
+        *taken.processes.entry(process).or_default() += 1;
+        Ok(QuotaPermit { books: self.books.clone(), place: QuotaKey { uid, process }, socket: socket.clone() })
+    }
+
+    /// Gives back the places of those who have read or closed by now.
+    pub(crate) fn release_closed(&self) {
+        let mut unread = self.books.unread.lock().unwrap_or_else(PoisonError::into_inner);
+        let read: Vec<_> = unread.extract_if(.., |(socket, _)| unread_by_peer(socket.as_fd()) == 0).collect();
+        drop(unread);
+        read.iter().for_each(|(_, place)| self.books.release(*place));
+    }
+}
+
+impl Drop for QuotaPermit {
+    fn drop(&mut self) {
+        // From here on nothing comes to what is unread.
+        let _ = rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Both);
+        if unread_by_peer(self.socket.as_fd()) == 0 {
+            return self.books.release(self.place);
+        }
+        let mut unread = self.books.unread.lock().unwrap_or_else(PoisonError::into_inner);
+        unread.push((self.socket.clone(), self.place));
+    }
+}
+
+impl QuotaTable {
+    fn release(&self, place: QuotaKey) {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        taken.all -= 1;
+        let QuotaUse { users, processes, .. } = &mut *taken;
+        one_less(users, place.uid);
+        one_less(processes, place.process);
+    }
+}
+
+/// Who of a crowd that says nothing makes way for a newcomer: the oldest of the user who has most of them there. Numbers,
+/// which grow, and users.
+pub(crate) fn eviction_candidate(crowd: impl Iterator<Item = (u64, u32)>) -> Option<u64> {
+    let mut users: HashMap<u32, (usize, u64)> = HashMap::new();
+    for (id, uid) in crowd {
+        let (count, oldest) = users.entry(uid).or_insert((0, id));
+        (*count, *oldest) = (*count + 1, id.min(*oldest));
+    }
+    users.into_values().max_by_key(|&(count, oldest)| (count, u64::MAX - oldest)).map(|(_, oldest)| oldest)
+}
+
+fn one_less<K: Eq + std::hash::Hash>(counts: &mut HashMap<K, u32>, key: K) {
+    if let Some(count) = counts.get_mut(&key) {
+        *count -= 1;
+        if *count == 0 {
+            counts.remove(&key);
+        }
+    }
+}

@@ -1,0 +1,354 @@
+//! What goes over a link's socket: small postcard messages with descriptors, one per packet.
+//!
+//! A packet is eight bytes of frame (magic, version, zero) and the message; `SOCK_SEQPACKET` keeps its borders.
+//! Nothing read here is trusted: lengths and counts of descriptors are exact or the packet is refused, and what came
+//! with it is closed where nobody waits for it.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::backend::{Access, DeviceId};
+use crate::error::{Error, HandshakeFault, Result};
+use crate::fork::NoForkSection;
+use crate::fork::lifeline::Lifeline;
+use crate::ipc::Kind;
+use crate::ipc::limits::PeerLimit;
+use crate::os::take_standard;
+use crate::runtime::closer::{PeerFd, peek, peer_of};
+use crate::shm::segment::VERSION;
+use crate::stream::Backoff;
+
+/// The longest packet, frame included.
+pub(crate) const PACKET_BYTES_MAX: usize = 1024;
+
+/// The most descriptors that are looked at in one packet; no message carries more than six.
+const DESCRIPTORS_MAX: usize = 8;
+
+/// Of these, the sender's lifeline, which comes last with each end's first message.
+pub(crate) const LIFELINE: usize = 2;
+
+/// The longest text in a message.
+const TEXT_BYTES_MAX: usize = 256;
+
+/// Whether descriptors come with the first message of who connects. If so, a listener has to let them in before anybody
+/// has looked who that is; a connection lets none in once its first message has been read.
+pub(crate) const FIRST_BRINGS_DESCRIPTORS: bool = true;
+
+const MAGIC: [u8; 4] = *b"WARP";
+const FRAME_BYTES: usize = 8;
+
+/// Everything that is ever said over a link's socket.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Message {
+    /// Subscriber, first: who I am, what device I read with, and what I take this endpoint for. Descriptors:
+    /// the lifeline.
+    Hello { generation: [u8; 16], device: DeviceId, kind: Kind },
+    /// Publisher: the link. Descriptors: the segment, the wake channel, the lifeline.
+    Welcome { generation: [u8; 16], device: DeviceId, depth: u32, access: Access, lossless: bool, regions: u32 },
+    /// Publisher: one region of its memory, in order from 0. Descriptor: the memory.
+    Region { id: u32, bytes: u64 },
+    /// Subscriber: everything is mapped, samples may come. Publisher, in answer: from now on they do.
+    Attached,
+    /// Either: I close. The publisher's last word, or the subscriber's wish for no more samples.
+    Close(CloseReason),
+    /// Publisher, instead of `Welcome`. Server, instead of `SessionOpened`, or before it ends a session.
+    Refused { denied: bool, text: String },
+    /// Client, first: what I come for. Descriptors: the lifeline.
+    OpenSession { generation: [u8; 16], device: Option<DeviceId>, kind: Kind, body: Vec<u8> },
+    /// Server: come in. Descriptors: as many as it says, and the lifeline.
+    SessionOpened { generation: [u8; 16], body: Vec<u8>, fds: u8 },
+    /// Server or publisher, instead of `SessionOpened` or `Welcome`: this endpoint is something else.
+    OtherKind { found: Kind },
+    /// Client: a question.
+    Request { serial: u64, body: Vec<u8> },
+    /// Server: its answer. Descriptors: as many as it says.
+    Reply { serial: u64, body: Vec<u8>, fds: u8 },
+    /// Server: no answer.
+    RequestFailed { serial: u64, text: String },
+    /// Publisher with a history, once, before the subscriber's `Attached`: the words that say which slots are filled.
+    /// Descriptor: their memory, to be read.
+    Completions { bytes: u64 },
+    /// Publisher, instead of `Welcome`; server, instead of `SessionOpened`: it has as many links as it may.
+    Full { limit: PeerLimit, max: u32 },
+}
+
+/// Why an end closes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum CloseReason {
+    /// It is done.
+    Closed,
+    /// The subscriber stood still for too long.
+    Evicted(String),
+    /// The peer broke the protocol, or this end cannot go on.
+    Failed(String),
+}
+
+impl Message {
+    fn name(&self) -> &'static str {
+        match self {
+            Message::Hello { .. } => "Hello",
+            Message::Welcome { .. } => "Welcome",
+            Message::Region { .. } => "Region",
+            Message::Attached => "Attached",
+            Message::Close(_) => "Close",
+            Message::Refused { .. } => "Refused",
+            Message::OpenSession { .. } => "OpenSession",
+            Message::SessionOpened { .. } => "SessionOpened",
+            Message::OtherKind { .. } => "OtherKind",
+            Message::Request { .. } => "Request",
+            Message::Reply { .. } => "Reply",
+            Message::RequestFailed { .. } => "RequestFailed",
+            Message::Completions { .. } => "Completions",
+            Message::Full { .. } => "Full",
+        }
+    }
+
+    /// How many descriptors go with it.
+    pub(crate) fn descriptors(&self) -> usize {
+        let own = match self {
+            Message::Welcome { .. } => 2,
+            Message::Region { .. } | Message::Completions { .. } => 1,
+            Message::SessionOpened { fds, .. } | Message::Reply { fds, .. } => usize::from(*fds),
+            _ => 0,
+        };
+        if self.is_first() { own + LIFELINE } else { own }
+    }
+
+    /// Whether the sender's lifeline comes with it, behind its own descriptors.
+    pub(crate) fn is_first(&self) -> bool {
+        use Message::{Hello, OpenSession, SessionOpened, Welcome};
+        matches!(self, Hello { .. } | Welcome { .. } | OpenSession { .. } | SessionOpened { .. })
+    }
+
+    pub(crate) fn unexpected(&self, wanted: &'static str) -> HandshakeFault {
+        HandshakeFault::Unexpected { found: self.name().to_string(), wanted }
+    }
+}
+
+/// Cuts a text to what a message may carry.
+pub(crate) fn text(message: impl ToString) -> String {
+    let mut text = message.to_string();
+    let end = (0..=TEXT_BYTES_MAX.min(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
+    text.truncate(end);
+    text
+}
+
+/// Sends one message without blocking, the first one with this process's lifeline. `EAGAIN` means that the peer does not
+/// read.
+pub(crate) fn send(
+    socket: BorrowedFd<'_>,
+    message: &Message,
+    fds: &[BorrowedFd<'_>],
+) -> std::result::Result<(), Errno> {
+    let lifeline = if message.is_first() { Some(Lifeline::of_process()?) } else { None };
+    let ends = lifeline.iter().flat_map(|lifeline| [lifeline.end.as_fd(), lifeline.alarm.as_fd()]);
+    let fds: Vec<BorrowedFd<'_>> = fds.iter().copied().chain(ends).collect();
+    debug_assert_eq!(fds.len(), message.descriptors());
+    let mut packet = frame(VERSION).to_vec();
+    packet.extend(postcard::to_stdvec(message).map_err(|_| Errno::MSGSIZE)?);
+    send_packet(socket, &packet, &fds)
+}
+
+/// Whether a failed send is this process's own fault, for want of memory or of descriptors in flight, and not the peer's.
+pub(crate) fn is_own(error: Errno) -> bool {
+    matches!(error, Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM | Errno::MFILE | Errno::NFILE)
+}
+
+/// Sends the first message of a connection, whose listener may let no descriptors in before it has seen who that is (see
+/// [`Listener::set_wary`](crate::runtime::closer::Listener::set_wary)): then it is sent again until it has, or has said something, or
+/// `patience` is over.
+pub(crate) fn send_first(
+    socket: BorrowedFd<'_>,
+    message: &Message,
+    patience: Duration,
+) -> std::result::Result<(), Errno> {
+    let start = Instant::now();
+    let mut backoff = Backoff::default();
+    loop {
+        match send(socket, message, &[]) {
+            Err(Errno::PERM) if start.elapsed() < patience && !wait_readable(socket, Duration::ZERO) => backoff.pause(),
+            // The refusal that explains it may be waiting to be read.
+            Err(Errno::PIPE | Errno::CONNRESET | Errno::PERM) => return Ok(()),
+            other => return other,
+        }
+    }
+}
+
+/// The eight bytes before a message.
+fn frame(version: u16) -> [u8; FRAME_BYTES] {
+    let [low, high] = version.to_le_bytes();
+    [MAGIC[0], MAGIC[1], MAGIC[2], MAGIC[3], low, high, 0, 0]
+}
+
+fn send_packet(socket: BorrowedFd<'_>, packet: &[u8], fds: &[BorrowedFd<'_>]) -> std::result::Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(Errno::MSGSIZE);
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    rustix::net::sendmsg(socket, &[IoSlice::new(packet)], &mut ancillary, flags).map(drop)
+}
+
+/// What a socket had.
+#[derive(Debug)]
+pub(crate) enum Received {
+    /// Nothing yet.
+    Nothing,
+    /// The end: the peer has closed.
+    End,
+    /// A message with exactly its descriptors.
+    Message(Message, Vec<PeerFd>),
+}
+
+/// Receives one message without blocking, and without dropping a descriptor: that can take as long as the peer likes
+/// (see [`closer`](crate::runtime::closer)). So a packet is looked at first, and taken out of the queue only if it brought no
+/// descriptors, or once those that are due are ours. Whatever else it brought stays in the queue, which is not to be read
+/// again after an error, and goes with the [`PeerSocket`](crate::runtime::closer::PeerSocket). One thread at a time may read.
+///
+/// # Errors
+/// [`Error::Handshake`] for anything that is not a whole message of this version with its exact descriptors;
+/// [`Error::DescriptorLimit`] when they came and this process had no room for them. That is not the peer's fault
+/// ([`is_short`]), and the packet lies there still: it can be read later.
+pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
+    let mut packet = [0u8; PACKET_BYTES_MAX];
+    let looked = past_reset(|| peek(socket, &mut packet));
+    let (bytes, flags) = match looked {
+        Ok(looked) => looked,
+        Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
+        Err(Errno::CONNRESET | Errno::PIPE) => return Ok(Received::End),
+        Err(error) => return Err(Error::os("recvmsg", format!("the link of {name:?}"), error)),
+    };
+    let brings_descriptors = flags.contains(ReturnFlags::CTRUNC);
+    let fault = |fault| Error::Handshake { name: name.to_string(), fault };
+    if flags.contains(ReturnFlags::TRUNC) {
+        return Err(fault(HandshakeFault::Oversized { limit: PACKET_BYTES_MAX }));
+    }
+    if bytes == 0 && !brings_descriptors {
+        return Ok(Received::End);
+    }
+    let message = decode(&packet[..bytes]).map_err(fault)?;
+    let wanted = message.descriptors();
+    let fds = match (brings_descriptors, wanted) {
+        (false, 0) => Vec::new(),
+        (false, _) => return Err(fault(HandshakeFault::Descriptors { found: 0, wanted })),
+        // How many there are is not known: to find out they would have to be taken in.
+        (true, 0) => return Err(fault(HandshakeFault::Descriptors { found: 1, wanted })),
+        (true, _) => descriptors(socket, wanted, name)?,
+    };
+    // What it brought is ours now, so nothing is closed by taking it out.
+    past_reset(|| rustix::net::recv(socket, &mut packet, RecvFlags::DONTWAIT))
+        .map_err(|error| Error::os("recv", format!("the link of {name:?}"), error))?;
+    Ok(Received::Message(message, fds))
+}
+
+/// Whether an error of [`receive`] is this process's own: it has no descriptor or no memory for what came. What came is
+/// left unread then. Who watches the socket answers [`Next::RetryAtTick`](crate::runtime::reactor::Next::RetryAtTick), and reads it when there
+/// is room.
+pub(crate) fn is_short(error: &Error) -> bool {
+    match error {
+        Error::DescriptorLimit { .. } => true,
+        Error::Os { source, .. } => {
+            source.raw_os_error().is_some_and(|code| matches!(code, libc::ENOMEM | libc::ENOBUFS))
+        }
+        _ => false,
+    }
+}
+
+/// The question that the next packet answers, if it is an answer; it stays unread.
+pub(crate) fn next_answer(socket: BorrowedFd<'_>) -> Option<u64> {
+    let mut packet = [0u8; PACKET_BYTES_MAX];
+    let (bytes, _) = peek(socket, &mut packet).ok()?;
+    match decode(packet.get(..bytes)?).ok()? {
+        Message::Reply { serial, .. } => Some(serial),
+        _ => None,
+    }
+}
+
+/// Reads again if the peer has closed without having read everything of ours. The kernel tells that once, before whichever
+/// read comes next. What the peer said before (why it refuses, for example) is still there to be read.
+fn past_reset<T>(mut read: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
+    match read() {
+        Err(Errno::CONNRESET) => read(),
+        other => other,
+    }
+}
+
+/// Copies of the descriptors that come with the next packet.
+fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<PeerFd>> {
+    if wanted > DESCRIPTORS_MAX {
+        // It is not this process that lacks room for so many.
+        let fault = HandshakeFault::Descriptors { found: DESCRIPTORS_MAX, wanted };
+        return Err(Error::Handshake { name: name.to_string(), fault });
+    }
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let uid = peer_of(socket);
+    // The descriptors are made by the call.
+    let section = NoForkSection::enter();
+    let taken = take_standard();
+    let got = past_reset(|| rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut [])], &mut ancillary, flags))
+        .map_err(|error| Error::os("recvmsg", format!("the descriptors of {name:?}"), error))?;
+    let fds: Vec<PeerFd> = ancillary
+        .drain()
+        .filter_map(|message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None })
+        .flatten()
+        .map(|fd| PeerFd::received(&section, fd, uid))
+        .collect();
+    drop(taken);
+    drop(section);
+    let is_cut = got.flags.contains(ReturnFlags::CTRUNC);
+    if is_cut && fds.len() < wanted {
+        return Err(Error::os("recvmsg", format!("the descriptors of {name:?}"), Errno::MFILE));
+    }
+    if fds.len() != wanted || is_cut {
+        let fault = HandshakeFault::Descriptors { found: fds.len(), wanted };
+        return Err(Error::Handshake { name: name.to_string(), fault });
+    }
+    Ok(fds)
+}
+
+/// Takes the lifeline off the descriptors of a first message.
+pub(crate) fn take_lifeline(fds: &mut Vec<PeerFd>) -> Result<[PeerFd; LIFELINE], HandshakeFault> {
+    let own = fds.len().saturating_sub(LIFELINE);
+    let none = |fds: Vec<PeerFd>| HandshakeFault::Descriptors { found: fds.len(), wanted: LIFELINE };
+    fds.split_off(own).try_into().map_err(none)
+}
+
+pub(crate) fn decode(packet: &[u8]) -> Result<Message, HandshakeFault> {
+    let garbled = HandshakeFault::Garbled { bytes: packet.len() };
+    let Some((frame, body)) = packet.split_at_checked(FRAME_BYTES) else { return Err(garbled) };
+    if frame[..4] != MAGIC {
+        return Err(HandshakeFault::Magic);
+    }
+    let theirs = u16::from_le_bytes([frame[4], frame[5]]);
+    if theirs != VERSION {
+        return Err(HandshakeFault::Version { theirs, ours: VERSION });
+    }
+    match postcard::take_from_bytes::<Message>(body) {
+        Ok((message, [])) => Ok(message),
+        _ => Err(garbled),
+    }
+}
+
+/// Waits until `socket` has something to read; false when `timeout` ran out.
+pub(crate) fn wait_readable(socket: BorrowedFd<'_>, timeout: Duration) -> bool {
+    use rustix::event::{PollFd, PollFlags};
+    let mut poll = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)];
+    rustix::event::poll(&mut poll, Some(&timespec(timeout))).is_ok_and(|ready| ready > 0)
+}
+
+pub(crate) fn timespec(duration: Duration) -> rustix::event::Timespec {
+    let tv_sec = i64::try_from(duration.as_secs()).unwrap_or(i64::MAX);
+    rustix::event::Timespec { tv_sec, tv_nsec: i64::from(duration.subsec_nanos()) }
+}

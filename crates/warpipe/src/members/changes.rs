@@ -1,0 +1,241 @@
+//! What is told and not yet heard: bounded, and nobody who is told of here, or who does not listen, holds up the watch.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::{Change, MEMBERS_MAX, MemberInfo};
+use crate::error::Result;
+use crate::runtime::doorbell::LocalDoorbell;
+
+/// Changes that wait. More than twice the members: whatever can be merged has been merged before this is not enough.
+const CHANGES_MAX: usize = 4 * MEMBERS_MAX;
+
+/// What is called with each change.
+pub(super) type Callback = Box<dyn FnMut(&Change) + Send>;
+
+/// What is called once a member has died.
+pub(super) type Cleanup = Box<dyn FnOnce(&MemberInfo) + Send>;
+
+/// Changes on their way to who takes them.
+pub(super) struct ChangeQueue {
+    state: Mutex<ChangeQueueState>,
+    changed: Condvar,
+    /// Readable while changes wait.
+    pub(super) doorbell: LocalDoorbell,
+}
+
+#[derive(Default)]
+struct ChangeQueueState {
+    changes: VecDeque<Change>,
+    cleanups: VecDeque<(Cleanup, MemberInfo)>,
+    merged: u64,
+    is_closed: bool,
+}
+
+impl ChangeQueue {
+    pub(super) fn new() -> Result<ChangeQueue> {
+        Ok(ChangeQueue { state: Mutex::default(), changed: Condvar::new(), doorbell: LocalDoorbell::new()? })
+    }
+
+    pub(super) fn push(&self, change: Change) {
+        let mut state = self.lock();
+        state.push(change, CHANGES_MAX);
+        self.doorbell.ring();
+        self.changed.notify_all();
+    }
+
+    /// Leaves a clean-up to the thread of the callbacks.
+    pub(super) fn push_cleanup(&self, cleanup: Cleanup, of: MemberInfo) {
+        self.lock().cleanups.push_back((cleanup, of));
+        self.changed.notify_all();
+    }
+
+    /// The next change, once there is one; `None` when `timeout` has run out or the watch has ended.
+    pub(super) fn take(&self, timeout: Duration) -> Option<Change> {
+        let start = Instant::now();
+        let mut state = self.lock();
+        loop {
+            if let Some(change) = state.changes.pop_front() {
+                if state.changes.is_empty() {
+                    self.doorbell.drain();
+                }
+                return Some(change);
+            }
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() || state.is_closed {
+                return None;
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Puts back a change that was taken and not used: the next one to be taken.
+    pub(super) fn put_back(&self, change: Change) {
+        let mut state = self.lock();
+        if state.is_closed {
+            return;
+        }
+        state.changes.push_front(change);
+        self.doorbell.ring();
+        self.changed.notify_all();
+    }
+
+    pub(super) fn merged(&self) -> u64 {
+        self.lock().merged
+    }
+
+    /// Nothing more will come, and what waits is not told.
+    pub(super) fn close(&self) {
+        let mut state = self.lock();
+        state.is_closed = true;
+        let dropped = (std::mem::take(&mut state.changes), std::mem::take(&mut state.cleanups));
+        drop(state);
+        self.changed.notify_all();
+        drop(dropped);
+    }
+
+    /// Calls whoever is to be called, until the queue is closed. A panic of theirs ends their call and nothing else (the
+    /// panic hook has shown it).
+    pub(super) fn serve(self: Arc<Self>, mut callbacks: Vec<Callback>) {
+        while let Some(task) = self.next_task(!callbacks.is_empty()) {
+            match task {
+                CallbackTask::Cleanup(cleanup, member) => drop(catch_unwind(AssertUnwindSafe(|| cleanup(&member)))),
+                CallbackTask::Notify(change) => {
+                    for callback in &mut callbacks {
+                        let _panicked = catch_unwind(AssertUnwindSafe(|| callback(&change)));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Clean-ups come before changes: who hears of a death finds them done.
+    fn next_task(&self, has_callbacks: bool) -> Option<CallbackTask> {
+        let mut state = self.lock();
+        loop {
+            if state.is_closed {
+                return None;
+            }
+            if let Some((cleanup, member)) = state.cleanups.pop_front() {
+                return Some(CallbackTask::Cleanup(cleanup, member));
+            }
+            if has_callbacks && let Some(change) = state.changes.pop_front() {
+                return Some(CallbackTask::Notify(change));
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ChangeQueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+enum CallbackTask {
+    Cleanup(Cleanup, MemberInfo),
+    Notify(Change),
+}
+
+impl ChangeQueueState {
+    fn push(&mut self, change: Change, most: usize) {
+        if self.changes.len() >= most {
+            let before = self.changes.len();
+            self.merge();
+            // Only members that lie about their incarnations come this far.
+            while self.changes.len() >= most {
+                self.changes.pop_front();
+            }
+            self.merged += (before - self.changes.len()) as u64;
+        }
+        self.changes.push_back(change);
+    }
+
+    /// Leaves out what nobody needs to hear any more: that a heartbeat stood still and went on, and who has come and gone
+    /// meanwhile. What is left is at most one change for each member that is there, and one for each that was heard of.
+    fn merge(&mut self) {
+        self.changes.retain(|change| !change.is_of_heartbeat());
+        let generations = |which: fn(&Change) -> bool| -> std::collections::HashSet<[u8; 16]> {
+            self.changes.iter().filter(|change| which(change)).map(|change| change.member().generation).collect()
+        };
+        let ended = generations(Change::is_end);
+        let joined = generations(|change| matches!(change, Change::Joined(_)));
+        self.changes.retain(|change| {
+            let generation = &change.member().generation;
+            !(ended.contains(generation) && joined.contains(generation))
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+    use crate::ipc::PeerState;
+
+    fn member(number: u8) -> MemberInfo {
+        MemberInfo {
+            name: format!("m{number}"),
+            role: String::new(),
+            pid: 1,
+            uid: 0,
+            state: PeerState::Alive,
+            silent_for: Duration::ZERO,
+            since_ns: 0,
+            generation: [number; 16],
+            endpoints: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_full_queue_merges_heartbeats_and_short_lived_members_and_keeps_ends_of_known_members() {
+        let mut state = ChangeQueueState::default();
+        let changes = [
+            Change::Died(member(1)),
+            Change::Joined(member(2)),
+            Change::Stalled(member(3)),
+            Change::Left(member(2)),
+            Change::Recovered(member(3)),
+            Change::Joined(member(4)),
+        ];
+        changes.into_iter().for_each(|change| state.push(change, 6));
+        assert_eq!((state.changes.len(), state.merged), (6, 0));
+        state.push(Change::Left(member(4)), 6);
+        let left: Vec<Change> = state.changes.into();
+        assert_eq!(left, [Change::Died(member(1)), Change::Joined(member(4)), Change::Left(member(4))]);
+        assert_eq!(state.merged, 4);
+    }
+
+    #[test]
+    fn a_panic_of_a_callback_affects_neither_the_others_nor_the_next_change() {
+        let queue = Arc::new(ChangeQueue::new().unwrap());
+        let (heard, hears) = channel();
+        let callbacks: Vec<Callback> = vec![
+            Box::new(|_| panic!("a callback's own fault, shown by the hook")),
+            Box::new(move |change| heard.send(change.clone()).unwrap()),
+        ];
+        let server = std::thread::spawn({
+            let queue = queue.clone();
+            move || queue.serve(callbacks)
+        });
+        for number in [1, 2] {
+            queue.push(Change::Joined(member(number)));
+            assert_eq!(hears.recv_timeout(Duration::from_secs(10)).unwrap(), Change::Joined(member(number)));
+        }
+        queue.close();
+        server.join().unwrap();
+    }
+
+    #[test]
+    fn closing_a_queue_ends_waits() {
+        let queue = Arc::new(ChangeQueue::new().unwrap());
+        let waiting = std::thread::spawn({
+            let queue = queue.clone();
+            move || queue.take(Duration::from_secs(60))
+        });
+        queue.close();
+        assert_eq!(waiting.join().unwrap(), None);
+    }
+}

@@ -1,0 +1,284 @@
+//! The thread that follows a domain: who comes is visited, who goes is told of, and nobody who stays silent is waited
+//! for.
+
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::changes::ChangeQueue;
+use super::table::{MemberEntry, MemberTable, UnresponsiveMember};
+use super::{Change, MEMBERS_MAX, member_name};
+use crate::error::{Error, Result};
+use crate::ipc::domain::{Arrivals, Domain, EndpointName};
+use crate::ipc::message::timespec;
+use crate::ipc::{Address, Kind, PendingSession, SessionObserver};
+use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::reactor::{STALLED_AFTER, TICK};
+
+/// How often the directory is looked at even though it told nothing: for who was too busy, or too many, before.
+const RESCAN_INTERVAL: Duration = Duration::from_secs(2);
+
+/// What a watch's threads and its owner share.
+pub(super) struct WatchShared {
+    pub(super) domain: Domain,
+    pub(super) table: Mutex<MemberTable>,
+    pub(super) queue: Arc<ChangeQueue>,
+    events: Mutex<Vec<(u64, SessionEvent)>>,
+    doorbell: LocalDoorbell,
+    is_closed: AtomicBool,
+    is_settled: Mutex<bool>,
+    settled: Condvar,
+    cleans: bool,
+}
+
+/// What the library's reactor saw of a member.
+enum SessionEvent {
+    Ended { graceful: bool },
+    Dead,
+}
+
+impl WatchShared {
+    pub(super) fn new(domain: Domain, cleans: bool) -> Result<WatchShared> {
+        Ok(WatchShared {
+            domain,
+            table: Mutex::default(),
+            queue: Arc::new(ChangeQueue::new()?),
+            events: Mutex::default(),
+            doorbell: LocalDoorbell::new()?,
+            is_closed: AtomicBool::new(false),
+            is_settled: Mutex::new(false),
+            settled: Condvar::new(),
+            cleans,
+        })
+    }
+
+    pub(super) fn table(&self) -> MutexGuard<'_, MemberTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn close(&self) {
+        self.is_closed.store(true, SeqCst);
+        self.doorbell.ring();
+    }
+
+    /// Waits until everybody who was there at the beginning has answered, or had time to.
+    pub(super) fn wait_until_settled(&self) {
+        let settled = self.is_settled.lock().unwrap_or_else(PoisonError::into_inner);
+        // Bounded by the monitor: this limit is for a machine on which it does not run at all.
+        let limit = 10 * STALLED_AFTER;
+        drop(self.settled.wait_timeout_while(settled, limit, |settled| !*settled));
+    }
+
+    fn settle(&self) {
+        *self.is_settled.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.settled.notify_all();
+    }
+
+    fn push_changes(&self, changes: impl IntoIterator<Item = Change>) {
+        changes.into_iter().for_each(|change| self.queue.push(change));
+    }
+}
+
+/// What one member's visit hears, on the library's reactor thread: it leaves a note and goes.
+struct SessionListener {
+    id: u64,
+    shared: Weak<WatchShared>,
+}
+
+impl SessionListener {
+    fn push_event(&self, event: SessionEvent) {
+        if let Some(shared) = self.shared.upgrade() {
+            shared.events.lock().unwrap_or_else(PoisonError::into_inner).push((self.id, event));
+            shared.doorbell.ring();
+        }
+    }
+}
+
+impl SessionObserver for SessionListener {
+    fn on_closed(&self, graceful: bool) {
+        self.push_event(SessionEvent::Ended { graceful });
+    }
+
+    fn on_proven_dead(&self) {
+        self.push_event(SessionEvent::Dead);
+    }
+}
+
+pub(super) struct DirectoryMonitor {
+    shared: Arc<WatchShared>,
+    arrivals: Arrivals,
+    calls: HashMap<EndpointName, PendingSession>,
+    next_id: u64,
+    began: Instant,
+    next_scan: Instant,
+    last_tick: Instant,
+    is_settled: bool,
+}
+
+impl DirectoryMonitor {
+    pub(super) fn new(shared: Arc<WatchShared>) -> Result<DirectoryMonitor> {
+        let arrivals = shared.domain.arrivals()?;
+        let now = Instant::now();
+        Ok(DirectoryMonitor {
+            shared,
+            arrivals,
+            calls: HashMap::new(),
+            next_id: 0,
+            began: now,
+            next_scan: now,
+            last_tick: now,
+            is_settled: false,
+        })
+    }
+
+    pub(super) fn run(mut self) {
+        while !self.shared.is_closed.load(SeqCst) {
+            self.take_events();
+            if Instant::now() >= self.next_scan {
+                self.scan_directory();
+            }
+            self.finish_handshakes();
+            if self.last_tick.elapsed() >= TICK {
+                self.last_tick = Instant::now();
+                let changes = self.shared.table().refresh_heartbeats();
+                self.shared.push_changes(changes);
+            }
+            if !self.is_settled && (self.calls.is_empty() || self.began.elapsed() > STALLED_AFTER) {
+                self.is_settled = true;
+                self.shared.settle();
+            }
+            if self.sleep() {
+                self.arrivals.drain();
+                self.next_scan = Instant::now();
+            }
+        }
+        // Goodbyes are said here, and not by whoever drops the watch last.
+        let table = std::mem::take(&mut *self.shared.table());
+        drop(table);
+    }
+
+    /// Sleeps until something speaks, or the next tick; whether the directory did.
+    fn sleep(&self) -> bool {
+        let doorbell = &self.shared.doorbell;
+        let mut descriptors = vec![
+            PollFd::from_borrowed_fd(doorbell.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(self.arrivals.as_fd(), PollFlags::IN),
+        ];
+        descriptors.extend(self.calls.values().map(|call| PollFd::from_borrowed_fd(call.as_fd(), PollFlags::IN)));
+        let is_idle = self.calls.is_empty() && self.shared.table().len() == 0;
+        let until_scan = self.next_scan.saturating_duration_since(Instant::now());
+        let until_tick = TICK.saturating_sub(self.last_tick.elapsed());
+        let limit = if is_idle { until_scan } else { until_scan.min(until_tick) };
+        // Failing, it can only have been interrupted.
+        let _ = rustix::event::poll(&mut descriptors, Some(&timespec(limit)));
+        doorbell.drain();
+        !descriptors[1].revents().is_empty()
+    }
+
+    fn take_events(&mut self) {
+        let events = std::mem::take(&mut *self.shared.events.lock().unwrap_or_else(PoisonError::into_inner));
+        for (id, event) in events {
+            match event {
+                SessionEvent::Ended { graceful } => {
+                    let change = self.shared.table().ended(id, graceful);
+                    // It may be there still, and another connection do. Not at once: one that grants and closes again and
+                    // again is not to set our pace.
+                    self.next_scan = self.next_scan.min(Instant::now() + TICK);
+                    self.shared.push_changes(change.map(|(change, _entry)| change));
+                }
+                SessionEvent::Dead => self.handle_death(id),
+            }
+        }
+    }
+
+    /// Clears up after a proven death, then tells of it.
+    fn handle_death(&mut self, id: u64) {
+        let Some(mut death) = self.shared.table().died(id) else { return };
+        drop(death.removed);
+        if self.shared.cleans {
+            // What cannot be removed now (a domain of another user's) is what `Domain::clean` is for.
+            death.member.endpoints = self.shared.domain.clean_after(death.author).unwrap_or_default();
+        }
+        for cleanup in death.cleanups {
+            self.shared.queue.push_cleanup(cleanup, death.member.clone());
+        }
+        self.shared.push_changes([Change::Died(death.member)]);
+    }
+
+    /// Calls on everybody in the directory who is not known.
+    fn scan_directory(&mut self) {
+        self.next_scan = Instant::now() + RESCAN_INTERVAL;
+        let Ok(names) = self.shared.domain.names() else { return };
+        let mut overlooked = 0;
+        for name in names.into_iter().filter(|name| member_name(name).is_some()) {
+            if self.calls.contains_key(&name) || self.shared.table().has(&name) {
+                continue;
+            }
+            if self.shared.table().len() >= MEMBERS_MAX {
+                overlooked += 1;
+                continue;
+            }
+            let at = Address { domain: &self.shared.domain, name: &name, kind: Kind::Member };
+            match PendingSession::begin(&at, None, &[], Duration::ZERO) {
+                Ok(call) => self.await_answer(name, call),
+                Err(Error::NoOwner { .. }) => self.clear(&name),
+                Err(_) => overlooked += 1,
+            }
+        }
+        self.shared.table().overlooked = overlooked;
+    }
+
+    fn await_answer(&mut self, name: EndpointName, call: PendingSession) {
+        let unresponsive = UnresponsiveMember { pid: call.peer().pid, uid: call.peer().uid, since: Instant::now() };
+        self.shared.table().unresponsive.insert(name.clone(), unresponsive);
+        self.calls.insert(name, call);
+    }
+
+    /// Removes what a member left that died before this watch knew it. (After one that is known its own death does.)
+    fn clear(&self, name: &EndpointName) {
+        let domain = &self.shared.domain;
+        if !self.shared.cleans || self.shared.table().knows(name) || domain.holder(name).is_some() {
+            return;
+        }
+        if let Some(author) = domain.last_holder(name) {
+            let _ = domain.clean_after(author);
+        }
+    }
+
+    /// Lets in who has answered.
+    fn finish_handshakes(&mut self) {
+        let heard: Vec<_> =
+            self.calls.iter().filter_map(|(name, call)| Some((name.clone(), call.hear().transpose()?))).collect();
+        for (name, answer) in heard {
+            let Some(call) = self.calls.remove(&name) else { continue };
+            self.shared.table().unresponsive.remove(&name);
+            let admitted = answer.and_then(|granted| {
+                let (session, incoming) = call.enter(granted);
+                MemberEntry::open(name, session, incoming)
+            });
+            match admitted {
+                Ok(entry) => self.admit(entry),
+                // No member: another kind, a stranger, or one that went before it answered. The next look knows more.
+                Err(_) => self.shared.table().overlooked += 1,
+            }
+        }
+    }
+
+    fn admit(&mut self, entry: MemberEntry) {
+        self.next_id += 1;
+        let listener = Arc::new(SessionListener { id: self.next_id, shared: Arc::downgrade(&self.shared) });
+        // Before it can be heard that it has ended, it is told of.
+        let mut table = self.shared.table();
+        if entry.session().observe(listener).is_err() {
+            table.overlooked += 1;
+            return;
+        }
+        let change = table.admit(self.next_id, entry);
+        drop(table);
+        self.shared.push_changes(change);
+    }
+}

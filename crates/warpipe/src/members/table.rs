@@ -1,0 +1,217 @@
+//! Who is there, as far as a watch knows.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Instant;
+
+use super::changes::Cleanup;
+use super::{Change, HEARTBEAT, Introduction, MemberInfo, member_name};
+use crate::error::{Error, Result};
+use crate::ipc::PeerState;
+use crate::ipc::domain::{Author, Domain, EndpointName};
+use crate::ipc::{ClientSession, IncomingReply};
+use crate::runtime::heartbeat::PeerHeartbeat;
+use crate::runtime::reactor::STALLED_AFTER;
+use crate::shm::page::SharedPage;
+
+/// A member that has answered.
+pub(super) struct MemberEntry {
+    name: EndpointName,
+    introduction: Introduction,
+    page: SharedPage,
+    pulse: PeerHeartbeat,
+    is_stalled: bool,
+    is_suspect: bool,
+    /// Dropped last: it says goodbye, and hears no more.
+    session: ClientSession,
+}
+
+/// A process that listens under a member's name and has not answered yet.
+pub(super) struct UnresponsiveMember {
+    pub(super) pid: i32,
+    pub(super) uid: u32,
+    pub(super) since: Instant,
+}
+
+/// What a proven death leaves to be done.
+pub(super) struct MemberDeath {
+    pub(super) member: MemberInfo,
+    pub(super) author: Author,
+    pub(super) cleanups: Vec<Cleanup>,
+    /// To be dropped where no lock is held.
+    pub(super) removed: MemberEntry,
+}
+
+/// All of them.
+#[derive(Default)]
+pub(super) struct MemberTable {
+    /// By a number of this watch's own, counted up.
+    entries: BTreeMap<u64, MemberEntry>,
+    pub(super) unresponsive: HashMap<EndpointName, UnresponsiveMember>,
+    cleanups: HashMap<String, Vec<Cleanup>>,
+    cleanups_count: usize,
+    /// Names under `members/` that the last look could make nothing of.
+    pub(super) overlooked: usize,
+}
+
+/// Clean-ups registered with one watch.
+const CLEANUPS_MAX: usize = 4096;
+
+impl MemberEntry {
+    /// What a member brought when it was visited.
+    pub(super) fn open(name: EndpointName, session: ClientSession, incoming: IncomingReply) -> Result<MemberEntry> {
+        let (introduction, [fd]) = incoming.open::<Introduction, 1>(name.as_str())?;
+        let introduction = introduction.check(name.as_str())?;
+        let page = SharedPage::read(fd, introduction.page_bytes as usize, name.as_str())?;
+        let pulse = PeerHeartbeat::new(page.at::<AtomicU64>(HEARTBEAT).load(Relaxed));
+        Ok(MemberEntry { name, introduction, page, pulse, is_stalled: false, is_suspect: false, session })
+    }
+
+    pub(super) fn session(&self) -> &ClientSession {
+        &self.session
+    }
+
+    fn state(&self) -> PeerState {
+        match (self.is_suspect, self.is_stalled) {
+            (true, _) => PeerState::Suspect,
+            (_, true) => PeerState::Stalled,
+            _ => PeerState::Alive,
+        }
+    }
+
+    fn info(&self, state: PeerState) -> MemberInfo {
+        MemberInfo {
+            name: member_name(&self.name).unwrap_or_default().to_owned(),
+            role: self.introduction.role.clone(),
+            pid: self.session.pid(),
+            uid: self.session.uid(),
+            state,
+            silent_for: self.pulse.silence(),
+            since_ns: self.introduction.since_ns,
+            generation: self.session.generation(),
+            endpoints: Vec::new(),
+        }
+    }
+}
+
+impl MemberTable {
+    /// Members and those on the way to be.
+    pub(super) fn len(&self) -> usize {
+        self.entries.len() + self.unresponsive.len()
+    }
+
+    /// Whether a member of this name is here, and no suspect.
+    pub(super) fn has(&self, name: &EndpointName) -> bool {
+        self.entries.values().any(|entry| entry.name == *name && !entry.is_suspect)
+    }
+
+    /// Whether a member of this name is here, or was until its connection was lost.
+    pub(super) fn knows(&self, name: &EndpointName) -> bool {
+        self.entries.values().any(|entry| entry.name == *name)
+    }
+
+    /// Takes in who has answered. One whose connection was lost, and who is the same still, is back without a word.
+    pub(super) fn admit(&mut self, id: u64, mut entry: MemberEntry) -> Option<Change> {
+        let is_same = |other: &MemberEntry| {
+            other.name == entry.name && other.session.generation() == entry.session.generation() && other.is_suspect
+        };
+        let known = self.entries.iter().find(|(_, other)| is_same(other)).map(|(id, _)| *id);
+        let known = known.and_then(|id| self.entries.remove(&id));
+        let told = known.is_none().then(|| Change::Joined(entry.info(PeerState::Alive)));
+        if let Some(known) = known {
+            (entry.is_stalled, entry.pulse) = (known.is_stalled, known.pulse);
+        }
+        self.entries.insert(id, entry);
+        told
+    }
+
+    /// A member's socket has closed. After a goodbye it is gone; else the proof of its death is waited for.
+    pub(super) fn ended(&mut self, id: u64, graceful: bool) -> Option<(Change, MemberEntry)> {
+        if !graceful {
+            self.entries.get_mut(&id)?.is_suspect = true;
+            return None;
+        }
+        let entry = self.entries.remove(&id)?;
+        Some((Change::Left(entry.info(PeerState::Leaving)), entry))
+    }
+
+    pub(super) fn died(&mut self, id: u64) -> Option<MemberDeath> {
+        let entry = self.entries.remove(&id)?;
+        let member = entry.info(PeerState::Dead);
+        let cleanups = self.cleanups.remove(&member.name).unwrap_or_default();
+        self.cleanups_count -= cleanups.len();
+        Some(MemberDeath { author: entry.introduction.author, member, cleanups, removed: entry })
+    }
+
+    /// Refreshes the heartbeat of every member. To be called with each tick.
+    pub(super) fn refresh_heartbeats(&mut self) -> Vec<Change> {
+        let mut changes = Vec::new();
+        for entry in self.entries.values_mut().filter(|entry| !entry.is_suspect) {
+            entry.pulse.tick(entry.page.at::<AtomicU64>(HEARTBEAT).load(Relaxed));
+            let is_stalled = entry.pulse.is_stalled();
+            if is_stalled != std::mem::replace(&mut entry.is_stalled, is_stalled) {
+                let info = entry.info(entry.state());
+                changes.push(if is_stalled { Change::Stalled(info) } else { Change::Recovered(info) });
+            }
+        }
+        changes
+    }
+
+    pub(super) fn register(&mut self, name: &str, cleanup: Cleanup) -> Result<()> {
+        if self.cleanups_count >= CLEANUPS_MAX {
+            return Err(Error::argument("on_death_of", CLEANUPS_MAX + 1, format!("up to {CLEANUPS_MAX} at a time")));
+        }
+        self.cleanups.entry(name.to_owned()).or_default().push(cleanup);
+        self.cleanups_count += 1;
+        Ok(())
+    }
+
+    /// Everybody, sorted by name, with what each is found by in lock files. Who has not answered for as
+    /// long as a heartbeat may stand still counts as stalled.
+    pub(super) fn list(&self) -> Vec<(MemberInfo, Option<Author>)> {
+        let known = self.entries.values().map(|entry| {
+            let author = entry.introduction.author;
+            (entry.info(entry.state()), Some(author))
+        });
+        let unresponsive =
+            self.unresponsive.iter().filter(|(_, unresponsive)| unresponsive.since.elapsed() > STALLED_AFTER);
+        let unresponsive = unresponsive.map(|(name, unresponsive)| (unresponsive.info(name), None));
+        let mut all: Vec<_> = known.chain(unresponsive).collect();
+        all.sort_by(|(one, _), (other, _)| one.name.cmp(&other.name));
+        all
+    }
+}
+
+impl UnresponsiveMember {
+    fn info(&self, name: &EndpointName) -> MemberInfo {
+        MemberInfo {
+            name: member_name(name).unwrap_or_default().to_owned(),
+            role: String::new(),
+            pid: self.pid,
+            uid: self.uid,
+            state: PeerState::Stalled,
+            silent_for: self.since.elapsed(),
+            since_ns: 0,
+            generation: [0; 16],
+            endpoints: Vec::new(),
+        }
+    }
+}
+
+/// Adds what each of them holds in the domain; who has not answered is listed only if the name's lock says that a
+/// process of ours has it, and is no stranger that listens there.
+pub(super) fn with_endpoints(list: Vec<(MemberInfo, Option<Author>)>, domain: &Domain) -> Result<Vec<MemberInfo>> {
+    let held = domain.held()?;
+    let complete = |(mut member, author): (MemberInfo, Option<Author>)| {
+        let of_name =
+            || held.iter().find(|(name, _)| member_name(name) == Some(&member.name)).map(|(_, author)| *author);
+        let author = author.or_else(of_name)?;
+        // Of another user's endpoint it is known who listens there alone, by the number that it has here.
+        let here = Some(Author::seen(member.pid)).filter(|here| here.pid > 0);
+        let is_its = |holder: Author| holder == author || Some(holder) == here;
+        member.endpoints = held.iter().filter(|(_, holder)| is_its(*holder)).map(|(name, _)| name.clone()).collect();
+        Some(member)
+    };
+    Ok(list.into_iter().filter_map(complete).collect())
+}

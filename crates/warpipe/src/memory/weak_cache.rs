@@ -1,0 +1,105 @@
+//! A table of what this process has open, so that opening it again finds it: it holds nothing itself.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use crate::error::Result;
+use crate::fork::per_process::PerProcess;
+
+type Cell<V> = Arc<Mutex<Weak<V>>>;
+
+/// Values by key, for as long as somebody else holds them.
+#[derive(Debug)]
+pub(crate) struct WeakCache<K, V> {
+    cells: PerProcess<Mutex<BTreeMap<K, Cell<V>>>>,
+}
+
+impl<K: Ord + Clone + Send, V: Send + Sync> WeakCache<K, V> {
+    pub(crate) const fn new() -> WeakCache<K, V> {
+        WeakCache { cells: PerProcess::new() }
+    }
+
+    /// The value of `key`, made if it is not open, or is not good any more. Who asks for the same meanwhile waits for it; others do not.
+    pub(crate) fn get_or(
+        &self,
+        key: &K,
+        is_good: impl FnOnce(&V) -> bool,
+        make: impl FnOnce() -> Result<Arc<V>>,
+    ) -> Result<Arc<V>> {
+        let cell = self.cell(key);
+        let mut place = lock(&cell);
+        if let Some(value) = place.upgrade().filter(|value| is_good(value)) {
+            return Ok(value);
+        }
+        let value = make()?;
+        *place = Arc::downgrade(&value);
+        Ok(value)
+    }
+
+    /// Shows a value that is open.
+    pub(crate) fn put(&self, key: &K, value: &Arc<V>) {
+        *lock(&self.cell(key)) = Arc::downgrade(value);
+    }
+
+    fn cell(&self, key: &K) -> Cell<V> {
+        let mut cells = self.lock();
+        if let Some(cell) = cells.get(key) {
+            return cell.clone();
+        }
+        // What nobody holds or opens any more makes room: the table is as long as what is open, and one.
+        cells.retain(|_, cell| Arc::strong_count(cell) > 1 || lock(cell).strong_count() > 0);
+        cells.entry(key.clone()).or_insert_with(|| Arc::new(Mutex::new(Weak::new()))).clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<K, Cell<V>>> {
+        self.cells.lock()
+    }
+}
+
+fn lock<V>(cell: &Mutex<Weak<V>>) -> MutexGuard<'_, Weak<V>> {
+    cell.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn good<V>(_: &V) -> bool {
+        true
+    }
+
+    #[test]
+    fn what_is_open_is_found_and_made_once() {
+        let shelf = WeakCache::<u8, u64>::new();
+        let first = shelf.get_or(&1, good, || Ok(Arc::new(7))).unwrap();
+        let second = shelf.get_or(&1, good, || panic!("it is open")).unwrap();
+        assert!(Arc::ptr_eq(&first, &second));
+        drop((first, second));
+        // The shelf holds nothing.
+        assert_eq!(*shelf.get_or(&1, good, || Ok(Arc::new(8))).unwrap(), 8);
+    }
+
+    #[test]
+    fn what_is_not_good_any_more_is_made_anew() {
+        let shelf = WeakCache::<u8, u64>::new();
+        let first = shelf.get_or(&1, good, || Ok(Arc::new(7))).unwrap();
+        let second = shelf.get_or(&1, |value| *value != 7, || Ok(Arc::new(8))).unwrap();
+        assert_eq!((*first, *second, *shelf.get_or(&1, good, || panic!("it is open")).unwrap()), (7, 8, 8));
+    }
+
+    #[test]
+    fn the_table_forgets_what_nobody_holds() {
+        let shelf = WeakCache::<u32, u32>::new();
+        let kept = shelf.get_or(&0, good, || Ok(Arc::new(0))).unwrap();
+        (1..100).for_each(|key| drop(shelf.get_or(&key, good, || Ok(Arc::new(key)))));
+        assert!(shelf.lock().len() <= 2);
+        assert!(Arc::ptr_eq(&shelf.get_or(&0, good, || panic!("it is open")).unwrap(), &kept));
+    }
+
+    #[test]
+    fn an_error_leaves_the_place_free() {
+        let shelf = WeakCache::<u8, u8>::new();
+        assert!(shelf.get_or(&1, good, || Err(crate::Error::Forked)).is_err());
+        assert!(shelf.get_or(&1, good, || Ok(Arc::new(1))).is_ok());
+    }
+}

@@ -1,0 +1,337 @@
+//! What all handles of one pool share: its memory and who has which block. **This module is marked for unsafe**: it
+//! enqueues work on blocks by address.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
+use std::time::Duration;
+
+use super::block::{BlockUsers, Borrower, LentBlock, PoolCounts};
+use super::last_writers::{LastWriter, LastWriters};
+use crate::backend::{Access, DevicePtr, StreamOp};
+use crate::clock::Stopwatch;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::OwnerProcess;
+use crate::ipc::Kind;
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
+use crate::memory::ticket::{Incarnation, Ticket, Wanted};
+use crate::runtime::drop_after_fence::DropAfterFence;
+use crate::runtime::fence::StreamSet;
+use crate::runtime::reactor::Reactor;
+use crate::shm::fence_words::FenceWords;
+use crate::shm::page::SharedPage;
+use crate::stream::{Backoff, Stream};
+
+/// How long the clearing of a block may take: memory is written at terabytes a second, other processes' turns included.
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A pool's shared part.
+pub(super) struct PoolAllocator {
+    pub(super) owner_process: OwnerProcess,
+    pub(super) name: EndpointName,
+    pub(super) domain: Domain,
+    pub(super) device: Device,
+    pub(super) uid: u32,
+    pub(super) me: Weak<PoolAllocator>,
+    /// Set when the name is held.
+    pub(super) generation: OnceLock<Incarnation>,
+    /// Clears blocks that go to another user.
+    scrubber: Stream,
+    memory: DropAfterFence<PoolMemory>,
+}
+
+/// What goes when this process's streams are past it.
+struct PoolMemory {
+    state: Mutex<PoolState>,
+    board: FenceWords,
+}
+
+pub(super) struct PoolState {
+    pub(super) arena: Arena,
+    pub(super) blocks: HashMap<SlotId, BlockUsers>,
+    pub(super) lent_blocks: HashMap<u64, LentBlock>,
+    pub(super) borrowers: HashMap<u64, Borrower>,
+    pub(super) counts: PoolCounts,
+    pub(super) is_closed: bool,
+    /// By region.
+    last_writers: Vec<LastWriters>,
+    fences: u64,
+    next_lend: u64,
+}
+
+/// What came of asking for a block.
+pub(super) enum AllocOutcome {
+    Block {
+        slot: SlotId,
+        /// The value of the board's word at which the block has been cleared.
+        cleared_at: Option<u64>,
+    },
+    Full {
+        used: u64,
+        limit: u64,
+    },
+}
+
+impl std::fmt::Debug for PoolAllocator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pool").field("name", &self.name).field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
+impl PoolAllocator {
+    pub(super) fn new(name: EndpointName, domain: Domain, device: Device, limit: u64) -> Result<Arc<PoolAllocator>> {
+        let scrubber = device.stream()?;
+        let state = PoolState {
+            arena: Arena::new(&device, limit),
+            blocks: HashMap::new(),
+            lent_blocks: HashMap::new(),
+            borrowers: HashMap::new(),
+            counts: PoolCounts::default(),
+            is_closed: false,
+            last_writers: Vec::new(),
+            fences: 0,
+            next_lend: 1,
+        };
+        let memory = PoolMemory { state: Mutex::new(state), board: FenceWords::new(&device, SLOTS_MAX)? };
+        let memory = DropAfterFence::new(Arc::default(), memory)?;
+        Ok(Arc::new_cyclic(|me| PoolAllocator {
+            owner_process: OwnerProcess::current(),
+            uid: rustix::process::geteuid().as_raw(),
+            me: me.clone(),
+            generation: OnceLock::new(),
+            name,
+            domain,
+            device,
+            scrubber,
+            memory,
+        }))
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, PoolState> {
+        self.memory.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The lock, unless somebody has it, who may be in a call of the driver.
+    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, PoolState>> {
+        match self.memory.state.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Every stream that has worked on the pool's memory or words.
+    pub(super) fn streams(&self) -> &Arc<StreamSet> {
+        self.memory.streams()
+    }
+
+    pub(super) fn reactor(&self) -> &Arc<Reactor> {
+        self.memory.reactor()
+    }
+
+    /// A block for this process: a free one, a new region, or what comes back within `timeout`.
+    pub(super) fn allocate(&self, bytes: u64, timeout: Duration) -> Result<SlotId> {
+        self.owner_process.check()?;
+        check_bytes(bytes)?;
+        let (mut clock, mut backoff, mut has_waited) = (Stopwatch::default(), Backoff::default(), false);
+        loop {
+            match self.take(bytes, self.uid, BlockUsers::owned())? {
+                AllocOutcome::Block { slot, cleared_at } => {
+                    self.wait_until_clear(slot, cleared_at)?;
+                    return Ok(slot);
+                }
+                AllocOutcome::Full { used, limit } if clock.elapsed() >= timeout || bytes > limit => {
+                    return Err(Error::MemoryLimit { name: self.name.to_string(), bytes, used, limit });
+                }
+                AllocOutcome::Full { .. } => {}
+            }
+            if !std::mem::replace(&mut has_waited, true) {
+                self.lock().counts.waits += 1;
+            }
+            // A device, or a peer's, that completes a release cannot wake anybody: looking is all there is.
+            backoff.pause();
+        }
+    }
+
+    pub(super) fn wait_until_clear(&self, slot: SlotId, cleared_at: Option<u64>) -> Result<()> {
+        let Some(value) = cleared_at else { return Ok(()) };
+        if self.device.backend().wait_word(self.memory.board.word(slot as usize), value, CLEAR_TIMEOUT)? {
+            return Ok(());
+        }
+        self.release(slot);
+        Err(Error::Timeout { what: "the clearing of a block".into(), waited: CLEAR_TIMEOUT })
+    }
+
+    /// Takes a block for the user `uid`, if there is one, or room for a new region.
+    pub(super) fn take(&self, bytes: u64, uid: u32, block: BlockUsers) -> Result<AllocOutcome> {
+        let mut state = self.lock();
+        loop {
+            self.reclaim(&mut state);
+            if let Some(slot) = state.arena.take(bytes) {
+                // From here on it is this caller's, whoever has the lock.
+                state.blocks.insert(slot, block);
+                let cleared_at = self.clear_for(state, slot, uid)?;
+                return Ok(AllocOutcome::Block { slot, cleared_at });
+            }
+            let Some(growth) = state.arena.plan(bytes, 0) else {
+                return Ok(AllocOutcome::Full { used: state.used(), limit: state.arena.limit() });
+            };
+            // Without the lock: a driver may take its time.
+            drop(state);
+            let made = growth.make(&self.device);
+            state = self.lock();
+            state.arena.adopt(growth, made)?;
+            let regions = state.arena.chunks().len();
+            state.last_writers.resize_with(regions, LastWriters::default);
+        }
+    }
+
+    /// A first region that holds `bytes`.
+    pub(super) fn reserve(&self, bytes: u64) -> Result<()> {
+        let slot = match self.take(bytes, self.uid, BlockUsers::owned())? {
+            AllocOutcome::Block { slot, .. } => slot,
+            AllocOutcome::Full { used, limit } => {
+                return Err(Error::MemoryLimit { name: self.name.to_string(), bytes, used, limit });
+            }
+        };
+        self.release(slot);
+        self.lock().counts = PoolCounts::default();
+        Ok(())
+    }
+
+    /// Enqueues the clearing of a block in which somebody but `uid` has left something. It is not free, whoever has it,
+    /// before that is done. Gives up the lock before the driver is called: a full launch queue may hold that up.
+    fn clear_for<'a>(&'a self, mut state: MutexGuard<'a, PoolState>, slot: SlotId, uid: u32) -> Result<Option<u64>> {
+        let (region, range) = state.range_of(slot);
+        let mut cleared_at = None;
+        if state.last_writers[region].are_foreign_to(uid, &range) {
+            let (value, address) = (state.next_fence(), state.address(slot));
+            state.arena.fence(slot, value);
+            drop(state);
+            let cleared = self.clear(address, range.end - range.start, slot, value);
+            state = self.lock();
+            if let Err(error) = cleared {
+                // The block is lost with the device: what of it is still to be cleared is not known.
+                state.blocks.insert(slot, BlockUsers::owned());
+                return Err(error);
+            }
+            cleared_at = Some(value);
+        }
+        state.last_writers[region].set(range, LastWriter::User(uid));
+        state.counts.allocations += 1;
+        state.update_high_water();
+        Ok(cleared_at)
+    }
+
+    fn clear(&self, ptr: DevicePtr, bytes: u64, slot: SlotId, value: u64) -> Result<()> {
+        self.streams().record_use(&self.scrubber);
+        let signal = StreamOp::Signal { word: self.memory.board.device_word(slot as usize), value };
+        // SAFETY: the stream is live; the block is nobody's yet and lies in a region that goes, as the board does, only
+        // when this stream, noted above, is past it.
+        unsafe {
+            self.device.backend().zero(self.scrubber.raw(), ptr, bytes)?;
+            self.scrubber.batch(&[signal])
+        }
+    }
+
+    /// Has the clearing stream store `value` at `offset` of a peer's page, behind what it clears. To be called without the lock.
+    pub(super) fn signal_cleared(&self, page: &SharedPage, offset: usize, value: u64) -> Result<()> {
+        let Some(word) = page.device_ptr(offset) else { return Ok(()) };
+        self.streams().record_use(&self.scrubber);
+        // SAFETY: a peer's page is let go only behind the proof of the streams noted (`PoolAllocator::drop_page_deferred`).
+        unsafe { self.scrubber.batch(&[StreamOp::Signal { word, value }]) }
+    }
+
+    /// The owner lets a block go.
+    pub(super) fn release(&self, slot: SlotId) {
+        self.lock().release_owner(slot);
+    }
+
+    /// The owner lets a block go behind the work of `stream`.
+    pub(super) fn release_behind(&self, slot: SlotId, stream: &Stream) -> Result<()> {
+        self.streams().record_use(stream);
+        let value = self.lock().next_fence();
+        let signal = StreamOp::Signal { word: self.memory.board.device_word(slot as usize), value };
+        // Without the lock, which the control thread takes: a full launch queue may hold this up. The slot is the owner's until
+        // it is let go below.
+        // SAFETY: the board goes only when this stream, noted above, is past its signals.
+        unsafe { stream.batch(&[signal])? };
+        let mut state = self.lock();
+        state.arena.fence(slot, value);
+        state.release_owner(slot);
+        Ok(())
+    }
+
+    /// Lends a block: the ticket is good as long as its owner has it.
+    pub(super) fn lend(&self, slot: SlotId, bytes: u64, access: Access) -> Result<Ticket> {
+        self.owner_process.check()?;
+        let mut state = self.lock();
+        let Some(&incarnation) = self.generation.get().filter(|_| !state.is_closed) else {
+            let (name, pid) = (self.name.to_string(), std::process::id() as i32);
+            return Err(Error::OwnerGone { kind: Kind::Pool, name, pid, graceful: true });
+        };
+        let wanted = Wanted { id: state.lend(slot, bytes, access), offset: 0, bytes: Some(bytes) };
+        drop(state);
+        let device = Some(self.device.info().id);
+        Ticket::new(&self.domain, &self.name, Kind::Pool, Some(incarnation), wanted, device)
+    }
+
+    pub(super) fn address(&self, slot: SlotId) -> DevicePtr {
+        self.lock().address(slot)
+    }
+
+    /// Takes back every block that nobody uses any more, and forgets the peers that have left with nothing.
+    pub(super) fn reclaim(&self, state: &mut PoolState) {
+        state.collect_released();
+        let done: Vec<u64> = state.borrowers.iter().filter(|(_, b)| b.is_done()).map(|(&id, _)| id).collect();
+        done.into_iter()
+            .filter_map(|id| state.borrowers.remove(&id))
+            .for_each(|borrower| self.drop_page_deferred(borrower.page));
+        state.arena.collect(|slot, value| self.memory.board.word(slot as usize).reached(value));
+    }
+
+    /// Lets a peer's page go behind the proof of this process's streams.
+    pub(super) fn drop_page_deferred(&self, page: Arc<SharedPage>) {
+        page.drop_after_streams(self.streams().clone(), self.reactor());
+    }
+}
+
+impl PoolState {
+    pub(super) fn address(&self, slot: SlotId) -> DevicePtr {
+        let slot = self.arena.slot(slot);
+        self.arena.chunks()[slot.region as usize].region.ptr() + slot.offset
+    }
+
+    fn range_of(&self, slot: SlotId) -> (usize, std::ops::Range<u64>) {
+        let slot = self.arena.slot(slot);
+        (slot.region as usize, slot.offset..slot.offset + slot.bytes())
+    }
+
+    /// A value that no word of the board has reached: words only grow.
+    fn next_fence(&mut self) -> u64 {
+        self.fences += 1;
+        self.fences
+    }
+
+    fn lend(&mut self, slot: SlotId, bytes: u64, access: Access) -> u64 {
+        let known =
+            self.lent_blocks.iter().find(|(_, lend)| (lend.slot, lend.access) == (slot, access)).map(|(&id, _)| id);
+        known.unwrap_or_else(|| {
+            let id = self.next_lend;
+            self.next_lend += 1;
+            self.lent_blocks.insert(id, LentBlock { slot, bytes, access });
+            id
+        })
+    }
+
+    /// Another user has a block, too: what it leaves there is for neither the next.
+    pub(super) fn set_several_writers(&mut self, slot: SlotId) {
+        let (region, range) = self.range_of(slot);
+        self.last_writers[region].set(range, LastWriter::Several);
+    }
+}
+
+pub(super) fn check_bytes(bytes: u64) -> Result<()> {
+    if bytes == 0 { Err(Error::argument("bytes", bytes, "at least 1")) } else { Ok(()) }
+}

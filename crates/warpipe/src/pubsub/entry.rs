@@ -1,0 +1,260 @@
+//! What an entry says of its sample: packed by the sender, copied once and checked by the receiver.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use crate::error::{Error, Result};
+use crate::shm::segment::{Entry, META_BYTES_MAX};
+use crate::tensor::{DType, Layout, RANK_MAX};
+
+/// User metadata of at most [`META_BYTES_MAX`] bytes. Not in place: most samples have none, and a sample that is
+/// moved from hand to hand would carry the room for it along each time.
+#[derive(Clone, Default)]
+pub(crate) struct Metadata(Option<Arc<[u8]>>);
+
+impl Metadata {
+    pub(crate) const EMPTY: Metadata = Metadata(None);
+
+    pub(crate) fn new(bytes: &[u8]) -> Result<Metadata> {
+        if bytes.len() > META_BYTES_MAX {
+            return Err(Error::argument("metadata", format!("{} bytes", bytes.len()), "at most 256 bytes"));
+        }
+        Ok(Metadata((!bytes.is_empty()).then(|| bytes.into())))
+    }
+
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        self.0.as_deref().unwrap_or_default()
+    }
+}
+
+impl std::fmt::Debug for Metadata {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes", self.as_bytes().len())
+    }
+}
+
+/// A sample's description.
+#[derive(Debug, Clone)]
+pub(crate) struct Description {
+    pub(crate) sequence: u64,
+    pub(crate) sent_ns: u64,
+    pub(crate) region: u32,
+    /// Where the slot begins in its region, in bytes.
+    pub(crate) slot: u64,
+    pub(crate) layout: Layout,
+    pub(crate) metadata: Metadata,
+    /// Of a sample of the history, which was sent before this link was there.
+    pub(crate) completion: Option<Completion>,
+}
+
+/// A word of the publisher that was signalled with the sample when it was sent: what it says counts if the publisher is
+/// killed before it has told this link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Completion {
+    /// Which of the publisher's published words.
+    pub(crate) word: u32,
+    /// What it reaches.
+    pub(crate) value: u64,
+}
+
+// The words, counted from byte 32 of the entry. Words 0 to 3 share a cache line with the state word.
+const PACKED: usize = 0;
+const SLOT: usize = 1;
+const SLOT_BYTES: usize = 2;
+const SENT: usize = 3;
+const OFFSET: usize = 4;
+const SHAPE: usize = 5;
+const STRIDES: usize = SHAPE + RANK_MAX;
+const META: usize = STRIDES + RANK_MAX;
+const META_WORDS: usize = META_BYTES_MAX / 8;
+const COMPLETION: usize = META + META_WORDS;
+const _: () = assert!(COMPLETION == 53 && COMPLETION + 2 <= 58);
+
+/// The strides follow from the shape and are not written.
+const CONTIGUOUS: u64 = 1;
+/// The words from [`COMPLETION`] on are written.
+const COMPLETED: u64 = 2;
+
+/// Word 0: region (32 bits), metadata length (9), type code (6), type bits / 8 (5), rank (4), flags (8).
+fn pack(region: u32, meta: u16, dtype: DType, rank: usize, flags: u64) -> u64 {
+    u64::from(region)
+        | u64::from(meta) << 32
+        | u64::from(dtype.code()) << 41
+        | u64::from(dtype.bits() / 8) << 47
+        | (rank as u64) << 52
+        | flags << 56
+}
+
+impl Description {
+    /// Writes the description. The entry is the sender's: nobody reads it before its state word is published.
+    #[inline]
+    pub(crate) fn write(&self, entry: &Entry) {
+        let layout = &self.layout;
+        let put = |index: usize, value: u64| entry.words[index].store(value, Relaxed);
+        let plain = layout.is_contiguous() && layout.elements() != 0;
+        let rank = layout.shape().len();
+        let flags = if plain { CONTIGUOUS } else { 0 } | if self.completion.is_some() { COMPLETED } else { 0 };
+        entry.sequence.store(self.sequence, Relaxed);
+        put(PACKED, pack(self.region, self.metadata.as_bytes().len() as u16, layout.dtype(), rank, flags));
+        put(SLOT, self.slot);
+        put(SLOT_BYTES, layout.bytes());
+        put(SENT, self.sent_ns);
+        put(OFFSET, layout.offset());
+        for (index, &length) in layout.shape().iter().enumerate() {
+            put(SHAPE + index, length);
+        }
+        if !plain {
+            for (index, &stride) in layout.strides().iter().enumerate() {
+                put(STRIDES + index, stride as u64);
+            }
+        }
+        for (index, chunk) in self.metadata.as_bytes().chunks(8).enumerate() {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            put(META + index, u64::from_le_bytes(word));
+        }
+        if let Some(Completion { word, value }) = self.completion {
+            put(COMPLETION, word.into());
+            put(COMPLETION + 1, value);
+        }
+    }
+}
+
+/// A copy of what a peer wrote. It proves nothing yet: [`UntrustedEntry::check`] makes a [`Description`] of it.
+///
+/// The receiver keeps one and reads each entry into it, so that only what has been checked is moved.
+#[derive(Debug, Default)]
+pub(crate) struct UntrustedEntry {
+    sequence: u64,
+    packed: u64,
+    slot: u64,
+    slot_bytes: u64,
+    sent_ns: u64,
+    offset: u64,
+    shape: [u64; RANK_MAX],
+    strides: [i64; RANK_MAX],
+    metadata: Metadata,
+    completion: [u64; 2],
+}
+
+/// What a field was, and what it may be.
+#[derive(Debug)]
+pub(crate) struct Violation {
+    pub(crate) field: &'static str,
+    pub(crate) found: String,
+    pub(crate) allowed: String,
+}
+
+fn violation(field: &'static str, found: impl ToString, allowed: impl ToString) -> Violation {
+    Violation { field, found: found.to_string(), allowed: allowed.to_string() }
+}
+
+impl UntrustedEntry {
+    /// Copies the entry, every word once. Lengths are clamped here and judged in `check`; what lies past them is
+    /// left over from the last copy, and not looked at.
+    #[inline]
+    pub(crate) fn copy(&mut self, entry: &Entry) {
+        let get = |index: usize| entry.words[index].load(Relaxed);
+        self.sequence = entry.sequence.load(Relaxed);
+        self.packed = get(PACKED);
+        self.slot = get(SLOT);
+        self.slot_bytes = get(SLOT_BYTES);
+        self.sent_ns = get(SENT);
+        self.offset = get(OFFSET);
+        for index in 0..self.rank().min(RANK_MAX) {
+            self.shape[index] = get(SHAPE + index);
+            if !self.is_contiguous() {
+                self.strides[index] = get(STRIDES + index) as i64;
+            }
+        }
+        self.metadata = Metadata::EMPTY;
+        let length = self.meta_length().min(META_BYTES_MAX);
+        if length > 0 {
+            let mut bytes = [0; META_BYTES_MAX];
+            for (index, chunk) in bytes.chunks_mut(8).take(length.div_ceil(8)).enumerate() {
+                chunk.copy_from_slice(&get(META + index).to_le_bytes());
+            }
+            self.metadata = Metadata(Some(bytes[..length].into()));
+        }
+        if self.has_completion() {
+            self.completion = [get(COMPLETION), get(COMPLETION + 1)];
+        }
+    }
+
+    pub(crate) fn region(&self) -> u32 {
+        self.packed as u32
+    }
+
+    fn meta_length(&self) -> usize {
+        (self.packed >> 32 & 0x1ff) as usize
+    }
+
+    fn rank(&self) -> usize {
+        (self.packed >> 52 & 0xf) as usize
+    }
+
+    fn is_contiguous(&self) -> bool {
+        self.packed >> 56 & CONTIGUOUS != 0
+    }
+
+    fn has_completion(&self) -> bool {
+        self.packed >> 56 & COMPLETED != 0
+    }
+
+    /// Judges the copy against a region of `region_bytes` bytes.
+    pub(crate) fn check(&self, region_bytes: u64) -> Result<Box<Description>, Violation> {
+        let (code, bits) = ((self.packed >> 41 & 0x3f) as u8, (self.packed >> 47 & 0x1f) as u8 * 8);
+        let dtype = DType::from_dlpack(code, bits)
+            .ok_or_else(|| violation("dtype", format!("code {code}, {bits} bits"), "a DLPack type"))?;
+        let rank = self.rank();
+        if rank > RANK_MAX {
+            return Err(violation("rank", rank, format!("0 to {RANK_MAX}")));
+        }
+        if self.meta_length() > META_BYTES_MAX {
+            return Err(violation("metadata length", self.meta_length(), "0 to 256"));
+        }
+        if self.packed >> 58 != 0 {
+            return Err(violation("flags", format!("{:#x}", self.packed >> 56), "0 to 3"));
+        }
+        let [word, value] = self.completion;
+        let completion = self.has_completion().then(|| u32::try_from(word).map(|word| Completion { word, value }));
+        let completion = completion.transpose().map_err(|_| violation("completion", word, "32 bits"))?;
+        let layout = self.layout(dtype, rank)?;
+        if layout.bytes() != self.slot_bytes {
+            return Err(violation(
+                "slot length",
+                self.slot_bytes,
+                format!("{}, which the layout needs", layout.bytes()),
+            ));
+        }
+        let fits = self.slot.checked_add(self.slot_bytes).is_some_and(|end| end <= region_bytes);
+        if !fits {
+            let found = format!("{} + {} bytes", self.slot, self.slot_bytes);
+            return Err(violation("slot", found, format!("inside the region's {region_bytes} bytes")));
+        }
+        // On the heap: a sample goes through many hands, and its 200 bytes would be copied from each to the next.
+        Ok(Box::new(Description {
+            sequence: self.sequence,
+            sent_ns: self.sent_ns,
+            region: self.region(),
+            slot: self.slot,
+            layout,
+            metadata: self.metadata.clone(),
+            completion,
+        }))
+    }
+
+    #[inline]
+    fn layout(&self, dtype: DType, rank: usize) -> Result<Layout, Violation> {
+        let shape = &self.shape[..rank];
+        let layout = if self.is_contiguous() && self.offset == 0 {
+            Layout::contiguous(dtype, shape)
+        } else if self.is_contiguous() {
+            Layout::contiguous(dtype, shape)
+                .and_then(|plain| Layout::strided(dtype, shape, plain.strides(), self.offset))
+        } else {
+            Layout::strided(dtype, shape, &self.strides[..rank], self.offset)
+        };
+        layout.map_err(|error| violation("layout", error, "a layout inside its slot"))
+    }
+}

@@ -1,0 +1,33 @@
+//! Streams of tensors: a [`Publisher`] and its [`Subscriber`]s.
+//!
+//! A publisher [loans](Publisher::loan) a slot of its own device memory, the user's kernels fill it on the user's
+//! stream, and [`SampleMut::send`] hands it to every subscriber. A subscriber [receives](Subscriber::receive) it on
+//! a stream of its own, which waits on the device until the data is complete; dropping the [`Sample`] gives the
+//! slot back behind the stream's work. Nothing is copied, and no CPU waits for a device.
+//!
+//! A publisher and each subscriber share a *link*, and no third process does: one socket for the handshake, news and the descriptors of memory; one sealed memfd, the *link segment*, in
+//! which samples are announced; one wake channel. The formats are drawn byte by byte in `docs/design/link.md`,
+//! what each death leaves behind in `docs/design/recovery.md`.
+
+pub(crate) mod entry;
+mod publisher;
+mod publisher_core;
+mod publisher_link;
+pub(crate) mod ring;
+mod sample;
+mod subscriber;
+mod subscriber_link;
+mod unicast;
+
+pub use publisher::{
+    Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SlotHold, SlotReturn, SubscriberInfo,
+};
+pub use sample::{Discontinuity, Receipt, Sample};
+pub(crate) use subscriber::{CompletionWait, RawSample};
+pub use subscriber::{Samples, Subscriber, SubscriberBuilder};
+pub(crate) use unicast::{Disconnects, LinkedSubscriber, RetainedSlot, SubscriberChanges};
+
+use std::time::Duration;
+
+/// How long a handshake may take.
+pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);

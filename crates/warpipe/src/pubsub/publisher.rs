@@ -1,0 +1,420 @@
+//! The publisher as users hold it: builder and handle.
+
+mod loan;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use self::loan::check_length;
+pub use self::loan::{SampleMut, SendError, SlotHold, SlotReturn};
+use super::publisher_core::{PublisherCore, SendFailure, SubscriberChanges};
+use crate::backend::DevicePtr;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::ipc::Kind;
+use crate::ipc::PeerState;
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::limits::PeerLimits;
+use crate::ipc::peer::{Peer, is_admitted};
+use crate::memory::arena::check_limit;
+use crate::pubsub::entry::Metadata;
+use crate::shm::segment::DEPTH_MAX;
+use crate::stream::Stream;
+use crate::tensor::Layout;
+
+/// What happens when a subscriber's ring is full. Declared by the publisher, for each subscriber.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Policy {
+    /// `send` waits for it, then fails with [`Error::Timeout`] and nobody gets the sample.
+    Block {
+        /// How long.
+        timeout: Duration,
+    },
+    /// It loses the oldest sample that it has not received yet; what it holds stays.
+    DropOldest,
+    /// It does not get this sample.
+    DropNewest,
+    /// `send` fails at once with [`Error::Full`] and nobody gets the sample.
+    Fail,
+}
+
+impl Policy {
+    /// Whether a subscriber under this policy sees every sample.
+    pub(crate) fn is_lossless(self) -> bool {
+        matches!(self, Policy::Block { .. } | Policy::Fail)
+    }
+}
+
+/// A subscriber that asks to attach: what its publisher's policy can depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Applicant {
+    /// Its process id.
+    pub pid: i32,
+    /// Its effective user id.
+    pub uid: u32,
+    /// Its effective group id.
+    pub gid: u32,
+}
+
+type PolicyOf = Arc<dyn Fn(&Applicant) -> Policy + Send + Sync>;
+
+/// What a publisher is made with. See [`Publisher::builder`].
+#[derive(Clone)]
+pub struct PublisherBuilder {
+    name: String,
+    pub(super) kind: Kind,
+    domain: Option<Domain>,
+    device: Option<Device>,
+    policy: Policy,
+    policy_of: Option<PolicyOf>,
+    uids: Vec<u32>,
+    gids: Vec<u32>,
+    pub(super) depth: u32,
+    pub(super) history: u32,
+    pub(super) memory_limit: u64,
+    pub(super) loan_timeout: Duration,
+    pub(super) evict_after: Option<Duration>,
+    pub(super) limits: PeerLimits,
+    pub(super) handshake_timeout: Duration,
+    /// Told who comes and goes; what is sent is kept so that it can be forwarded.
+    pub(super) observer: Option<Arc<SubscriberChanges>>,
+}
+
+impl PublisherBuilder {
+    fn new(name: &str) -> PublisherBuilder {
+        PublisherBuilder {
+            name: name.to_string(),
+            kind: Kind::Publisher,
+            domain: None,
+            device: None,
+            policy: Policy::Block { timeout: Duration::from_secs(5) },
+            policy_of: None,
+            uids: Vec::new(),
+            gids: Vec::new(),
+            depth: 16,
+            history: 0,
+            memory_limit: 4 << 30,
+            loan_timeout: Duration::from_secs(5),
+            evict_after: None,
+            limits: PeerLimits::default(),
+            handshake_timeout: super::HANDSHAKE_TIMEOUT,
+            observer: None,
+        }
+    }
+
+    /// The domain to publish in; the environment's by default.
+    pub fn domain(mut self, domain: &Domain) -> Self {
+        self.domain = Some(domain.clone());
+        self
+    }
+
+    /// The device whose memory the samples lie in; [`Device::preferred`] by default.
+    pub fn device(mut self, device: &Device) -> Self {
+        self.device = Some(device.clone());
+        self
+    }
+
+    /// How many samples each subscriber may have been given and not released: 1 to 4096, 16 by default.
+    pub fn depth(mut self, samples: u32) -> Self {
+        self.depth = samples;
+        self
+    }
+
+    /// What happens when a subscriber's ring is full: [`Policy::Block`] for 5 s by default.
+    pub fn policy(mut self, policy: Policy) -> Self {
+        self.policy = policy;
+        self
+    }
+
+    /// A policy for each subscriber, by who it is.
+    pub fn policy_of(mut self, choose: impl Fn(&Applicant) -> Policy + Send + Sync + 'static) -> Self {
+        self.policy_of = Some(Arc::new(choose));
+        self
+    }
+
+    /// How many of the last samples a late subscriber gets first: 0 by default, at most the depth.
+    pub fn history(mut self, samples: u32) -> Self {
+        self.history = samples;
+        self
+    }
+
+    /// The most device memory that the samples may take, in bytes: 4 GiB by default. It is taken as needed, in
+    /// regions that double. What stopped or leaving subscribers hold may come on top, at most as much again.
+    pub fn memory_limit(mut self, bytes: u64) -> Self {
+        self.memory_limit = bytes;
+        self
+    }
+
+    /// How long [`Publisher::loan`] waits for memory that is in use: 5 s by default.
+    pub fn loan_timeout(mut self, timeout: Duration) -> Self {
+        self.loan_timeout = timeout;
+        self
+    }
+
+    /// Close the link of a subscriber that has given no sign of life for this long; never by default. What it
+    /// holds stays untouched until it releases it or dies. Counted in steps of 200 ms in which this process runs itself; at least 500 ms.
+    pub fn evict_after(mut self, silence: Option<Duration>) -> Self {
+        self.evict_after = silence;
+        self
+    }
+
+    /// The most subscribers at once: 256 by default. Counted from a subscriber's greeting until it has left and released
+    /// all it had, or is proven dead. Beyond it a newcomer gets [`HandshakeFault::Full`](crate::HandshakeFault::Full).
+    pub fn subscribers_max(mut self, subscribers: u32) -> Self {
+        self.limits.all = subscribers;
+        self
+    }
+
+    /// The most subscribers of each user other than the own one: 128 by default.
+    pub fn subscribers_per_user_max(mut self, subscribers: u32) -> Self {
+        self.limits.user = subscribers;
+        self
+    }
+
+    /// The most subscribers in each other process: 64 by default.
+    pub fn subscribers_per_process_max(mut self, subscribers: u32) -> Self {
+        self.limits.process = subscribers;
+        self
+    }
+
+    /// How long a subscriber may take to attach before its connection is closed: 5 s by default.
+    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
+        self.handshake_timeout = timeout;
+        self
+    }
+
+    /// What this endpoint is to those who open it.
+    pub(crate) fn kind(mut self, kind: Kind) -> Self {
+        self.kind = kind;
+        self
+    }
+
+    /// For a face that chooses who gets what: `observer` is told who comes and goes.
+    pub(crate) fn observed_by(mut self, observer: &Arc<SubscriberChanges>) -> Self {
+        self.observer = Some(observer.clone());
+        self
+    }
+
+    /// Admit these users beside the own one. The domain directory must let them in, too.
+    pub fn allow_uids(mut self, uids: &[u32]) -> Self {
+        self.uids.extend(uids);
+        self
+    }
+
+    /// Admit processes whose effective group is one of these.
+    pub fn allow_gids(mut self, gids: &[u32]) -> Self {
+        self.gids.extend(gids);
+        self
+    }
+
+    /// Takes the name and starts to listen.
+    ///
+    /// # Errors
+    /// [`Error::Name`], [`Error::NameTaken`] (with the holder's pid), [`Error::ForeignFile`], [`Error::Domain`],
+    /// [`Error::Argument`], or what the device or the system says. Nothing is left behind.
+    pub fn build(mut self) -> Result<Publisher> {
+        self.check()?;
+        let name = EndpointName::new(&self.name)?;
+        let domain = self.domain.take().map_or_else(Domain::from_environment, Ok)?;
+        let device = self.device.take().unwrap_or_else(|| Device::preferred().device);
+        check_limit(&device, self.memory_limit)?;
+        let claim = domain.claim(&name, !(self.uids.is_empty() && self.gids.is_empty()))?;
+        let core = PublisherCore::new(self, name.to_string(), device, claim)?;
+        Ok(Publisher { core })
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.depth == 0 || self.depth > DEPTH_MAX {
+            return Err(Error::argument("depth", self.depth, format!("1 to {DEPTH_MAX}")));
+        }
+        if self.history > self.depth {
+            return Err(Error::argument("history", self.history, format!("0 to the depth, {}", self.depth)));
+        }
+        if let Some(silence) = self.evict_after.filter(|&silence| silence < Duration::from_millis(500)) {
+            return Err(Error::argument("evict_after", format!("{silence:?}"), "at least 500 ms, or none"));
+        }
+        Ok(())
+    }
+
+    pub(super) fn policy_for(&self, peer: &Peer) -> Policy {
+        let applicant = Applicant { pid: peer.pid, uid: peer.uid, gid: peer.gid };
+        self.policy_of.as_ref().map_or(self.policy, |choose| choose(&applicant))
+    }
+
+    pub(super) fn admits(&self, uid: u32, gid: u32) -> bool {
+        is_admitted((uid, gid), &self.uids, &self.gids)
+    }
+}
+
+impl fmt::Debug for PublisherBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PublisherBuilder").field("name", &self.name).field("depth", &self.depth).finish_non_exhaustive()
+    }
+}
+
+/// A subscriber, as [`Publisher::subscribers`] shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SubscriberInfo {
+    /// Its process id.
+    pub pid: i32,
+    /// Its effective user id.
+    pub uid: u32,
+    /// Alive, stalled, leaving, suspect or dead.
+    pub state: PeerState,
+    /// Since its last sign of life.
+    pub silent_for: Duration,
+    /// Samples that it was given and has not released.
+    pub in_flight: u32,
+    /// Samples that it did not get because of its policy.
+    pub dropped: u64,
+}
+
+/// Hands tensors in device memory to any number of subscribers.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpipe::{DType, Device, Domain, Layout, Publisher, Subscriber};
+/// # let folder = std::env::temp_dir().join(format!("warpipe-doc-{}", std::process::id()));
+/// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+/// let publisher = Publisher::builder("camera/front").domain(&domain).device(&device).build()?;
+/// let mut subscriber = Subscriber::builder("camera/front").domain(&domain).device(&device).build()?;
+///
+/// let stream = device.stream()?;
+/// let mut frame = publisher.loan(&Layout::contiguous(DType::U8, &[2, 3])?)?;
+/// frame.write(&stream, &[1, 2, 3, 4, 5, 6])?; // or a kernel of yours, on frame.ptr()
+/// frame.send(&stream)?;
+///
+/// let sample = subscriber.receive(&stream)?;
+/// assert_eq!(sample.to_vec(Duration::from_secs(1))?, [1, 2, 3, 4, 5, 6]);
+/// # drop((sample, subscriber, publisher)); std::fs::remove_dir_all(folder).ok();
+/// # Ok::<(), warpipe::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Publisher {
+    pub(super) core: Arc<PublisherCore>,
+}
+
+impl Publisher {
+    /// A publisher of `name`, to be built.
+    pub fn builder(name: &str) -> PublisherBuilder {
+        PublisherBuilder::new(name)
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.core.name
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Device {
+        &self.core.device
+    }
+
+    /// Lends a slot for a tensor of this layout: memory of this device that nobody reads. Its contents are
+    /// whatever was there. No allocation while a free slot fits.
+    ///
+    /// # Errors
+    /// [`Error::MemoryLimit`] when the limit is in use for longer than the loan's timeout; [`Error::DeviceMemory`];
+    /// [`Error::Forked`].
+    pub fn loan(&self, layout: &Layout) -> Result<SampleMut> {
+        let (slot, address) = self.core.take_slot(layout.bytes())?;
+        Ok(SampleMut {
+            core: self.core.clone(),
+            slot: Some(slot),
+            address,
+            layout: *layout,
+            metadata: Metadata::EMPTY,
+            behind: None,
+            earlier: Vec::new(),
+        })
+    }
+
+    /// Loans, copies `bytes` in and sends, as a one-dimensional `uint8` tensor. Returns the sequence number.
+    ///
+    /// # Errors
+    /// As [`loan`](Self::loan) and [`SampleMut::send`].
+    pub fn send_bytes(&self, stream: &Stream, bytes: &[u8]) -> Result<u64> {
+        self.send_slice(stream, &Layout::bytes_only(bytes.len() as u64)?, bytes)
+    }
+
+    /// Loans, copies the slot's whole contents from host memory and sends. Returns the sequence number.
+    ///
+    /// # Errors
+    /// As [`loan`](Self::loan), [`SampleMut::write`] and [`SampleMut::send`].
+    pub fn send_slice(&self, stream: &Stream, layout: &Layout, bytes: &[u8]) -> Result<u64> {
+        check_length(layout, bytes)?;
+        // As a loan would, but by hand: a loan carries its layout along, and nobody sees this one.
+        let (slot, address) = self.core.take_slot(layout.bytes())?;
+        let sent = self.fill(stream, address, bytes).map_err(SendFailure::BeforePublish);
+        let sent = sent.and_then(|()| self.core.send(slot, layout, &Metadata::EMPTY, stream, None));
+        sent.map_err(|unsent| match unsent {
+            SendFailure::BeforePublish(error) => {
+                // Behind the copy, which may be on its way whatever failed.
+                let device = stream.check_of(&self.core.device);
+                let behind = device.map_or(&[][..], |()| std::slice::from_ref(stream));
+                let _ = self.core.return_slot(slot, behind);
+                error
+            }
+            SendFailure::AfterPublish(error) => error,
+        })
+    }
+
+    /// Copies `bytes` to the slot at `address`, which is taken and at least as long.
+    fn fill(&self, stream: &Stream, address: DevicePtr, bytes: &[u8]) -> Result<()> {
+        stream.check_of(&self.core.device)?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the stream is live; the slot is the caller's alone and as long as the layout, which was compared with
+        // `bytes`, and stays so until the stream has passed this copy: `send` gives it on behind the stream's work.
+        unsafe { stream.upload(address, bytes) }
+    }
+
+    /// Loans, copies from another device pointer on `stream` and sends. Returns the sequence number.
+    ///
+    /// # Errors
+    /// As [`loan`](Self::loan) and [`SampleMut::send`].
+    ///
+    /// # Safety
+    /// `source` is readable by the device for `layout.bytes()` bytes until the stream has done the copy.
+    pub unsafe fn send_device(&self, stream: &Stream, layout: &Layout, source: DevicePtr) -> Result<u64> {
+        stream.check_usable(&self.core.device)?;
+        let mut sample = self.loan(layout)?;
+        sample.stay_behind(stream);
+        if layout.bytes() > 0 {
+            // SAFETY: the slot is this loan's alone and as long as the layout; the source is the caller's promise.
+            unsafe { stream.copy(sample.slot_ptr(), source, layout.bytes())? };
+        }
+        Ok(sample.send(stream)?)
+    }
+
+    /// Who is subscribed, and how each of them fares.
+    pub fn subscribers(&self) -> Vec<SubscriberInfo> {
+        self.core.subscribers()
+    }
+
+    /// Waits until `count` subscribers are attached.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`].
+    pub fn wait_for_subscribers(&self, count: usize, timeout: Duration) -> Result<()> {
+        self.core.wait_for_subscribers(count, timeout)
+    }
+
+    /// Device memory taken so far and its limit, in bytes.
+    pub fn memory_in_use(&self) -> (u64, u64) {
+        self.core.memory_in_use()
+    }
+}
+
+impl Drop for Publisher {
+    fn drop(&mut self) {
+        if self.core.owner_process.is_current() {
+            self.core.close();
+        } else {
+            // A forked child: the parent's link is not ours to close.
+            std::mem::forget(self.core.clone());
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! A slot on loan: from the publisher's hand to its subscribers, or back.
+
+use std::fmt;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use crate::backend::DevicePtr;
+use crate::error::{Error, Result};
+use crate::fork::OwnerProcess;
+use crate::memory::arena::SlotId;
+use crate::memory::region::Region;
+use crate::pubsub::entry::Metadata;
+use crate::pubsub::publisher_core::{PublisherCore, SendFailure};
+use crate::runtime::fence::StreamSet;
+use crate::runtime::reactor::Reactor;
+use crate::stream::Stream;
+use crate::tensor::Layout;
+
+/// A slot on loan. Fill it on a stream, then [`send`](Self::send) it on that stream.
+///
+/// Dropped without being sent, it returns at once: if kernels may still be writing it, [`discard`](Self::discard)
+/// it on their stream instead. After [`write`](Self::write), or when it could not be sent, it returns once the work
+/// enqueued on those streams is done.
+#[must_use = "a loan that is not sent goes back"]
+pub struct SampleMut {
+    pub(in crate::pubsub) core: Arc<PublisherCore>,
+    /// `None` once it is sent or discarded.
+    pub(in crate::pubsub) slot: Option<SlotId>,
+    pub(super) address: DevicePtr,
+    pub(in crate::pubsub) layout: Layout,
+    pub(in crate::pubsub) metadata: Metadata,
+    /// The stream that was given work on it last. Dropped, it returns behind that, and behind those before.
+    pub(super) behind: Option<Stream>,
+    /// Further streams that were given work on it: mostly none.
+    pub(super) earlier: Vec<Stream>,
+}
+
+impl SampleMut {
+    /// The device address of the element with all indices 0.
+    pub fn ptr(&self) -> DevicePtr {
+        self.address + self.layout.offset()
+    }
+
+    /// The device address of the slot's first byte; it is `layout().bytes()` long.
+    pub fn slot_ptr(&self) -> DevicePtr {
+        self.address
+    }
+
+    /// The tensor's layout.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// A hold on the memory behind this slot: it stays mapped in this process while the hold lives, also when the
+    /// sample is sent and the publisher is gone. It gives no right to write: that ends with the loan.
+    pub fn hold(&self) -> SlotHold {
+        self.core.hold(self.slot.expect("a loan has its slot until it is consumed"))
+    }
+
+    /// Tells, at any time later, whether the slot is free again: nobody is going to read it, and the streams of all who
+    /// did are past it. For who sends a name of other memory, which must stay as long.
+    ///
+    /// ```
+    /// # use warpipe::{Device, Domain, Publisher};
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-returned-{}", std::process::id()));
+    /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+    /// let publisher = Publisher::builder("a").domain(&domain).device(&device).build()?;
+    /// let loan = publisher.loan(&warpipe::Layout::bytes_only(8)?)?;
+    /// let returned = loan.returned();
+    /// assert!(!returned.is_back()?);
+    /// drop(loan);
+    /// assert!(returned.is_back()?);
+    /// # drop(publisher); std::fs::remove_dir_all(folder).ok();
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
+    pub fn returned(&self) -> SlotReturn {
+        self.core.watch_slot(self.slot.expect("a loan has its slot until it is consumed"))
+    }
+
+    /// Sets up to 256 bytes that travel with the sample.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for more.
+    pub fn set_metadata(&mut self, bytes: &[u8]) -> Result<()> {
+        self.metadata = Metadata::new(bytes)?;
+        Ok(())
+    }
+
+    /// Copies the slot's whole contents from host memory, in the stream's order. `bytes` may be reused at once.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] unless there are exactly `layout().bytes()` bytes and the stream is one of the publisher's
+    /// device; [`Error::Timeout`] when too much is on its way behind streams that stand still;
+    /// [`Error::Driver`].
+    pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
+        check_length(&self.layout, bytes)?;
+        self.core.owner_process.check()?;
+        stream.check_of(&self.core.device)?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.stay_behind(stream);
+        // SAFETY: the stream is live; the slot is this loan's alone and as long as the layout, and stays so until
+        // the stream has passed this copy (`send` and `discard` say when).
+        unsafe { stream.upload(self.address, bytes) }
+    }
+
+    /// Hands the tensor to every subscriber, behind the work enqueued on `stream` so far
+    /// (`cuStreamBatchMemOp`), and behind what [`write`](Self::write) enqueued on others. Returns its sequence number,
+    /// from 1. Does not wait for the device.
+    ///
+    /// # Errors
+    /// Gives the loan back inside the error, and nobody has got the sample: [`Error::Timeout`] or [`Error::Full`]
+    /// by the subscribers' [`Policy`](crate::Policy), [`Error::Argument`] for a stream of another device than the publisher's,
+    /// [`Error::Forked`]. When the driver itself fails ([`Error::Driver`]) there is
+    /// no loan to give back: subscribers are told that the sample is lost. While another thread's send of the same
+    /// publisher is held up by the driver (its stream's launch queue is full), `Timeout` after 10 s.
+    pub fn send(self, stream: &Stream) -> Result<u64, SendError> {
+        self.send_within(stream, None)
+    }
+
+    /// [`send`](Self::send) with another wait for room, and for another thread's send: `timeout` takes the place of that
+    /// of [`Policy::Block`](crate::Policy::Block), and of the 10 s.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    pub fn send_timeout(self, stream: &Stream, timeout: Duration) -> Result<u64, SendError> {
+        self.send_within(stream, Some(timeout))
+    }
+
+    #[inline]
+    fn send_within(mut self, stream: &Stream, limit: Option<Duration>) -> Result<u64, SendError> {
+        let gathered = self.gather(stream);
+        let slot = self.slot.take().expect("a loan has its slot until it is consumed");
+        let sent = gathered.and_then(|()| self.core.send(slot, &self.layout, &self.metadata, stream, limit));
+        sent.map_err(|unsent| self.unsent(slot, unsent, stream))
+    }
+
+    /// Puts `stream` behind the other streams that were given work on the loan.
+    #[inline]
+    pub(in crate::pubsub) fn gather(&self, stream: &Stream) -> Result<(), SendFailure> {
+        stream.check_of(&self.core.device).map_err(SendFailure::BeforePublish)?;
+        let others = self.behind.iter().chain(&self.earlier).filter(|other| !other.is_same(stream));
+        others.into_iter().try_for_each(|other| stream.wait_for(other)).map_err(SendFailure::BeforePublish)
+    }
+
+    /// Dropped from here on, it returns behind the work on `stream`, which may be writing it: who gives a loan and a
+    /// stream to a call that fails has no other chance to say so.
+    pub(crate) fn stay_behind(&mut self, stream: &Stream) {
+        let is_known = |known: &Stream| known.is_same(stream);
+        if self.behind.as_ref().is_some_and(is_known) || stream.check_of(&self.core.device).is_err() {
+            return;
+        }
+        self.core.record_use(stream);
+        self.earlier.retain(|known| !is_known(known));
+        self.earlier.extend(self.behind.replace(stream.clone()));
+    }
+
+    pub(in crate::pubsub) fn unsent(mut self, slot: SlotId, unsent: SendFailure, stream: &Stream) -> SendError {
+        match unsent {
+            SendFailure::BeforePublish(error) => {
+                self.slot = Some(slot);
+                self.stay_behind(stream);
+                SendError { error, sample: Some(Box::new(self)) }
+            }
+            SendFailure::AfterPublish(error) => SendError { error, sample: None },
+        }
+    }
+
+    /// Gives the slot back unsent, once the work enqueued on `stream` so far is done.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]: the slot is back as soon as the stream is known to have done that work.
+    /// [`Error::Argument`] for a stream of another device: the slot is back as if the loan were dropped.
+    pub fn discard(mut self, stream: &Stream) -> Result<()> {
+        self.core.owner_process.check()?;
+        let foreign = stream.check_of(&self.core.device);
+        self.stay_behind(stream);
+        self.give_back().and(foreign)
+    }
+
+    fn give_back(&mut self) -> Result<()> {
+        let Some(slot) = self.slot.take() else { return Ok(()) };
+        self.earlier.extend(self.behind.take());
+        self.core.return_slot(slot, &self.earlier)
+    }
+}
+
+/// Tells when a slot is free again. See [`SampleMut::returned`].
+#[derive(Debug, Clone)]
+pub struct SlotReturn {
+    pub(in crate::pubsub) core: Weak<PublisherCore>,
+    pub(in crate::pubsub) owner_process: OwnerProcess,
+    pub(in crate::pubsub) slot: SlotId,
+    pub(in crate::pubsub) serial: u64,
+}
+
+impl SlotReturn {
+    /// Whether it is. Looks, and does not wait.
+    ///
+    /// # Errors
+    /// [`Error::PublisherGone`] when the publisher was dropped before: nobody is left to know. [`Error::Forked`].
+    pub fn is_back(&self) -> Result<bool> {
+        self.owner_process.check()?;
+        let pid = std::process::id() as i32;
+        let core = self.core.upgrade();
+        let core = core.ok_or_else(|| Error::PublisherGone { name: String::new(), pid, graceful: true })?;
+        Ok(core.is_back(self.slot, self.serial))
+    }
+}
+
+/// Keeps the memory of a loan mapped in this process. See [`SampleMut::hold`].
+pub struct SlotHold {
+    /// `None` only while dropping.
+    pub(in crate::pubsub) region: Option<Arc<Region>>,
+    pub(in crate::pubsub) streams: Arc<StreamSet>,
+    pub(in crate::pubsub) reactor: Arc<Reactor>,
+    pub(in crate::pubsub) owner_process: OwnerProcess,
+}
+
+impl fmt::Debug for SlotHold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlotHold").field("region", &self.region).finish_non_exhaustive()
+    }
+}
+
+impl Drop for SlotHold {
+    fn drop(&mut self) {
+        let Some(region) = self.region.take() else { return };
+        if !self.owner_process.is_current() {
+            // A forked child: the parent's mapping is not ours to give up.
+            return std::mem::forget(region);
+        }
+        if Arc::strong_count(&region) > 1 {
+            return;
+        }
+        // The publisher has gone and this is the last hold: as there, our own streams first have to be past it.
+        let (streams, mut fence) = (self.streams.clone(), None);
+        self.reactor.drop_after(move || {
+            let _held = &region;
+            fence.get_or_insert_with(|| streams.fence()).is_reached()
+        });
+    }
+}
+
+impl Drop for SampleMut {
+    fn drop(&mut self) {
+        if self.core.owner_process.is_current() {
+            // Without a fence it comes back all the same, later.
+            let _ = self.give_back();
+        }
+    }
+}
+
+impl fmt::Debug for SampleMut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SampleMut").field("layout", &self.layout).field("publisher", &self.core.name).finish()
+    }
+}
+
+pub(super) fn check_length(layout: &Layout, bytes: &[u8]) -> Result<()> {
+    if bytes.len() as u64 == layout.bytes() {
+        return Ok(());
+    }
+    let allowed = format!("exactly {}", layout.bytes());
+    Err(Error::argument("bytes", format!("{} bytes", bytes.len()), allowed))
+}
+
+/// A send that did not happen, and the loan, to try again with.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct SendError {
+    /// Why.
+    #[source]
+    pub error: Error,
+    /// What was to be sent; `None` if the driver failed after subscribers had been told of it.
+    pub sample: Option<Box<SampleMut>>,
+}
+
+impl From<SendError> for Error {
+    fn from(failed: SendError) -> Error {
+        failed.error
+    }
+}

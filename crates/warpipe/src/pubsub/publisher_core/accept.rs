@@ -1,0 +1,386 @@
+//! What the control thread does for a publisher: it lets subscribers in, reads their sockets, sees them go and frees what
+//! they held.
+
+use super::*;
+use crate::backend::DeviceId;
+use crate::fork::CloseOnForkFd;
+use crate::ipc::limits::eviction_candidate;
+use crate::shm::segment::OpenError;
+
+impl PublisherCore {
+    /// Takes in those who connect, some at a time. Without descriptors left, connections wait in the backlog: the
+    /// listener stays readable, and only the next tick looks at it again.
+    fn accept(&self) -> Next {
+        use rustix::net::{SocketFlags, accept_with};
+        for _ in 0..ACCEPTED_AT_ONCE {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            match CloseOnForkFd::open(|| accept_with(&self.claim.listener, flags)) {
+                Ok(socket) => self.begin_handshake(Arc::new(PeerSocket::from(socket))),
+                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
+                Err(_) => {
+                    self.is_listener_paused.store(true, Ordering::Relaxed);
+                    return Next::Stop;
+                }
+            }
+        }
+        Next::Keep
+    }
+
+    pub(super) fn listen(&self) -> Result<()> {
+        let watch = self.reactor.register(self.claim.listener.as_fd(), &self.me, LISTENER)?;
+        *self.listener_registration.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+        Ok(())
+    }
+
+    fn listen_again(&self) {
+        if self.is_listener_paused.swap(false, Ordering::Relaxed) && !self.lock().closed && self.listen().is_err() {
+            self.is_listener_paused.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Looks who is there, before a byte is read, and waits for its `Hello`.
+    fn begin_handshake(&self, socket: Arc<PeerSocket>) {
+        let peer = match Peer::of(socket.as_fd(), &self.name) {
+            Ok(peer) => peer,
+            Err(error) => return refuse(&socket, false, error),
+        };
+        if let Err((denied, reason)) =
+            self.claim.listener.screen(socket.as_fd(), &peer, || self.options.admits(peer.uid, peer.gid))
+        {
+            return refuse(&socket, denied, reason);
+        }
+        let mut pending_handshakes = self.pending_handshakes.lock().unwrap_or_else(PoisonError::into_inner);
+        if pending_handshakes.len() >= HANDSHAKES_MAX {
+            // Evicts the oldest connection without a message, so idle peers cannot exhaust the limit.
+            let crowd = pending_handshakes.iter().map(|(id, handshake)| (*id, handshake.peer.uid));
+            eviction_candidate(crowd)
+                .and_then(|id| pending_handshakes.remove(&id))
+                .into_iter()
+                .for_each(|evicted| refuse(&evicted.socket, false, TOO_MANY_HANDSHAKES));
+        }
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        match self.reactor.register(socket.as_fd(), &self.me, tag(id, SOCKET)) {
+            Ok(watch) => drop(
+                pending_handshakes
+                    .insert(id, PendingHandshake { watch, clock: Uptime::default(), peer, socket, quota_permit: None }),
+            ),
+            Err(error) => refuse(&socket, false, error),
+        }
+    }
+
+    /// A pending handshake's socket is readable.
+    fn on_handshake(&self, id: u64) -> Next {
+        let mut pending_handshakes = self.pending_handshakes.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(handshake) = pending_handshakes.get(&id) else { return Next::Stop };
+        let received = message::receive(handshake.socket.as_fd(), &self.name);
+        if matches!(received, Ok(Received::Nothing)) {
+            return Next::Keep;
+        }
+        let Some(mut handshake) = pending_handshakes.remove(&id) else { return Next::Stop };
+        drop(pending_handshakes);
+        match received {
+            Ok(Received::Message(Message::Hello { device, generation, kind }, mut fds))
+                if kind == self.options.kind =>
+            {
+                crate::os::let_descriptors_in(handshake.socket.as_fd(), false);
+                let adopted = message::take_lifeline(&mut fds).and_then(|lifeline| handshake.peer.adopt(lifeline));
+                if let Err(fault) = adopted {
+                    refuse(&handshake.socket, false, fault);
+                    return Next::Stop;
+                }
+                match self.quota.take(&handshake.peer, &handshake.socket) {
+                    Ok(quota_permit) => handshake.quota_permit = Some(quota_permit),
+                    Err((limit, max)) => {
+                        let _ = message::send(handshake.socket.as_fd(), &Message::Full { limit, max }, &[]);
+                        return Next::Stop;
+                    }
+                }
+                self.attach_soon(id, handshake, device, generation);
+            }
+            Ok(Received::Message(Message::Hello { .. } | Message::OpenSession { .. }, _)) => {
+                let message = Message::OtherKind { found: self.options.kind };
+                let _ = message::send(handshake.socket.as_fd(), &message, &[]);
+            }
+            Ok(Received::Message(other, _)) => refuse(&handshake.socket, false, other.unexpected("Hello")),
+            Ok(_) => {}
+            Err(Error::Handshake { fault, .. }) => refuse(&handshake.socket, false, fault),
+            Err(error) => refuse(&handshake.socket, false, error),
+        }
+        Next::Stop
+    }
+
+    /// Leaves the making of a link to the control thread: registering memory is the driver's and may take its time.
+    fn attach_soon(&self, id: u64, handshake: PendingHandshake, device: DeviceId, generation: [u8; 16]) {
+        let core = self.this.clone();
+        let attach = move || {
+            if let Some(core) = core.upgrade() {
+                core.attach(id, handshake, device, generation);
+            }
+        };
+        self.reactor.run_on_control_thread(Box::new(attach));
+    }
+
+    /// Makes the link and sends it.
+    fn attach(&self, id: u64, handshake: PendingHandshake, device: DeviceId, generation: [u8; 16]) {
+        let own = self.device.info().id;
+        let PendingHandshake { watch, peer, socket, quota_permit, .. } = handshake;
+        drop(watch);
+        if !share_memory(own, device) {
+            let fault = HandshakeFault::Device { publisher: own.to_string(), subscriber: device.to_string() };
+            return refuse(&socket, false, fault);
+        }
+        let (policy, pid) = (self.options.policy_for(&peer), peer.pid);
+        let parts = match LinkParts::new(&self.device, self.options.depth, self.generation, peer, socket.clone()) {
+            Ok(parts) => parts.with_quota_permit(quota_permit),
+            Err(error) => return refuse(&socket, false, error),
+        };
+        let mut state = self.lock();
+        let welcome = Message::Welcome {
+            generation: self.generation,
+            device: own,
+            depth: self.options.depth,
+            access: Access::Read,
+            lossless: policy.is_lossless(),
+            regions: state.arena.chunks().len() as u32,
+        };
+        let completions = self.completions.as_ref().map(|fd| (self.fence_words.bytes(), fd.as_fd()));
+        let mut link = match parts.welcome(id, policy, &welcome, completions, state.arena.chunks()) {
+            Ok(link) if !state.closed => link,
+            Ok(link) => return self.reactor.defer_drop(Box::new(link)),
+            Err((remains, error)) => {
+                drop(state);
+                let context = format!("the link to process {pid}");
+                refuse(&socket, false, Error::os("sendmsg", context, error));
+                return self.reactor.defer_drop(remains);
+            }
+        };
+        let watch = |fd, kind| self.reactor.register(fd, &self.me, tag(id, kind));
+        let sign = |sign, kind| link.peer.watch(sign, &self.me, tag(id, kind));
+        if let (Ok(socket), Ok(suspect), Ok(proven)) =
+            (watch(link.socket(), SOCKET), sign(DeathEvidence::Suspect, SUSPECT), sign(DeathEvidence::Proven, PROVEN))
+        {
+            link.registrations.extend([socket, suspect, proven]);
+            link.generation = generation;
+            state.links.push(link);
+        } else {
+            self.reactor.defer_drop(Box::new(link));
+        }
+    }
+
+    /// A link's socket speaks.
+    fn on_socket<'a>(&'a self, mut state: MutexGuard<'a, PublisherState>, id: u64) -> Next {
+        for _ in 0..MESSAGES_AT_ONCE {
+            let Some(link) = state.find(id) else { return Next::Stop };
+            match message::receive(link.socket(), &self.name) {
+                Ok(Received::Nothing) => return Next::Keep,
+                Ok(Received::Message(Message::Attached, _)) if link.phase == LinkPhase::Attaching => {
+                    let Some((segment, fd)) = link.take_segment() else { return Next::Stop };
+                    // Without the lock, which every sender takes: the driver may need a moment.
+                    drop(state);
+                    let registered = segment.register(fd.as_fd());
+                    drop(segment);
+                    state = self.go_live(self.lock(), id, registered);
+                }
+                Ok(Received::Message(Message::Close(_), _)) => {
+                    link.leave(None);
+                    self.ring();
+                }
+                Ok(Received::End) => {
+                    self.on_end(&mut state, id);
+                    return Next::Stop;
+                }
+                Ok(Received::Message(other, _)) => {
+                    let fault = other.unexpected("Attached or Bye").to_string();
+                    link.leave(Some(CloseReason::Failed(message::text(fault))));
+                    return Next::Stop;
+                }
+                Err(error) => {
+                    link.leave(Some(CloseReason::Failed(message::text(error))));
+                    return Next::Stop;
+                }
+            }
+        }
+        Next::Keep
+    }
+
+    /// Gives a link samples from here on, if its segment could be registered; those of the history first.
+    fn go_live<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, PublisherState>,
+        id: u64,
+        registered: Result<(), OpenError>,
+    ) -> MutexGuard<'a, PublisherState> {
+        let Some(link) = state.find(id).filter(|link| link.phase == LinkPhase::Attaching) else { return state };
+        match registered {
+            Ok(()) if message::send(link.socket(), &Message::Attached, &[]).is_err() => link.leave(None),
+            Ok(()) if self.options.history == 0 => link.phase = LinkPhase::Live,
+            Ok(()) => {
+                link.phase = LinkPhase::Joining;
+                state.joiners.push_back(id);
+                // Whoever sends just now lets it in when that is done.
+                if !state.is_sending {
+                    self.replay(&mut state);
+                }
+            }
+            Err(OpenError::Fault(fault)) => link.refuse(fault),
+            Err(OpenError::Local(error)) => link.refuse(error),
+        }
+        self.ring();
+        state
+    }
+
+    /// It does no more, whenever its socket comes to its end: what it said before is in there.
+    fn on_suspect(&self, id: u64) -> Next {
+        let _ = (0..FINAL_READS_MAX).all(|_| self.on_socket(self.lock(), id) == Next::Keep);
+        self.on_end(&mut self.lock(), id);
+        Next::Stop
+    }
+
+    /// The socket has closed: a leaver is done with it, anybody else is suspect from now on.
+    fn on_end(&self, state: &mut PublisherState, id: u64) {
+        if let Some(link) = state.find(id)
+            && matches!(link.phase, LinkPhase::Attaching | LinkPhase::Joining | LinkPhase::Live)
+        {
+            link.leave(None);
+            link.phase = LinkPhase::Suspect;
+        }
+        self.reap_links(state);
+        self.ring();
+    }
+
+    /// Proven dead: nothing of that process can touch memory any more, so all that it held is free as soon as
+    /// this process's own streams are done with it.
+    fn on_death(&self, state: &mut PublisherState, id: u64) -> Next {
+        if let Some(link) = state.find(id) {
+            link.ring.receiver_is_dead();
+            link.leave(None);
+            self.free_soon(id);
+            self.reap_links(state);
+            self.ring();
+        }
+        Next::Stop
+    }
+
+    /// Forgets the leavers that have released everything.
+    fn reap_links(&self, state: &mut PublisherState) {
+        self.reclaim(state, true);
+        let is_done =
+            |o: &mut SubscriberLink| matches!(o.phase, LinkPhase::Leaving | LinkPhase::Suspect) && o.holds_nothing();
+        let done: Vec<SubscriberLink> = state.links.extract_if(.., is_done).collect();
+        for link in done {
+            if self.options.observer.is_some() {
+                state.disconnects.untaken.extend(link.untaken.iter().map(|&position| (link.id, position)));
+                state.disconnects.generations.push(link.generation);
+                self.ring();
+            }
+            self.drop_link(state, link);
+        }
+    }
+
+    /// Lets a link's memory go once this process's streams are past it, and what is being sent has been.
+    fn drop_link(&self, state: &mut PublisherState, mut link: SubscriberLink) {
+        link.registrations.clear();
+        // The segment alone: what waits for a stream must not keep descriptors.
+        let segment = link.ring.segment().clone();
+        state.due.retain(|due| !Arc::ptr_eq(&due.segment, &segment));
+        drop(link);
+        let mut past = self.past_signals();
+        self.reactor
+            .drop_after(move || if Arc::strong_count(&segment) > 1 { DropReadiness::Held } else { past().into() });
+    }
+
+    /// Frees what a dead subscriber held once this process's streams are past it, whatever it left in its words.
+    fn free_soon(&self, id: u64) {
+        let (core, mut past) = (self.this.clone(), self.past_signals());
+        self.reactor.drop_after(move || {
+            if !past() {
+                return false;
+            }
+            if let Some(core) = core.upgrade() {
+                let mut state = core.lock();
+                if let Some(link) = state.find(id) {
+                    link.ring.signals_are_done();
+                    core.reap_links(&mut state);
+                    core.ring();
+                }
+            }
+            true
+        });
+    }
+
+    /// Tells when every signal of a link that gets no more samples has been executed: of the sends until now, too, that
+    /// have told their streams nothing yet.
+    fn past_signals(&self) -> impl FnMut() -> bool + Send + 'static {
+        let (turns, streams, mut fence) = (self.turns.clone(), self.streams.clone(), None);
+        let turn = turns.last();
+        move || turns.is_over(turn) && fence.get_or_insert_with(|| streams.fence()).is_reached()
+    }
+
+    fn evict_stalled(&self, state: &mut PublisherState) {
+        let Some(limit) = self.options.evict_after else { return };
+        for link in state.links.iter_mut().filter(|link| link.is_live()) {
+            let silence = link.silence();
+            if silence > limit {
+                link.leave(Some(CloseReason::Evicted(format!("no sign of life for {silence:.1?}"))));
+                self.ring();
+            }
+        }
+    }
+}
+
+impl EventSource for PublisherCore {
+    fn runs_on_control_thread(&self) -> bool {
+        true
+    }
+
+    fn on_ready(&self, tag: u64) -> Next {
+        if !self.owner_process.is_current() {
+            return Next::Stop;
+        }
+        let (id, kind) = (tag >> 2, tag & 3);
+        if tag == LISTENER {
+            return self.accept();
+        }
+        if kind == SUSPECT {
+            return self.on_suspect(id);
+        }
+        let mut state = self.lock();
+        match kind {
+            PROVEN => self.on_death(&mut state, id),
+            _ if state.find(id).is_some() => self.on_socket(state, id),
+            _ => {
+                drop(state);
+                self.on_handshake(id)
+            }
+        }
+    }
+
+    fn on_tick(&self, now_ns: u64) {
+        self.quota.release_closed();
+        self.claim.listener.look();
+        self.listen_again();
+        // Looked at with every tick.
+        let late = |clock: &Uptime| clock.ran() > self.options.handshake_timeout;
+        self.pending_handshakes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|_, handshake| !late(&handshake.clock));
+        let mut state = self.lock();
+        let is_late = |link: &mut SubscriberLink| link.phase == LinkPhase::Attaching && late(&link.clock);
+        let given_up: Vec<SubscriberLink> = state.links.extract_if(.., is_late).collect();
+        given_up.into_iter().for_each(|link| self.drop_link(&mut state, link));
+        for link in &state.links {
+            link.write_heartbeat(now_ns);
+            link.check_heartbeat();
+        }
+        self.poll_replays(&mut state);
+        // What this process had no room for when the memory grew.
+        let _ = state.announce(&self.name);
+        self.evict_stalled(&mut state);
+        self.reap_links(&mut state);
+    }
+}
+
+fn refuse(socket: &PeerSocket, denied: bool, reason: impl ToString) {
+    let _ = message::send(socket.as_fd(), &Message::Refused { denied, text: message::text(reason) }, &[]);
+}

@@ -1,0 +1,111 @@
+//! How a sender waits for room: it looks, then sleeps until a reader rings.
+
+use super::send_turn::SendTurnWait;
+use super::*;
+
+impl PublisherCore {
+    /// Waits until every recipient that may not miss a sample has room for one, and nobody else sends. Takes the turn.
+    pub(super) fn make_room(&self, to: Recipients) -> Result<SendTurn<'_>> {
+        self.make_room_within(to, None)
+    }
+
+    /// Waits at most `timeout` until a send would not have to wait. Sends nothing.
+    pub(in crate::pubsub) fn wait_for_room(&self, to: Recipients, timeout: Duration) -> Result<()> {
+        match self.make_room_within(to, Some(timeout)) {
+            // A policy that fails is the send's to apply.
+            Ok(_) | Err(Error::Full { .. }) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// `limit` replaces the timeout of the subscribers' policies, and that of the turn.
+    pub(super) fn make_room_within(&self, to: Recipients, limit: Option<Duration>) -> Result<SendTurn<'_>> {
+        self.owner_process.check()?;
+        let mut clock = Stopwatch::default();
+        let mut backoff = Backoff::spinning(POLLS);
+        let mut wait = SendTurnWait::within(limit);
+        let mut state = self.lock();
+        loop {
+            if state.is_sending {
+                state = self.wait_for_send_turn(state, &mut wait)?;
+                continue;
+            }
+            if state.closed {
+                return Err(Error::PublisherGone { name: self.name.clone(), pid: own_pid(), graceful: true });
+            }
+            to.check(&self.name, &mut state)?;
+            // Whether there is room does not depend on what has been reclaimed.
+            let Some(full) = state.first_full(to) else { return Ok(SendTurn::begin(self, state)) };
+            let subscriber = format!("process {}", full.peer.pid);
+            let Policy::Block { timeout } = full.policy else {
+                return Err(Error::Full { name: self.name.clone(), subscriber, depth: self.options.depth });
+            };
+            let timeout = limit.unwrap_or(timeout);
+            let left = timeout.saturating_sub(clock.elapsed());
+            if left.is_zero() {
+                let depth = self.options.depth;
+                let what = format!(
+                    "room at subscriber {subscriber} of {:?} (it has not released the {depth} samples of its depth)",
+                    self.name
+                );
+                return Err(Error::Timeout { what, waited: timeout });
+            }
+            state = self.wait_for_release(state, left, &mut backoff, |link| to.await_it(link));
+        }
+    }
+
+    /// Sleeps until a subscriber that `concerns` us releases something, a link changes, or a slice of `left` has
+    /// passed. Nobody else is asked to ring: that is a system call for each release of each subscriber.
+    pub(super) fn wait_for_release<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, PublisherState>,
+        left: Duration,
+        backoff: &mut Backoff,
+        concerns: impl Fn(&SubscriberLink) -> bool,
+    ) -> MutexGuard<'a, PublisherState> {
+        let pause = backoff.step();
+        if pause.is_zero() {
+            // The next release is mostly a moment away, and going to sleep is dearer than that.
+            drop(state);
+            (0..4).for_each(|_| std::hint::spin_loop());
+            return self.lock();
+        }
+        let before = state.freed_count();
+        state.links.iter().filter(|link| concerns(link)).for_each(|link| link.set_asleep(true));
+        // Whatever was released before the flags went up did not ring.
+        self.reclaim(&mut state, true);
+        if state.freed_count() == before {
+            // A device that completes a release cannot ring: while one is due, look again soon.
+            let completion_wait = || state.links.iter().filter(|link| concerns(link));
+            let device_owes = !state.arena.is_quiet() || completion_wait().any(SubscriberLink::device_owes);
+            let slice = if device_owes { pause } else { WAIT_SLICE }.min(left);
+            let peer_doorbells: Vec<Arc<PeerDoorbell>> =
+                completion_wait().map(|link| link.peer_doorbell.clone()).collect();
+            drop(state);
+            self.sleep(&peer_doorbells, slice);
+            state = self.lock();
+        }
+        state.links.iter().for_each(|link| link.set_asleep(false));
+        state
+    }
+
+    /// Sleeps until a subscriber or the reactor rings, and takes in what rang: with many subscribers, to ask all
+    /// of them would cost more than the rest of a send. What rings later makes the next sleep a short one.
+    fn sleep(&self, peer_doorbells: &[Arc<PeerDoorbell>], limit: Duration) {
+        let open: Vec<&PeerDoorbell> = peer_doorbells
+            .iter()
+            .map(|peer_doorbell| &**peer_doorbell)
+            .filter(|peer_doorbell| !peer_doorbell.is_closed())
+            .collect();
+        let mut polls: Vec<_> = open.iter().map(|peer_doorbell| PollFd::new(*peer_doorbell, PollFlags::IN)).collect();
+        polls.push(PollFd::new(&self.doorbell, PollFlags::IN));
+        if rustix::event::poll(&mut polls, Some(&message::timespec(limit))).is_err() {
+            return;
+        }
+        let rang = |poll: &PollFd<'_>| !poll.revents().is_empty();
+        open.iter().zip(&polls).filter(|(_, poll)| rang(poll)).for_each(|(peer_doorbell, _)| peer_doorbell.drain());
+        if polls.last().is_some_and(rang) {
+            self.doorbell.drain();
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! What late joiners get first.
+//!
+//! The control thread lets them in, so no stream is given work for it: a sample that is complete is ready at once, and the
+//! `ready` of any other is stored by the CPU when the sample's own fence word says that it is complete. Nobody else
+//! writes that word.
+
+use super::*;
+use crate::pubsub::entry::Completion;
+use crate::pubsub::ring;
+use crate::shm::segment::Segment;
+
+/// A sample of the history whose `ready` on one link is still to be stored.
+pub(super) struct PendingReplay {
+    pub(super) segment: Arc<Segment>,
+    position: u64,
+    slot: SlotId,
+    /// What the slot's word says once the sample is complete.
+    fence: u64,
+}
+
+impl PublisherCore {
+    /// Whether what was sent may be given to others later, so that each slot has its own word signalled.
+    pub(super) fn sends_again(&self) -> bool {
+        self.options.history > 0 || self.options.observer.is_some()
+    }
+
+    /// Gives those who wait for it the history; from then on they get what is sent. Not while somebody sends: the sample that
+    /// is on its way is part of it.
+    pub(super) fn replay(&self, state: &mut PublisherState) {
+        let PublisherState { arena, links, history, joiners, due, .. } = &mut *state;
+        for id in joiners.drain(..) {
+            let is_it = |link: &&mut SubscriberLink| link.id == id && link.phase == LinkPhase::Joining;
+            let Some(link) = links.iter_mut().find(is_it) else { continue };
+            link.phase = LinkPhase::Live;
+            for HistoryEntry { slot, description, is_lost } in history.iter() {
+                let (slot, is_lost) = (*slot, *is_lost);
+                // The history is no longer than an empty ring.
+                let Some(position) = link.place(|_| {}) else { break };
+                let (fence, segment) = (arena.fence_of(slot), link.ring.segment().clone());
+                if is_lost {
+                    // It keeps its place, or a subscriber that must see every number would miss one.
+                    ring::give_up(&segment, position);
+                }
+                if is_lost || self.fence_words.word(slot as usize).reached(fence) {
+                    segment.entry(position).ready.store(position);
+                } else {
+                    due.push(PendingReplay { segment, position, slot, fence });
+                }
+                arena.hold(slot);
+                // A late joiner's own word follows the slot's: should this process be killed in between, the slot's counts.
+                let completion = Some(Completion { word: slot, value: fence }).filter(|_| !is_lost);
+                link.publish(position, slot, &Description { completion, ..description.clone() });
+            }
+            link.wake_sleeper();
+        }
+        if !state.due.is_empty() && !std::mem::replace(&mut state.is_polling_replays, true) {
+            let core = self.this.clone();
+            self.reactor.drop_after(move || core.upgrade().is_none_or(|core| core.poll_replays(&mut core.lock())));
+        }
+    }
+
+    /// Stores what is due and has come, and says whether that is all. The fence thread asks for it, and the tick, in case that the
+    /// driver holds up the fence thread. CPU stores alone.
+    pub(super) fn poll_replays(&self, state: &mut PublisherState) -> bool {
+        state.due.retain(|due| {
+            let is_complete = self.fence_words.word(due.slot as usize).reached(due.fence);
+            if is_complete {
+                due.segment.entry(due.position).ready.store(due.position);
+            }
+            !is_complete
+        });
+        let is_done = state.due.is_empty();
+        state.is_polling_replays &= !is_done;
+        is_done
+    }
+}

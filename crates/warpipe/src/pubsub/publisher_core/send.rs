@@ -1,0 +1,157 @@
+//! A sample's way out: a place on each link, the entries, the signals that complete it, and what is undone when they fail.
+
+use super::*;
+use crate::pubsub::ring;
+use crate::shm::segment::Segment;
+
+impl PublisherCore {
+    /// Sends what lies in `slot` to every subscriber, behind the work enqueued on `stream`. `limit` replaces the timeout
+    /// of the subscribers' policies, and that of the turn.
+    pub(in crate::pubsub) fn send(
+        &self,
+        slot: SlotId,
+        layout: &Layout,
+        metadata: &Metadata,
+        stream: &Stream,
+        limit: Option<Duration>,
+    ) -> Result<u64, SendFailure> {
+        let _range = nvtx::range(nvtx::SEND);
+        self.admit(stream)?;
+        let mut turn = self.make_room_within(Recipients::All, limit).map_err(SendFailure::BeforePublish)?;
+        let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, Recipients::All)?;
+        turn.arena.release(slot);
+        Ok(sequence)
+    }
+
+    /// Takes note of a stream, and refuses one that must not be given work. First the one, which may ask other streams.
+    #[inline]
+    pub(super) fn admit(&self, stream: &Stream) -> Result<(), SendFailure> {
+        self.owner_process.check().and_then(|()| stream.check_of(&self.device)).map_err(SendFailure::BeforePublish)?;
+        self.record_use(stream);
+        stream.check_not_capturing().map_err(SendFailure::BeforePublish)
+    }
+
+    /// Tells the recipients of what lies in `slot`, and enqueues on `stream` what completes it. The caller's hold on the
+    /// slot stays, unless subscribers had been told when it failed. The stream has been noted before the turn, which may ask
+    /// other streams, which a full launch queue holds up; and then found to be usable, in the same call.
+    pub(super) fn deliver(
+        &self,
+        turn: &mut SendTurn<'_>,
+        slot: SlotId,
+        layout: &Layout,
+        metadata: &Metadata,
+        stream: &Stream,
+        to: Recipients,
+    ) -> Result<u64, SendFailure> {
+        self.prepare(turn, slot, to);
+        let ops = std::mem::take(&mut turn.ops);
+        // SAFETY: the words lie in link segments and the fence words, which are let go only when this turn is over and this
+        // stream, noted by the caller, is proven to be past them (`close`, `drop_link`).
+        let enqueue = |turn: &mut SendTurn<'_>| turn.unlocked(|| unsafe { stream.batch_at_once(&ops) });
+        // It is `ready` that orders the devices, so the entries may be out before the driver is asked: a subscriber on
+        // another core enqueues its wait and its kernels meanwhile.
+        let early = self.signals_first(turn).then(|| enqueue(turn));
+        let sequence = self.tell(turn, slot, layout, metadata);
+        let enqueued = early.unwrap_or_else(|| enqueue(turn));
+        turn.ops = ops;
+        if enqueued.is_err() {
+            self.mark_lost(turn, slot, stream);
+        } else if turn.arena.is_sole(slot) {
+            // Every recipient has left since the signals were made: no reader's word says when the stream is past the slot.
+            turn.arena.hold(slot);
+            self.once_past(std::slice::from_ref(stream), move |core| core.lock().arena.release(slot));
+        }
+        // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
+        turn.wake_sleepers();
+        enqueued.map(|()| sequence).map_err(SendFailure::AfterPublish)
+    }
+
+    /// Whether the signals must, or should, be enqueued before the entries are out.
+    ///
+    /// They must for a subscriber in this process: the streams of one context share a few hardware queues, and a wait
+    /// that gets into one ahead of its own signal is never over. They should on the host, where there is no driver to
+    /// wait for: an entry that is ready from the first goes to the reader's cache once, and not there and back again.
+    fn signals_first(&self, state: &PublisherState) -> bool {
+        let is_host = self.device.info().id.kind == DeviceKind::Host;
+        is_host || state.is_any_local
+    }
+
+    /// Finds the places of one sample, and leaves the signals that complete it in `state.ops`. To be followed by
+    /// [`tell`](Self::tell), whatever comes of the signals: a word that is reached must not meet another sample.
+    fn prepare(&self, state: &mut PublisherState, slot: SlotId, to: Recipients) {
+        state.place(to);
+        // Without a reader's word that says when the slot is done, its own word on the fence words does. So it does beside that
+        // of another user's reader, who can write `ready` and `released` as if sender and receiver had: for the price of a
+        // second operation on the device. A reader of this user could as well write this process's memory.
+        if self.sends_again() || state.places.is_empty() || state.is_any_foreign {
+            let value = self.next_fence();
+            state.arena.fence(slot, value);
+            state.ops.push(StreamOp::Signal { word: self.fence_words.device_word(slot as usize), value });
+        }
+    }
+
+    /// Writes the entries of one sample at the places that [`prepare`](Self::prepare) found.
+    fn tell(&self, state: &mut PublisherState, slot: SlotId, layout: &Layout, metadata: &Metadata) -> u64 {
+        let sequence = state.next_sequence;
+        state.next_sequence += 1;
+        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
+        let description = Description {
+            sequence,
+            sent_ns: now_ns(),
+            region,
+            slot: offset,
+            layout: *layout,
+            metadata: metadata.clone(),
+            completion: None,
+        };
+        let PublisherState { arena, links, places, is_any_asleep, .. } = state;
+        for place in places.iter_mut() {
+            match place.find(links) {
+                Some(link) if link.is_live() => {
+                    arena.hold(slot);
+                    *is_any_asleep |= link.publish(place.position, slot, &description);
+                    place.is_published = true;
+                }
+                // It has left since its place was found, and gets nothing more.
+                Some(link) => link.ring.forgo(place.position),
+                None => {}
+            }
+        }
+        let keep = self.options.history as usize;
+        if keep > 0 {
+            state.add_to_history(slot, description, keep);
+        }
+        sequence
+    }
+
+    /// Ends a sample that was published and whose signals the driver refused: its readers are told at once that it is
+    /// lost. Their streams go on, and its slot is free, only when `stream` is past the work that fills the slot, which
+    /// was enqueued before and still runs.
+    fn mark_lost(&self, state: &mut PublisherState, slot: SlotId, stream: &Stream) {
+        let PublisherState { arena, links, places, history, .. } = state;
+        let words: Vec<(Arc<Segment>, u64)> = places
+            .iter()
+            .filter_map(|place| Some((place.find(links)?.ring.segment().clone(), place.position)))
+            .collect();
+        words.iter().for_each(|(segment, position)| ring::give_up(segment, *position));
+        history.iter_mut().filter(|kept| kept.slot == slot).for_each(|kept| kept.is_lost = true);
+        let fence = arena.fence_of(slot);
+        self.once_past(std::slice::from_ref(stream), move |core| {
+            words.iter().for_each(|(segment, position)| segment.entry(*position).ready.store(*position));
+            if fence != 0 {
+                core.fence_words.word(slot as usize).store(fence);
+            }
+            core.lock().arena.release(slot);
+        });
+    }
+}
+
+impl Placement {
+    fn find<'a>(&self, links: &'a mut [SubscriberLink]) -> Option<&'a mut SubscriberLink> {
+        let index = match links.get(self.index) {
+            Some(link) if link.id == self.id => self.index,
+            _ => links.iter().position(|link| link.id == self.id)?,
+        };
+        links.get_mut(index)
+    }
+}

@@ -1,0 +1,178 @@
+//! What other threads of a publisher can do while one thread's send is held up by the driver.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use crate::backend::testing::{Holding, Wrapped};
+use crate::device::Device;
+use crate::error::Error;
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::runtime::reactor::EventSource;
+use crate::stream::Stream;
+use crate::tensor::Layout;
+use crate::{PeerState, Publisher, PublisherBuilder, Subscriber, SubscriberInfo};
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// A publisher on a device whose calls can be held up.
+struct Stage {
+    folder: PathBuf,
+    domain: Domain,
+    wrapped: Arc<Wrapped<Holding>>,
+    device: Device,
+}
+
+impl Stage {
+    fn new(title: &str) -> Stage {
+        let folder = std::env::temp_dir().join(format!("warpipe-core-{title}-{}", std::process::id()));
+        let wrapped = Wrapped::new(Device::host().backend().clone(), Holding::default());
+        let device = Device::from_backend(wrapped.clone());
+        Stage { domain: Domain::at(&folder).unwrap(), folder, wrapped, device }
+    }
+
+    fn hook(&self) -> &Holding {
+        self.wrapped.hook()
+    }
+
+    fn builder(&self) -> PublisherBuilder {
+        Publisher::builder("a").domain(&self.domain).device(&self.device)
+    }
+
+    fn publisher(&self) -> Publisher {
+        self.builder().build().unwrap()
+    }
+
+    /// One whose own calls nothing holds up.
+    fn subscriber(&self) -> Subscriber {
+        Subscriber::builder("a").domain(&self.domain).device(&Device::host()).build().unwrap()
+    }
+
+    fn stream(&self) -> Stream {
+        self.device.stream().unwrap()
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+fn layout() -> Layout {
+    Layout::bytes_only(8).unwrap()
+}
+
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < LONG, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_send_waits_for_another_threads_as_long_as_it_is_told_to_and_gives_the_loan_back_unharmed() {
+    let stage = Stage::new("turn");
+    let (publisher, mut subscriber) = (stage.publisher(), stage.subscriber());
+    let (first, second, receiving) = (stage.stream(), stage.stream(), Device::host().stream().unwrap());
+    let mut other = publisher.loan(&layout()).unwrap();
+    other.write(&second, &[2; 8]).unwrap();
+    stage.hook().hold("batch");
+    let other = std::thread::scope(|scope| {
+        let sending = scope.spawn(|| publisher.send_bytes(&first, &[1; 8]));
+        stage.hook().wait_for(1);
+        let timeouts = [Duration::ZERO, Duration::from_millis(20)];
+        let other = timeouts.into_iter().fold(other, |other, timeout| {
+            let room = other.wait_for_room(timeout).unwrap_err();
+            assert!(matches!(room, Error::Timeout { .. }), "{room}");
+            let unsent = other.send_timeout(&second, timeout).unwrap_err();
+            assert!(matches!(unsent.error, Error::Timeout { waited, .. } if waited == timeout), "{unsent}");
+            *unsent.sample.unwrap()
+        });
+        stage.hook().unblock();
+        other.wait_for_room(LONG).unwrap();
+        assert_eq!(sending.join().unwrap().unwrap(), 1);
+        other
+    });
+    assert_eq!(other.send_timeout(&second, LONG).unwrap(), 2);
+    for sequence in [1, 2] {
+        let sample = subscriber.receive(&receiving).unwrap();
+        assert_eq!((sample.sequence(), sample.to_vec(LONG).unwrap()), (sequence, vec![sequence as u8; 8]));
+        sample.finish(LONG).unwrap();
+    }
+}
+
+#[test]
+fn late_joiners_of_a_history_that_is_not_complete_are_let_in_and_get_it_without_the_driver() {
+    let stage = Stage::new("history");
+    let publisher = stage.builder().history(4).build().unwrap();
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
+    let gates = [1, 2].map(|value| {
+        publisher.send_bytes(&sending, &[value; 8]).unwrap();
+        let (go, gate) = channel::<()>();
+        sending.call(move || assert!(gate.recv().is_err())).unwrap();
+        go
+    });
+    for value in [3, 4] {
+        publisher.send_bytes(&sending, &[value; 8]).unwrap();
+    }
+    stage.hook().hold("batch");
+    drop(stage.subscriber());
+    let mut subscribers = [stage.subscriber(), stage.subscriber()];
+    let is_alive = |one: &&SubscriberInfo| one.state == PeerState::Alive;
+    eventually("who has left is seen to leave", || publisher.subscribers().iter().filter(is_alive).count() == 2);
+    let samples = subscribers.each_mut().map(|late| [1, 2, 3, 4].map(|_| late.receive(&receiving).unwrap()));
+    for [first, rest @ ..] in &samples {
+        assert!(first.is_complete().unwrap() && rest.iter().all(|sample| !sample.is_complete().unwrap()));
+    }
+    let [go, go_on] = gates;
+    drop(go);
+    for [_, second, third, _] in &samples {
+        second.wait(LONG).unwrap();
+        assert!(!third.is_complete().unwrap());
+    }
+    drop(go_on);
+    for (value, sample) in samples.into_iter().flat_map(|samples| (1..=4).zip(samples)) {
+        assert_eq!((sample.sequence(), sample.to_vec(LONG).unwrap()), (value.into(), vec![value; 8]));
+        sample.finish(LONG).unwrap();
+    }
+    eventually("and is forgotten", || publisher.subscribers().len() == 2);
+    stage.hook().unblock();
+    publisher.send_bytes(&sending, &[5; 8]).unwrap();
+    for subscriber in &mut subscribers {
+        assert_eq!(subscriber.receive(&receiving).unwrap().to_vec(LONG).unwrap(), [5; 8]);
+    }
+}
+
+#[test]
+fn a_publisher_that_is_dropped_completes_what_late_joiners_have_of_its_history() {
+    let stage = Stage::new("left-history");
+    let publisher = stage.builder().history(1).build().unwrap();
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
+    let (go, gate) = channel::<()>();
+    sending.call(move || assert!(gate.recv().is_err())).unwrap();
+    publisher.send_bytes(&sending, &[7; 8]).unwrap();
+    let sample = stage.subscriber().receive(&receiving).unwrap();
+    drop(publisher);
+    assert!(!sample.is_complete().unwrap());
+    drop(go);
+    assert_eq!(sample.to_vec(LONG).unwrap(), [7; 8]);
+    sample.finish(LONG).unwrap();
+}
+
+#[test]
+fn a_newcomer_is_not_given_up_because_this_process_stood_still() {
+    let stage = Stage::new("frozen");
+    let builder = Publisher::builder("a").domain(&stage.domain).device(&stage.device);
+    let publisher = builder.handshake_timeout(LONG).build().unwrap();
+    let newcomer = stage.domain.connect(&EndpointName::new("a").unwrap(), LONG).unwrap();
+    let pending_handshakes = || publisher.core.pending_handshakes.lock().unwrap();
+    eventually("it is let in", || !pending_handshakes().is_empty());
+    // The other end stood still, too, and says who it is when both go on.
+    pending_handshakes().values().for_each(|handshake| handshake.clock.freeze(2 * LONG));
+    publisher.core.on_tick(0);
+    assert_eq!(pending_handshakes().len(), 1);
+    drop(newcomer);
+}

@@ -1,0 +1,275 @@
+//! Delivery to one chosen subscriber, and slots that stay held so that they can be given to another one later.
+//!
+//! What is sent with an observer about always signals the slot's own fence word, as with a history: whoever gets
+//! the same slot later has its `ready` ordered behind that.
+
+use super::*;
+use crate::pubsub::ring::RingSpace;
+use crate::shm::segment::Segment;
+
+/// Who gets a sample.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::pubsub) enum Recipients {
+    /// Every subscriber.
+    All,
+    /// The one with this number.
+    One(u64),
+    /// Nobody yet.
+    Nobody,
+}
+
+impl Recipients {
+    #[inline]
+    pub(super) fn include(self, link: &SubscriberLink) -> bool {
+        match self {
+            Recipients::All => true,
+            Recipients::One(id) => link.id == id,
+            Recipients::Nobody => false,
+        }
+    }
+
+    /// Whether a send must wait for this one.
+    #[inline]
+    pub(super) fn await_it(self, link: &SubscriberLink) -> bool {
+        self.include(link) && link.must_be_awaited()
+    }
+
+    /// Whether the one who is meant is still there.
+    #[inline]
+    pub(super) fn check(self, name: &str, state: &mut PublisherState) -> Result<()> {
+        match self {
+            Recipients::One(id) if !state.is_live(id) => {
+                Err(Error::LinkClosed { name: name.to_string(), reason: "the one it was meant for has gone".into() })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A live subscriber, to be chosen.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LinkedSubscriber {
+    pub(crate) id: u64,
+    /// For people.
+    pub(crate) pid: i32,
+    pub(crate) process: ProcessId,
+    /// What it said that it is.
+    pub(crate) generation: [u8; 16],
+}
+
+/// Of subscribers that have gone.
+#[derive(Debug, Default)]
+pub(crate) struct Disconnects {
+    /// What they had been given and not taken: their number, the position.
+    pub(crate) untaken: Vec<(u64, u64)>,
+    /// What they had said that they are, when they hold nothing any more.
+    pub(crate) generations: Vec<[u8; 16]>,
+}
+
+/// Hears of subscribers that come and go.
+#[derive(Debug)]
+pub(crate) struct SubscriberChanges {
+    pub(crate) doorbell: LocalDoorbell,
+    has_news: AtomicBool,
+}
+
+impl SubscriberChanges {
+    pub(crate) fn new() -> Result<SubscriberChanges> {
+        Ok(SubscriberChanges { doorbell: LocalDoorbell::new()?, has_news: AtomicBool::new(true) })
+    }
+
+    pub(crate) fn tell(&self) {
+        self.has_news.store(true, Ordering::SeqCst);
+        self.doorbell.ring();
+    }
+
+    /// Whether anything was told since it was last asked.
+    #[inline]
+    pub(crate) fn take_news(&self) -> bool {
+        self.has_news.load(Ordering::Relaxed) && self.has_news.swap(false, Ordering::SeqCst)
+    }
+}
+
+/// A filled slot that is kept, so that what lies in it can be given to one subscriber after another without a copy.
+#[derive(Debug)]
+pub(crate) struct RetainedSlot {
+    core: Arc<PublisherCore>,
+    slot: SlotId,
+    layout: Layout,
+}
+
+impl RetainedSlot {
+    /// Gives it to the subscriber with this number, too. `None` if that has gone or has no room.
+    pub(crate) fn forward(&self, to: u64, metadata: &Metadata) -> Result<Option<u64>> {
+        self.core.forward(self.slot, &self.layout, metadata, to)
+    }
+}
+
+impl Drop for RetainedSlot {
+    fn drop(&mut self) {
+        if self.core.owner_process.is_current() {
+            self.core.lock().arena.release(self.slot);
+        } else {
+            std::mem::forget(self.core.clone());
+        }
+    }
+}
+
+impl PublisherState {
+    fn is_live(&mut self, id: u64) -> bool {
+        self.find(id).is_some_and(|link| link.is_live())
+    }
+}
+
+impl PublisherCore {
+    /// Wakes who waits for a change, and tells the observer.
+    pub(super) fn ring(&self) {
+        self.doorbell.ring();
+        self.options.observer.iter().for_each(|observer| observer.tell());
+    }
+
+    /// The subscribers that can be chosen.
+    pub(in crate::pubsub) fn linked_subscribers(&self) -> Vec<LinkedSubscriber> {
+        let state = self.lock();
+        let live = state.links.iter().filter(|link| link.is_live());
+        live.map(|o| LinkedSubscriber { id: o.id, pid: o.peer.pid, process: o.peer.id, generation: o.generation })
+            .collect()
+    }
+
+    /// The number of the live subscriber in that process.
+    pub(in crate::pubsub) fn subscriber_of(&self, process: ProcessId) -> Option<u64> {
+        let state = self.lock();
+        state.links.iter().find(|link| link.is_live() && link.peer.id == process).map(|link| link.id)
+    }
+
+    /// Whether the subscriber still gets samples.
+    pub(in crate::pubsub) fn has_subscriber(&self, id: u64) -> bool {
+        self.lock().is_live(id)
+    }
+
+    /// Sends to one subscriber, as [`send`](Self::send) does to all.
+    pub(in crate::pubsub) fn send_to(
+        &self,
+        slot: SlotId,
+        layout: &Layout,
+        metadata: &Metadata,
+        stream: &Stream,
+        to: u64,
+        limit: Option<Duration>,
+    ) -> Result<u64, SendFailure> {
+        self.admit(stream)?;
+        let to = Recipients::One(to);
+        let mut turn = self.make_room_within(to, limit).map_err(SendFailure::BeforePublish)?;
+        let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
+        turn.arena.release(slot);
+        Ok(sequence)
+    }
+
+    /// Keeps what lies in `slot` behind the work on `stream`, and gives it to one subscriber at once if that has room.
+    /// Returns the position there.
+    pub(in crate::pubsub) fn post(
+        &self,
+        slot: SlotId,
+        layout: &Layout,
+        metadata: &Metadata,
+        stream: &Stream,
+        to: Option<u64>,
+    ) -> Result<(RetainedSlot, Option<u64>), SendFailure> {
+        self.admit(stream)?;
+        let mut turn = self.make_room(Recipients::Nobody).map_err(SendFailure::BeforePublish)?;
+        let to = to.filter(|&id| turn.has_room(id)).map_or(Recipients::Nobody, Recipients::One);
+        self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
+        // One that has left meanwhile was told nothing.
+        let position = turn.places.first().filter(|place| place.is_published).map(|place| place.position);
+        let core = self.this.upgrade().ok_or(SendFailure::BeforePublish(Error::Forked))?;
+        Ok((RetainedSlot { core, slot, layout: *layout }, position))
+    }
+
+    fn forward(&self, slot: SlotId, layout: &Layout, metadata: &Metadata, to: u64) -> Result<Option<u64>> {
+        self.owner_process.check()?;
+        let mut turn = self.take_send_turn()?;
+        self.reclaim(&mut turn, false);
+        if turn.closed || !turn.has_room(to) {
+            return Ok(None);
+        }
+        let PublisherState { arena, links, .. } = &mut *turn;
+        let Some(link) = links.iter_mut().find(|link| link.id == to) else { return Ok(None) };
+        let Some(position) = link.place(|_| {}) else { return Ok(None) };
+        let fence = arena.fence_of(slot);
+        let word = link.ring.segment().clone();
+        self.ready_behind(&mut turn, slot, fence, &word, position)?;
+        let sequence = turn.next_sequence;
+        let PublisherState { arena, links, next_sequence, .. } = &mut *turn;
+        let Some(link) = links.iter_mut().find(|link| link.id == to) else { return Ok(None) };
+        if !link.is_live() {
+            link.ring.forgo(position);
+            return Ok(None);
+        }
+        *next_sequence += 1;
+        arena.hold(slot);
+        let (region, offset) = (arena.slot(slot).region, arena.slot(slot).offset);
+        let metadata = metadata.clone();
+        let description = Description {
+            sequence,
+            sent_ns: now_ns(),
+            region,
+            slot: offset,
+            layout: *layout,
+            metadata,
+            completion: None,
+        };
+        link.publish(position, slot, &description);
+        link.wake_sleeper();
+        Ok(Some(position))
+    }
+
+    /// Makes `position` of a link ready behind the work that fills `slot`: by the CPU if that is done, else on the
+    /// device, behind the word that the original send signals. That has been enqueued: whoever sends has the turn.
+    fn ready_behind(
+        &self,
+        turn: &mut SendTurn<'_>,
+        slot: SlotId,
+        fence: u64,
+        segment: &Arc<Segment>,
+        position: u64,
+    ) -> Result<()> {
+        let index = slot as usize;
+        if self.fence_words.word(index).reached(fence) {
+            segment.entry(position).ready.store(position);
+        } else if let Some(stream) = &self.forward_stream {
+            let wait = StreamOp::Wait { word: self.fence_words.device_word(index), value: fence };
+            let signal = StreamOp::Signal { word: segment.ready_word(position), value: position };
+            // SAFETY: the fence words and the link's segment outlive their operations (see `send`).
+            turn.unlocked(|| unsafe { stream.batch(&[wait, signal]) })?;
+        }
+        Ok(())
+    }
+
+    /// Ends one subscriber's link.
+    pub(in crate::pubsub) fn expel(&self, id: u64, reason: &str) {
+        let mut state = self.lock();
+        if let Some(link) = state.find(id).filter(|link| link.is_live()) {
+            link.leave(Some(CloseReason::Failed(message::text(reason))));
+        }
+        drop(state);
+        self.ring();
+    }
+
+    /// What those who have gone by now leave, each told once; with `all`, who is still here is named, too.
+    pub(in crate::pubsub) fn take_disconnects(&self, all: bool) -> Disconnects {
+        let mut state = self.lock();
+        let mut disconnects = std::mem::take(&mut state.disconnects);
+        for link in &mut state.links {
+            let id = link.id;
+            disconnects.generations.extend(all.then_some(link.generation));
+            disconnects.untaken.extend(std::mem::take(&mut link.untaken).into_iter().map(|position| (id, position)));
+        }
+        disconnects
+    }
+}
+
+impl PublisherState {
+    fn has_room(&mut self, id: u64) -> bool {
+        self.find(id).is_some_and(|link| link.is_live() && link.ring.space() != RingSpace::Full)
+    }
+}

@@ -1,0 +1,247 @@
+//! The watch over a publisher's life: what this process's streams wait for, and that it is let go by the publisher's
+//! proven death.
+//!
+//! It is kept until those streams are past the link, which may be long after the subscriber and its samples are gone.
+
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::{Arc, OnceLock, Weak};
+
+use super::PublisherLink;
+use crate::atomic::{AtomicBool, AtomicU8, AtomicU64};
+use crate::fork::OwnerProcess;
+use crate::pubsub::entry::Completion;
+use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::reactor::{EventSource, Next};
+use crate::shm::fence_words::FenceWords;
+use crate::shm::segment::Segment;
+
+/// How a link stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(in crate::pubsub) enum LinkState {
+    Open = 0,
+    /// The publisher said goodbye; what it sent will still complete.
+    Closed = 1,
+    /// The publisher closed this link alone.
+    Evicted = 2,
+    /// This side closed it, for the fault kept beside.
+    Failed = 3,
+    /// The socket closed without a goodbye.
+    Suspect = 4,
+}
+
+impl LinkState {
+    fn from_bits(bits: u8) -> LinkState {
+        match bits {
+            0 => LinkState::Open,
+            1 => LinkState::Closed,
+            2 => LinkState::Evicted,
+            3 => LinkState::Failed,
+            _ => LinkState::Suspect,
+        }
+    }
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(super) struct PublisherMonitor {
+    owner_process: OwnerProcess,
+    segment: Arc<Segment>,
+    doorbell: Arc<LocalDoorbell>,
+    /// Reads what the publisher said last.
+    link: OnceLock<Weak<PublisherLink>>,
+    link_state: AtomicU8,
+    /// The publisher's death is [over](crate::ipc::peer::DeathEvidence::Orphaned) and stuck streams have been rescued.
+    dead: AtomicBool,
+    /// For each entry, the position handed out here that a stream may be waiting for.
+    held: Vec<AtomicU64>,
+    /// For each entry, the position that the publisher's death left incomplete.
+    lost: Vec<AtomicU64>,
+    /// The publisher's own words, if it has a history.
+    completions: Option<Completions>,
+}
+
+/// What a publisher with a history says of the samples that it sent before this link was there.
+#[derive(Debug)]
+struct Completions {
+    fence_words: FenceWords,
+    /// For each entry: the position, and the word and the value that it reaches when that position's data is complete.
+    of: Vec<[AtomicU64; 3]>,
+}
+
+impl Completions {
+    /// Whether the data at a position is complete, as far as is known here.
+    fn say(&self, index: usize, position: u64) -> bool {
+        let [of, word, value] = &self.of[index];
+        of.load(SeqCst) == position && self.fence_words.word(word.load(SeqCst) as usize).reached(value.load(SeqCst))
+    }
+}
+
+impl PublisherMonitor {
+    pub(super) fn new(
+        segment: &Arc<Segment>,
+        doorbell: &Arc<LocalDoorbell>,
+        completions: Option<FenceWords>,
+    ) -> PublisherMonitor {
+        let words = || (0..segment.depth()).map(|_| AtomicU64::new(0));
+        PublisherMonitor {
+            owner_process: OwnerProcess::current(),
+            segment: segment.clone(),
+            doorbell: doorbell.clone(),
+            link: OnceLock::new(),
+            link_state: AtomicU8::new(LinkState::Open as u8),
+            dead: AtomicBool::new(false),
+            held: words().collect(),
+            lost: words().collect(),
+            completions: completions
+                .map(|fence_words| Completions { fence_words, of: words().map(|_| Default::default()).collect() }),
+        }
+    }
+
+    pub(super) fn read_by(&self, link: Weak<PublisherLink>) {
+        let _ = self.link.set(link);
+    }
+
+    /// Takes note of the publisher's own word for a sample of the history, before that is [held](Self::hold). Whether
+    /// there is such a word.
+    pub(super) fn note_completion(&self, index: usize, position: u64, completion: Completion) -> bool {
+        let Some(Completions { fence_words, of }) = &self.completions else { return false };
+        let is_there = (completion.word as usize) < fence_words.words();
+        if is_there {
+            let [at, word, value] = &of[index];
+            word.store(completion.word.into(), SeqCst);
+            value.store(completion.value, SeqCst);
+            at.store(position, SeqCst);
+        }
+        is_there
+    }
+
+    #[inline]
+    pub(super) fn link_state(&self) -> LinkState {
+        LinkState::from_bits(self.link_state.load(SeqCst))
+    }
+
+    /// Moves away from `Open`, once.
+    pub(super) fn set_link_state(&self, link_state: LinkState) {
+        let _ = self.link_state.compare_exchange(LinkState::Open as u8, link_state as u8, SeqCst, SeqCst);
+        self.doorbell.ring();
+    }
+
+    /// Takes note of a position that is handed out. Whether the publisher is dead, and no rescue will come.
+    #[inline]
+    pub(super) fn hold(&self, index: usize, position: u64) -> bool {
+        // First in the table, then the look at `dead`: `rescue` sets it first and then reads the table, so one of
+        // the two sees the other, and no stream is left waiting.
+        self.held[index].store(position, SeqCst);
+        self.is_dead()
+    }
+
+    #[inline]
+    pub(super) fn is_dead(&self) -> bool {
+        self.dead.load(SeqCst)
+    }
+
+    #[inline]
+    pub(super) fn has_lost(&self, index: usize, position: u64) -> bool {
+        self.lost[index].load(SeqCst) == position
+    }
+
+    /// Lets a position of a dead publisher go, and notes that it is lost, unless its data was complete. Forward alone: the
+    /// reactor, and threads that receive, may come to two positions of one entry, if the publisher has used it again before
+    /// it was free.
+    pub(super) fn release_wait(&self, index: usize, position: u64) {
+        let entry = self.segment.entry(position);
+        if !entry.ready.reached(position) {
+            if !self.completions.as_ref().is_some_and(|completions| completions.say(index, position)) {
+                self.lost[index].fetch_max(position, SeqCst);
+            }
+            entry.ready.bring_up(position);
+        }
+    }
+
+    /// The publisher is proven dead: what was ready by now is whole and counts; a stream that waits for anything
+    /// else is let go, and its sample is lost.
+    fn rescue(&self) {
+        self.dead.store(true, SeqCst);
+        for (index, held) in self.held.iter().enumerate() {
+            let position = held.load(SeqCst);
+            if position != 0 {
+                self.release_wait(index, position);
+            }
+        }
+    }
+}
+
+impl EventSource for PublisherMonitor {
+    /// The publisher is proven dead, or an orphan's parent for so long that nobody waits on.
+    fn on_ready(&self, _: u64) -> Next {
+        if self.owner_process.is_current() {
+            // What the publisher said is heard before its end, in whatever order the two are told of: its goodbye lies in
+            // the socket, behind no more than a socket's buffer holds.
+            let mut has_heard = true;
+            if let Some(link) = self.link.get().and_then(Weak::upgrade) {
+                has_heard = link.read_final_messages();
+                // Should it be the last holder by now: to drop it calls the driver.
+                let reactor = link.reactor.clone();
+                Arc::into_inner(link).into_iter().for_each(|last| reactor.defer_drop(Box::new(last)));
+            }
+            self.rescue();
+            // What is left unread is heard with a later tick, and its end told then: see `PublisherLink`.
+            if has_heard {
+                self.set_link_state(LinkState::Suspect);
+            }
+            self.doorbell.ring();
+        }
+        Next::Stop
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Device;
+
+    const DEPTH: u32 = 2;
+
+    /// A vigil over a link, and the publisher's own words.
+    fn monitor() -> (PublisherMonitor, FenceWords) {
+        let device = Device::host();
+        let segment = Arc::new(Segment::create(&device, DEPTH, [7; 16]).unwrap().0);
+        let (fence_words, fd) = FenceWords::published(&device, 4).unwrap();
+        let copy = FenceWords::read(fd.into(), fence_words.bytes(), "test").unwrap();
+        (PublisherMonitor::new(&segment, &Arc::new(LocalDoorbell::new().unwrap()), Some(copy)), fence_words)
+    }
+
+    #[test]
+    fn a_rescue_believes_the_publishers_own_word_of_a_sample_that_it_could_not_tell_a_late_joiner_of() {
+        let (monitor, fence_words) = monitor();
+        for position in [1, 2] {
+            let index = monitor.segment.index(position) as usize;
+            assert!(monitor.note_completion(index, position, Completion { word: position as u32, value: 9 }));
+            assert!(!monitor.hold(index, position));
+        }
+        fence_words.word(1).store(9);
+        fence_words.word(2).store(8);
+        monitor.rescue();
+        for (position, is_lost) in [(1, false), (2, true)] {
+            assert_eq!(monitor.has_lost(monitor.segment.index(position) as usize, position), is_lost);
+            assert!(monitor.segment.entry(position).ready.reached(position));
+        }
+        assert!(!monitor.note_completion(0, 2, Completion { word: u32::MAX, value: 1 }));
+    }
+
+    #[test]
+    fn a_rescue_takes_no_word_back_of_a_publisher_that_has_used_an_entry_again_before_it_was_free() {
+        let (monitor, _) = monitor();
+        let (first, second) = (2, 2 + u64::from(DEPTH));
+        let index = monitor.segment.index(first) as usize;
+        assert!(!monitor.hold(index, first));
+        monitor.rescue();
+        assert!(monitor.hold(index, second));
+        monitor.release_wait(index, second);
+        // The publisher's device writes on, and somebody else comes to the first once more.
+        monitor.segment.entry(first).ready.store(0);
+        monitor.release_wait(index, first);
+        assert!(monitor.has_lost(index, second), "what was noted of the second stays");
+    }
+}

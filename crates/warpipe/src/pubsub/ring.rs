@@ -1,0 +1,327 @@
+//! The ring of a link: the state of each entry.
+//!
+//! Positions count a link's samples from 1; position `p` falls on entry `p % depth`. The entry's `state_word` word
+//! holds `position << 2 | state`:
+//!
+//! ```text
+//!            sender                  receiver
+//!   (free) ────────▶ PUBLISHED(p) ─────CAS─────▶ TAKEN(p) ──▶ `released` reaches p: free
+//!                        │ sender, CAS
+//!                        └──────────▶ REVOKED(p): free
+//!   TAKEN(q), not released ──sender──▶ SKIPPED(p): stays the receiver's until `released` reaches q
+//! ```
+//!
+//! The compare-and-swap out of PUBLISHED decides, once, whether the receiver has the sample or the sender has it
+//! back. A sample that is held long does not stop the ring: the sender steps over its entry and tells so. All
+//! other stores have one writer at a time: an entry that is free, or taken, is the sender's to write `state_word` of.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
+
+use crate::atomic::fence;
+use crate::pubsub::entry::{Description, UntrustedEntry, Violation};
+use crate::shm::segment::Segment;
+
+const PUBLISHED: u64 = 0;
+const TAKEN: u64 = 1;
+const REVOKED: u64 = 2;
+const SKIPPED: u64 = 3;
+
+fn state_word(position: u64, state: u64) -> u64 {
+    position << 2 | state
+}
+
+/// What the sender knows of one entry.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sent {
+    /// The position last published here; 0 for none.
+    position: u64,
+    /// The sender has taken it back.
+    revoked: bool,
+}
+
+/// Where the next sample can go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RingSpace {
+    /// At this position.
+    At(u64),
+    /// Nowhere: the receiver has not taken what lies there, or holds everything.
+    Full,
+}
+
+/// The sender's end.
+#[derive(Debug)]
+pub(crate) struct SenderRing {
+    segment: Arc<Segment>,
+    next: u64,
+    sent: Vec<Sent>,
+    /// Nobody reads any more: what the receiver held is over once its own data is complete.
+    receiver_dead: bool,
+    signals_done: bool,
+}
+
+impl SenderRing {
+    pub(crate) fn new(segment: Arc<Segment>) -> SenderRing {
+        let depth = segment.depth() as usize;
+        SenderRing { segment, next: 1, sent: vec![Sent::default(); depth], receiver_dead: false, signals_done: false }
+    }
+
+    pub(crate) fn segment(&self) -> &Arc<Segment> {
+        &self.segment
+    }
+
+    /// Whether the sample at `position` is nobody's any more: complete, and released or taken back. (Until the
+    /// sender's stream has written a position's `ready`, a later position's could be overwritten by it, and the
+    /// slot is still being filled.) A peer that scribbles over `ready` keeps its entry until its death is proven.
+    #[inline]
+    pub(crate) fn is_over(&self, position: u64) -> bool {
+        let sent = self.sent[self.segment.index(position) as usize];
+        let entry = self.segment.entry(position);
+        sent.position != position
+            || (self.receiver_dead && self.signals_done)
+            || ((sent.revoked || self.receiver_dead || entry.released.reached(position)) && entry.ready.is(position))
+    }
+
+    /// The receiver is *proven* dead. (Suspicion is not enough: its device may still be reading.)
+    pub(crate) fn receiver_is_dead(&mut self) {
+        self.receiver_dead = true;
+    }
+
+    /// Every signal enqueued for this link is proven to have been executed, whatever its words say.
+    pub(crate) fn signals_are_done(&mut self) {
+        self.signals_done = true;
+    }
+
+    /// Finds room without changing anything.
+    #[inline]
+    pub(crate) fn space(&self) -> RingSpace {
+        for position in self.next..self.next + u64::from(self.segment.depth()) {
+            let last = self.sent[self.segment.index(position) as usize].position;
+            if last == 0 || self.is_over(last) {
+                return RingSpace::At(position);
+            }
+            if self.segment.entry(position).state_word.load(Acquire) == state_word(last, PUBLISHED) {
+                return RingSpace::Full;
+            }
+        }
+        RingSpace::Full
+    }
+
+    /// Tells the receiver to wake this end with its releases, or no longer. Look once more before sleeping.
+    pub(crate) fn set_asleep(&self, asleep: bool) {
+        self.segment.header().sender.asleep.store(u32::from(asleep), Release);
+        fence(SeqCst);
+    }
+
+    /// Publishes at a position that [`space`](Self::space) gave just now. Returns whether the receiver sleeps.
+    #[inline]
+    pub(crate) fn publish(&mut self, position: u64, description: &Description) -> bool {
+        self.step_over(position);
+        let entry = self.segment.entry(position);
+        description.write(entry);
+        // Pairs with the fence in `ReceiverRing::fall_asleep`: in the one order of this exchange, that fence and the look
+        // at `asleep`, either we see the sleeper, or it sees the sample. An exchange, because it is cheaper than a
+        // store and a fence; what was there is of no interest.
+        entry.state_word.swap(state_word(position, PUBLISHED), SeqCst);
+        self.sent[self.segment.index(position) as usize] = Sent { position, revoked: false };
+        self.next = position + 1;
+        self.segment.header().receiver.asleep.load(SeqCst) != 0
+    }
+
+    /// Gives up a position that [`space`](Self::space) gave and whose `ready` is on its way, since nothing is published there
+    /// any more. What lay in that entry before was over.
+    pub(crate) fn forgo(&mut self, position: u64) {
+        self.sent[self.segment.index(position) as usize] = Sent { position, revoked: true };
+    }
+
+    fn step_over(&mut self, position: u64) {
+        for skipped in self.next..position {
+            self.segment.entry(skipped).state_word.store(state_word(skipped, SKIPPED), Release);
+        }
+        self.next = self.next.max(position);
+    }
+
+    /// Takes the oldest sample back that the receiver has not taken, if its data is complete: an incomplete one
+    /// would not make room yet. Returns its position.
+    pub(crate) fn revoke_oldest_complete(&mut self) -> Option<u64> {
+        let lap = self.lap();
+        lap.into_iter().find(|&position| self.segment.entry(position).ready.reached(position) && self.revoke(position))
+    }
+
+    /// Whether the sample at `position` was taken back.
+    pub(crate) fn is_revoked(&self, position: u64) -> bool {
+        let sent = self.sent[self.segment.index(position) as usize];
+        sent.position == position && sent.revoked
+    }
+
+    /// The positions that may still lie in the ring, oldest first.
+    fn lap(&self) -> std::ops::Range<u64> {
+        self.next.saturating_sub(u64::from(self.segment.depth())).max(1)..self.next
+    }
+
+    fn revoke(&mut self, position: u64) -> bool {
+        let sent = &mut self.sent[self.segment.index(position) as usize];
+        if sent.position != position || sent.revoked {
+            return false;
+        }
+        let (from, to) = (state_word(position, PUBLISHED), state_word(position, REVOKED));
+        sent.revoked = self.segment.entry(position).state_word.compare_exchange(from, to, AcqRel, Acquire).is_ok();
+        sent.revoked
+    }
+
+    /// Takes back everything that the receiver has not taken. Returns the positions.
+    pub(crate) fn revoke_all(&mut self) -> Vec<u64> {
+        self.lap().filter(|&position| self.revoke(position)).collect()
+    }
+}
+
+/// Tells the reader of `position` that the data will not be complete. It is not taken back even where it still could be:
+/// its sequence number is spent, and a reader that may miss none would see a gap. Its stream is let go by `ready`, which
+/// is to be stored when nothing writes the slot any more.
+pub(crate) fn give_up(segment: &Segment, position: u64) {
+    let (entry, lap) = (segment.entry(position), lap_of(segment, position));
+    // Whoever sees `aborted` sees at least this history.
+    let history = History(entry.given_up.load(Acquire)).with(lap);
+    entry.given_up.store(history.0, Release);
+    entry.aborted.store(position, Release);
+}
+
+/// Whether the sender has given up the sample at `position`, whose `ready` was found reached before: also when its entry has
+/// been used again since then. So long after it that nobody knows any more, and its entry has seen a sample given up since,
+/// it counts as given up.
+#[inline]
+pub(crate) fn was_given_up(segment: &Segment, position: u64) -> bool {
+    let last = segment.entry(position).aborted.load(Acquire);
+    last >= position && (last == position || was_given_up_before(segment, position, last))
+}
+
+#[cold]
+fn was_given_up_before(segment: &Segment, position: u64, last: u64) -> bool {
+    let (lap, last) = (lap_of(segment, position), lap_of(segment, last));
+    last - lap >= LAPS_KNOWN || History(segment.entry(position).given_up.load(Acquire)).has(lap)
+}
+
+/// How often an entry was used before `position` fell on it.
+fn lap_of(segment: &Segment, position: u64) -> u64 {
+    position / u64::from(segment.depth())
+}
+
+/// How many laps a [`History`] reaches back.
+const LAPS_KNOWN: u64 = 32;
+
+/// Which laps of an entry were given up: the low half of the last such lap's number, and a bit for each of the laps that end
+/// with it, that one's lowest. In one word, so that a reader finds both of one time.
+#[derive(Debug, Clone, Copy)]
+struct History(u64);
+
+impl History {
+    fn with(self, lap: u64) -> History {
+        let (lap, passed) = (lap as u32, (lap as u32).wrapping_sub((self.0 >> 32) as u32));
+        let before = (self.0 as u32).checked_shl(passed).unwrap_or(0);
+        History(u64::from(lap) << 32 | u64::from(before | 1))
+    }
+
+    /// Of a lap that is too far back nothing is known, and it counts as given up.
+    fn has(self, lap: u64) -> bool {
+        let back = ((self.0 >> 32) as u32).wrapping_sub(lap as u32);
+        (self.0 as u32).checked_shr(back).is_none_or(|laps| laps & 1 == 1)
+    }
+}
+
+/// Counts a release of the receiver's. Returns whether the sender sleeps.
+#[inline]
+pub(crate) fn count_release(segment: &Segment) -> bool {
+    let header = segment.header();
+    // Pairs with the fence in `SenderRing::set_asleep`: in the one order of these two and that fence, either we see the
+    // sleeper or it sees the count (and, if not the word yet, that it is due; see `SubscriberLink::device_owes`).
+    header.receiver.released.fetch_add(1, SeqCst);
+    header.sender.asleep.load(SeqCst) != 0
+}
+
+/// The receiver's end.
+#[derive(Debug)]
+pub(crate) struct ReceiverRing {
+    segment: Arc<Segment>,
+    cursor: u64,
+    /// What the entry taken last says.
+    copy: UntrustedEntry,
+}
+
+impl ReceiverRing {
+    pub(crate) fn new(segment: Arc<Segment>) -> ReceiverRing {
+        ReceiverRing { segment, cursor: 1, copy: UntrustedEntry::default() }
+    }
+
+    /// Whether something may lie at the cursor; cheap, for a reader that polls.
+    #[inline]
+    pub(crate) fn may_have_news(&self) -> bool {
+        self.segment.entry(self.cursor).state_word.load(Acquire) >> 2 >= self.cursor
+    }
+
+    /// Takes the next sample, if there is one and `knows_region` says that its region has arrived: the entry at the
+    /// position that is returned is the receiver's then, and [`copy`](Self::copy) is what it says.
+    #[inline]
+    pub(crate) fn take(&mut self, mut knows_region: impl FnMut(u32) -> bool) -> Result<Option<u64>, Violation> {
+        let depth = u64::from(self.segment.depth());
+        // Each round moves the cursor or returns; two laps of moves mean that the sender runs rings around us,
+        // and the next call goes on from there.
+        for _ in 0..2 * depth + 2 {
+            let entry = self.segment.entry(self.cursor);
+            let now = entry.state_word.load(Acquire);
+            let (position, state) = (now >> 2, now & 3);
+            if position < self.cursor {
+                return Ok(None);
+            }
+            if position > self.cursor {
+                self.jump(position, depth)?;
+                continue;
+            }
+            match state {
+                SKIPPED | REVOKED => self.cursor += 1,
+                PUBLISHED => {
+                    // Copied before it is taken, because an entry whose region has not arrived yet must stay
+                    // where it is. A state word never has the same value twice, so if the exchange succeeds, the sender
+                    // has not touched the entry since `now` was read and the copy is of one piece.
+                    self.copy.copy(entry);
+                    if !knows_region(self.copy.region()) {
+                        return Ok(None);
+                    }
+                    if entry.state_word.compare_exchange(now, state_word(position, TAKEN), AcqRel, Acquire).is_ok() {
+                        self.cursor += 1;
+                        return Ok(Some(position));
+                    }
+                }
+                _ => {
+                    let found = format!("taken at {position}");
+                    return Err(Violation { field: "state", found, allowed: "published, revoked or skipped".into() });
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// What the entry that was taken last says.
+    pub(crate) fn copy(&self) -> &UntrustedEntry {
+        &self.copy
+    }
+
+    /// The sender has overtaken the cursor: goes to the oldest position that can still be there.
+    fn jump(&mut self, position: u64, depth: u64) -> Result<(), Violation> {
+        if !(position - self.cursor).is_multiple_of(depth) {
+            let allowed = format!("{} and a multiple of {depth} more", self.cursor);
+            return Err(Violation { field: "position", found: position.to_string(), allowed });
+        }
+        self.cursor = (self.cursor + 1).max(position - depth + 1);
+        Ok(())
+    }
+
+    /// Tells the sender to wake this end from now on. Look once more before sleeping.
+    pub(crate) fn fall_asleep(&self) {
+        self.segment.header().receiver.asleep.store(1, Release);
+        fence(SeqCst);
+    }
+
+    pub(crate) fn wake_up(&self) {
+        self.segment.header().receiver.asleep.store(0, Release);
+    }
+}

@@ -1,0 +1,254 @@
+//! A received sample: a tensor in the publisher's memory, lent until it is released.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::publisher_link::PublisherLink;
+use crate::backend::DevicePtr;
+use crate::clock::now_ns;
+use crate::error::{Error, Result};
+use crate::pubsub::entry::Description;
+use crate::stream::Stream;
+use crate::tensor::Layout;
+
+/// What lies between a sample and the one received before it, when that is not simply the next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Discontinuity {
+    /// The process that published before.
+    pub previous_pid: i32,
+    /// Whether it said goodbye, or died.
+    pub graceful: bool,
+}
+
+/// A tensor in the publisher's memory. Kernels enqueued on the stream that it was received with read complete
+/// data; dropping it gives the slot back behind that stream's work.
+#[derive(Debug)]
+#[must_use = "a sample that is dropped is released"]
+pub struct Sample {
+    /// Keeps the region mapped, among all else.
+    link: Arc<PublisherLink>,
+    address: DevicePtr,
+    position: u64,
+    description: Box<Description>,
+    received_ns: u64,
+    discontinuity: Option<Discontinuity>,
+    stream: Stream,
+    is_released: bool,
+}
+
+impl Sample {
+    #[inline]
+    pub(super) fn new(
+        link: Arc<PublisherLink>,
+        address: DevicePtr,
+        position: u64,
+        description: Box<Description>,
+        stream: &Stream,
+        discontinuity: Option<Discontinuity>,
+    ) -> Sample {
+        let (received_ns, stream) = (now_ns(), stream.clone());
+        Sample { link, address, position, description, received_ns, discontinuity, stream, is_released: false }
+    }
+
+    /// The device address of the element with all indices 0. Memory that this process may only read.
+    pub fn ptr(&self) -> DevicePtr {
+        self.slot_ptr() + self.description.layout.offset()
+    }
+
+    /// The device address of the slot's first byte; it is `layout().bytes()` long.
+    pub fn slot_ptr(&self) -> DevicePtr {
+        self.address
+    }
+
+    /// The tensor's layout.
+    pub fn layout(&self) -> &Layout {
+        &self.description.layout
+    }
+
+    /// The bytes that travelled with it.
+    pub fn metadata(&self) -> &[u8] {
+        self.description.metadata.as_bytes()
+    }
+
+    /// Its number among its publisher's samples, from 1. A gap is what this subscriber did not get.
+    pub fn sequence(&self) -> u64 {
+        self.description.sequence
+    }
+
+    /// When it was sent, in nanoseconds of `CLOCK_MONOTONIC` (see [`crate::clock::now_ns`]). The sender's word.
+    pub fn sent_at_ns(&self) -> u64 {
+        self.description.sent_ns
+    }
+
+    /// When it was received, in nanoseconds of `CLOCK_MONOTONIC`.
+    pub fn received_at_ns(&self) -> u64 {
+        self.received_ns
+    }
+
+    /// Set on the first sample of another incarnation of the publisher.
+    pub fn discontinuity(&self) -> Option<Discontinuity> {
+        self.discontinuity
+    }
+
+    /// The stream that waits for it.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// Complete already, and now read and released on `stream`.
+    pub(crate) fn received_on(mut self, stream: &Stream) -> Sample {
+        self.stream = stream.clone();
+        self
+    }
+
+    /// Makes another stream wait for the data, too (`cuStreamWaitValue64`): kernels enqueued on it from now on read
+    /// complete data. Release the sample behind its work then: see [`release_on`](Self::release_on).
+    ///
+    /// # Errors
+    /// [`Error::SampleLost`] when the sender died before the data was complete; [`Error::Argument`] for a stream of
+    /// another device; [`Error::Driver`]; [`Error::Forked`].
+    pub fn wait_on(&self, stream: &Stream) -> Result<()> {
+        self.link.owner_process.check()?;
+        stream.check_usable(self.stream.device())?;
+        if self.link.admit(self.position, stream)? {
+            return Ok(());
+        }
+        let (name, sequence, pid) = (self.link.name.clone(), self.sequence(), self.link.peer.pid);
+        Err(Error::SampleLost { name, sequence, pid })
+    }
+
+    /// Whether the data is complete, as the CPU sees it now.
+    ///
+    /// # Errors
+    /// [`Error::SampleLost`]; [`Error::Forked`].
+    pub fn is_complete(&self) -> Result<bool> {
+        self.link.owner_process.check()?;
+        self.link.completion(self.position, self.sequence())
+    }
+
+    /// Waits on the CPU until the data is complete. Device work needs no such wait: its stream does it.
+    ///
+    /// # Errors
+    /// [`Error::SampleLost`] when the sender died first; [`Error::Timeout`]; [`Error::Forked`].
+    pub fn wait(&self, timeout: Duration) -> Result<()> {
+        self.link.wait_complete(self.position, self.sequence(), timeout)
+    }
+
+    /// Waits for the data and copies the whole slot (`layout().bytes()` bytes) to host memory.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait); [`Error::Argument`] unless `bytes` is that long; [`Error::Driver`].
+    pub fn copy_to(&self, bytes: &mut [u8], timeout: Duration) -> Result<()> {
+        if bytes.len() as u64 != self.layout().bytes() {
+            let allowed = format!("exactly {}", self.layout().bytes());
+            return Err(Error::argument("bytes", format!("{} bytes", bytes.len()), allowed));
+        }
+        self.wait(timeout)?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        // Not the user's stream: that may be stuck behind something else, and this must not be.
+        let stream = self.link.copies()?;
+        // SAFETY: the stream is live and only ever copies; the slot lies inside the region (checked when it was received),
+        // which this sample's link keeps mapped.
+        unsafe { stream.backend().download(stream.raw(), bytes, self.slot_ptr())? };
+        // A death in between cannot have torn it: the data was complete.
+        Ok(())
+    }
+
+    /// [`copy_to`](Self::copy_to) a new vector.
+    ///
+    /// # Errors
+    /// As [`copy_to`](Self::copy_to); [`Error::DeviceMemory`] when the host has no room for it.
+    pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
+        let length = self.layout().bytes();
+        let mut bytes = Vec::new();
+        let room = usize::try_from(length).ok().and_then(|length| bytes.try_reserve_exact(length).ok());
+        if room.is_none() {
+            return Err(Error::DeviceMemory { device: "this process".into(), bytes: length, detail: String::new() });
+        }
+        bytes.resize(length as usize, 0);
+        self.copy_to(&mut bytes, timeout)?;
+        Ok(bytes)
+    }
+
+    /// Releases the sample behind the stream's work, then waits on the CPU until its data was complete, and says
+    /// whether the sender lived until then. What was computed from a lost sample is to be discarded.
+    ///
+    /// # Errors
+    /// [`Error::SampleLost`]; [`Error::Timeout`]; [`Error::Driver`] when the release could not be enqueued.
+    pub fn finish(self, timeout: Duration) -> Result<()> {
+        self.release()?.wait(timeout)
+    }
+
+    /// Releases the sample behind the stream's work and returns at once; the receipt can be asked later.
+    ///
+    /// # Errors
+    /// [`Error::Capturing`] while the stream is being captured, and the sample is released once the capture has ended and
+    /// the stream is past the work that it had before, as if it were dropped now; [`Error::Driver`] when the release could not be enqueued; [`Error::Forked`].
+    pub fn release(mut self) -> Result<Receipt> {
+        self.link.owner_process.check()?;
+        // If this fails the drop tries once more, and closes the link when that fails, too.
+        self.link.release(self.position, &self.stream)?;
+        self.is_released = true;
+        Ok(Receipt { link: self.link.clone(), position: self.position, sequence: self.sequence() })
+    }
+
+    /// Releases it behind the work of another stream than the one it was received with, which must have been
+    /// made to wait for that one first.
+    ///
+    /// # Errors
+    /// As [`release`](Self::release); [`Error::Argument`] for a stream of another device, and it is released behind
+    /// its own.
+    pub fn release_on(mut self, stream: &Stream) -> Result<Receipt> {
+        stream.check_of(self.stream.device())?;
+        self.stream = stream.clone();
+        self.release()
+    }
+}
+
+impl Drop for Sample {
+    fn drop(&mut self) {
+        if self.is_released {
+            return;
+        }
+        if !self.link.owner_process.is_current() {
+            // A forked child: the parent's mappings and words are not ours to give up.
+            std::mem::forget(self.link.clone());
+            return;
+        }
+        match self.link.release(self.position, &self.stream) {
+            Ok(()) => {}
+            Err(Error::Capturing { .. }) => self.link.release_later(self.position, &self.stream),
+            // Without a release the publisher keeps the slot; closing the link tells it so.
+            Err(error) => self.link.fail(error),
+        }
+    }
+}
+
+/// The proof to ask for after a sample has been released.
+#[derive(Debug)]
+pub struct Receipt {
+    link: Arc<PublisherLink>,
+    position: u64,
+    sequence: u64,
+}
+
+impl Receipt {
+    /// Whether the data was complete; `Ok(false)` while that is not known yet.
+    ///
+    /// # Errors
+    /// [`Error::SampleLost`].
+    pub fn check(&self) -> Result<bool> {
+        self.link.owner_process.check()?;
+        self.link.completion(self.position, self.sequence)
+    }
+
+    /// Waits until it is known.
+    ///
+    /// # Errors
+    /// [`Error::SampleLost`]; [`Error::Timeout`].
+    pub fn wait(&self, timeout: Duration) -> Result<()> {
+        self.link.wait_complete(self.position, self.sequence, timeout)
+    }
+}

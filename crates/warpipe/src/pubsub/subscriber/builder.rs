@@ -1,0 +1,109 @@
+//! What a subscriber is made with.
+
+use std::time::Duration;
+
+use super::Subscriber;
+use crate::device::Device;
+use crate::error::Result;
+use crate::ipc::Kind;
+use crate::ipc::domain::{Domain, EndpointName};
+
+/// What a subscriber is made with. See [`Subscriber::builder`].
+#[derive(Debug, Clone)]
+pub struct SubscriberBuilder {
+    pub(super) name: String,
+    pub(super) domain: Option<Domain>,
+    pub(super) device: Option<Device>,
+    pub(super) wait: Option<Duration>,
+    pub(super) reconnect: bool,
+    pub(super) timeout: Duration,
+    pub(super) spin: Option<Duration>,
+    pub(super) handshake_timeout: Duration,
+    pub(super) kind: Kind,
+    pub(super) orphan_timeout: Duration,
+    pub(super) generation: Option<[u8; 16]>,
+}
+
+impl SubscriberBuilder {
+    /// The domain to look in; the environment's by default.
+    pub fn domain(mut self, domain: &Domain) -> Self {
+        self.domain = Some(domain.clone());
+        self
+    }
+
+    /// The device to read with; [`Device::preferred`] by default. Another GPU than the publisher's reads over
+    /// NVLink or PCIe, if it can.
+    pub fn device(mut self, device: &Device) -> Self {
+        self.device = Some(device.clone());
+        self
+    }
+
+    /// Wait this long for somebody to publish the name; not at all by default.
+    pub fn wait_for_publisher(mut self, timeout: Option<Duration>) -> Self {
+        self.wait = timeout;
+        self
+    }
+
+    /// Follow the next incarnation when the publisher goes, and attach again when this end has closed its link; off by
+    /// default. The first sample of the next link carries a [`Discontinuity`](crate::Discontinuity). The handshake runs on a
+    /// thread of its own: a publisher that stands still holds up no receive beyond its timeout.
+    pub fn reconnect(mut self, reconnect: bool) -> Self {
+        self.reconnect = reconnect;
+        self
+    }
+
+    /// How long [`Subscriber::receive`] waits: 10 s by default.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// How long a publisher may take to answer: 5 s by default.
+    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
+        self.handshake_timeout = timeout;
+        self
+    }
+
+    /// How long a publisher that has exited may leave streams waiting while a child that it forked keeps its device work
+    /// running: 30 s by default. After that they are rescued and their samples are lost. The memory of such a publisher
+    /// is not used again before that work is proven to be over.
+    pub fn orphan_timeout(mut self, timeout: Duration) -> Self {
+        self.orphan_timeout = timeout;
+        self
+    }
+
+    /// How long a wait polls before it sleeps. By default up to 20 µs, and hardly ever where that does not pay, as when both
+    /// ends share a core; a length that is given is kept. A sleeper costs nothing and is woken;
+    /// one that polls is faster by the price of a wake-up and takes a core.
+    pub fn spin(mut self, spin: Duration) -> Self {
+        self.spin = Some(spin);
+        self
+    }
+
+    /// What is looked for under the name.
+    pub(crate) fn kind(mut self, kind: Kind) -> Self {
+        self.kind = kind;
+        self
+    }
+
+    /// What to say in the greeting that this end is, for a publisher that looks for it elsewhere.
+    pub(crate) fn generation(mut self, generation: [u8; 16]) -> Self {
+        self.generation = Some(generation);
+        self
+    }
+
+    /// Finds the publisher and attaches.
+    ///
+    /// # Errors
+    /// [`NoPublisher`](crate::Error::NoPublisher), [`OtherKind`](crate::Error::OtherKind),
+    /// [`Handshake`](crate::Error::Handshake),
+    /// [`AccessDenied`](crate::Error::AccessDenied), [`PeerAccess`](crate::Error::PeerAccess),
+    /// [`NotDeviceMemory`](crate::Error::NotDeviceMemory), [`DescriptorLimit`](crate::Error::DescriptorLimit), or what the
+    /// device says. Nothing is left behind.
+    pub fn build(self) -> Result<Subscriber> {
+        let name = EndpointName::new(&self.name)?;
+        let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
+        let device = self.device.clone().unwrap_or_else(|| Device::preferred().device);
+        Subscriber::new(self, name, domain, device)
+    }
+}

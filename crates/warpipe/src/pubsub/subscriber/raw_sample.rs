@@ -1,0 +1,175 @@
+//! Samples that are taken from the ring before any stream is made to wait for them: for who wants to know whether the
+//! data came before anybody works with it.
+
+use std::sync::Arc;
+
+use super::*;
+
+/// A sample that was taken and not given to anybody. Dropped, it is released once its data is complete.
+#[derive(Debug)]
+pub(crate) struct RawSample {
+    link: Arc<PublisherLink>,
+    /// `None` once it has become a sample.
+    taken: Option<TakenSample>,
+}
+
+impl RawSample {
+    fn taken(&self) -> &TakenSample {
+        self.taken.as_ref().expect("present until it becomes a sample")
+    }
+
+    pub(crate) fn metadata(&self) -> &[u8] {
+        self.taken().2.metadata.as_bytes()
+    }
+
+    /// Whether the data is complete; an error if it never will be.
+    #[inline]
+    pub(crate) fn is_complete(&self) -> Result<bool> {
+        let (position, _, description) = self.taken();
+        self.link.completion(*position, description.sequence)
+    }
+
+    /// To wait for the data without it.
+    pub(crate) fn completion_wait(&self) -> CompletionWait {
+        CompletionWait { link: self.link.clone(), position: self.taken().0 }
+    }
+
+    /// The sample, once [`is_complete`](Self::is_complete) has said so: then `stream` has nothing to wait for.
+    pub(crate) fn into_sample(mut self, stream: &Stream) -> Sample {
+        let (position, address, description) = self.taken.take().expect("present until it becomes a sample");
+        Sample::new(self.link.clone(), address, position, description, stream, None)
+    }
+}
+
+/// The data of an arrival, to be waited for.
+#[derive(Debug)]
+pub(crate) struct CompletionWait {
+    link: Arc<PublisherLink>,
+    position: u64,
+}
+
+impl CompletionWait {
+    /// Waits on the CPU until it may be complete.
+    pub(crate) fn wait(&self, limit: Duration) {
+        self.link.wait_for_completion(self.position, limit);
+    }
+}
+
+impl Drop for RawSample {
+    fn drop(&mut self) {
+        if let Some((position, ..)) = self.taken.take() {
+            if self.link.owner_process.is_current() {
+                self.link.give_back(position);
+            } else {
+                std::mem::forget(self.link.clone());
+            }
+        }
+    }
+}
+
+impl Subscriber {
+    /// The next sample, if there is one, without a stream. The error at the end is the same as from `receive`.
+    pub(crate) fn take_raw_sample(&mut self) -> Result<Option<RawSample>> {
+        let Some(attached) = &mut self.attached else {
+            return Err(Error::NoPublisher { name: self.name.to_string() });
+        };
+        // Before the ring, as in `Attached::poll`.
+        let link_state = attached.link.link_state();
+        if link_state == LinkState::Failed {
+            return Err(attached.link.why_over());
+        }
+        match attached.next() {
+            Ok(Some(taken)) => {
+                attached.link.keep(taken.0);
+                Ok(Some(RawSample { link: attached.link.clone(), taken: Some(taken) }))
+            }
+            Ok(None) if link_state == LinkState::Open || attached.is_region_due() => {
+                attached.wait_for_region().map(|_| None)
+            }
+            Ok(None) => Err(attached.link.why_over()),
+            Err(violation) => Err(attached.fail(violation)),
+        }
+    }
+
+    /// Whether [`take_raw_sample`](Self::take_raw_sample) is worth a call; cheap.
+    #[inline]
+    pub(crate) fn may_have_news(&self) -> bool {
+        self.attached.as_ref().is_none_or(|at| at.ring.may_have_news() || at.link.link_state() != LinkState::Open)
+    }
+
+    /// Whether the publisher is asked to ring in [`descriptor`](Self::descriptor) with each sample.
+    pub(crate) fn set_asleep(&self, asleep: bool) {
+        if asleep {
+            self.fall_asleep();
+        } else {
+            self.wake_up();
+        }
+    }
+
+    /// What becomes readable when this end is rung.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.readable.as_fd()
+    }
+
+    /// The builder's timeout.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.options.timeout
+    }
+
+    /// Takes in what rang.
+    pub(crate) fn quiet(&self) {
+        self.drain();
+    }
+
+    /// Whether the publisher is proven dead.
+    pub(crate) fn is_publisher_dead(&self) -> bool {
+        self.attached.as_ref().is_none_or(|attached| attached.link.is_dead())
+    }
+
+    /// Closes the link because of what the publisher sent.
+    pub(crate) fn fail(&self, violation: Violation) -> Error {
+        match &self.attached {
+            Some(attached) => attached.fail(violation),
+            None => Error::NoPublisher { name: self.name.to_string() },
+        }
+    }
+
+    /// How many samples can be held, and about how many are.
+    pub(crate) fn load(&self) -> (usize, usize) {
+        self.attached.as_ref().map_or((0, 0), |attached| {
+            // Each sample keeps the link; so does this end itself.
+            (attached.link.segment().depth() as usize, Arc::strong_count(&attached.link).saturating_sub(1))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pubsub::Publisher;
+    use crate::tensor::Layout;
+
+    /// A publisher has sent in memory of its own making and gone. Its last region comes to be mapped between the
+    /// subscriber's look at the ring and the one at whether anything is still due.
+    #[test]
+    fn a_sample_whose_region_is_mapped_this_very_moment_is_not_lost_to_a_goodbye() {
+        let folder = std::env::temp_dir().join(format!("warpipe-arrival-{}", std::process::id()));
+        let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
+        let stream = device.stream().unwrap();
+        let publisher = Publisher::builder("grows").domain(&domain).device(&device).build().unwrap();
+        let mut subscriber = Subscriber::builder("grows").domain(&domain).device(&device).build().unwrap();
+        publisher.loan(&Layout::bytes_only(8).unwrap()).unwrap().send(&stream).unwrap();
+        drop(publisher);
+        let attached = subscriber.attached.as_mut().unwrap();
+        let start = Instant::now();
+        while attached.link.link_state() == LinkState::Open || attached.link.is_mapping() {
+            assert!(start.elapsed() < Duration::from_secs(10));
+            std::thread::yield_now();
+        }
+        assert!(attached.regions.is_empty(), "not looked at yet");
+        attached.region_missing_since = Some(Instant::now());
+        assert!(attached.is_region_due());
+        assert!(subscriber.take_raw_sample().unwrap().is_some());
+        let _ = std::fs::remove_dir_all(folder);
+    }
+}

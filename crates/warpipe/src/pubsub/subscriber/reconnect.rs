@@ -1,0 +1,122 @@
+//! The handshake with the next publisher, on a thread of its own: one that stands still answers nobody, and whoever receives
+//! waits no longer than asked to.
+
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::super::publisher_link::{ConnectOptions, PublisherLink};
+use crate::error::{Error, HandshakeFault, Result};
+use crate::fork::OwnerProcess;
+use crate::ipc::domain::EndpointName;
+use crate::runtime::closer::PeerSocket;
+
+/// One of a subscriber at a time, for as long as its handshake's timeout. Dropped, it is called off.
+#[derive(Debug)]
+pub(super) struct ReconnectAttempt {
+    owner_process: OwnerProcess,
+    name: EndpointName,
+    /// The thread has the other one until it ends. Its handle is not kept: dropped in a forked child, it would
+    /// detach a thread of the child that has its place by then.
+    shared: Arc<AttemptResult>,
+}
+
+#[derive(Debug, Default)]
+struct AttemptResult {
+    is_cancelled: AtomicBool,
+    result: Mutex<Option<Result<Arc<PublisherLink>>>>,
+}
+
+impl ReconnectAttempt {
+    /// Rings the subscriber's doorbell when there is a result.
+    pub(super) fn start(connect_options: ConnectOptions, socket: PeerSocket) -> Result<ReconnectAttempt> {
+        let shared = Arc::new(AttemptResult::default());
+        let (told, name) = (shared.clone(), connect_options.name.clone());
+        let run = move || {
+            let result = connect_options.shake_hands(socket, &told.is_cancelled);
+            told.end(result);
+            connect_options.doorbell.ring();
+        };
+        let spawned = std::thread::Builder::new().name("warpipe-attach".into()).spawn(run);
+        spawned.map_err(|e| Error::os("clone", "the thread warpipe-attach", e))?;
+        Ok(ReconnectAttempt { owner_process: OwnerProcess::current(), name, shared })
+    }
+
+    /// How it ended; told once.
+    pub(super) fn result(&self) -> Option<Result<Arc<PublisherLink>>> {
+        let is_finished = Arc::strong_count(&self.shared) == 1;
+        let result = self.shared.result.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // A panic has ended it: another attempt is due.
+        let none = || Error::Handshake { name: self.name.to_string(), fault: HandshakeFault::Closed };
+        result.or_else(|| is_finished.then(|| Err(none())))
+    }
+}
+
+impl AttemptResult {
+    fn end(&self, result: Result<Arc<PublisherLink>>) {
+        let mut place = self.result.lock().unwrap_or_else(PoisonError::into_inner);
+        match result {
+            Ok(link) if self.is_cancelled.load(SeqCst) => link.leave(),
+            result => *place = Some(result),
+        }
+    }
+}
+
+impl Drop for ReconnectAttempt {
+    fn drop(&mut self) {
+        if !self.owner_process.is_current() {
+            // A forked child: whatever it came to is the parent's.
+            return std::mem::forget(self.shared.clone());
+        }
+        self.shared.is_cancelled.store(true, SeqCst);
+        if let Some(Ok(link)) = self.result() {
+            link.leave();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::super::publisher_link::SubscriberIdentity;
+    use super::*;
+    use crate::device::Device;
+    use crate::hostile::{alone, in_a_forked_child};
+    use crate::ipc::Kind;
+    use crate::ipc::domain::Domain;
+    use crate::runtime::doorbell::LocalDoorbell;
+
+    #[test]
+    fn a_forked_child_that_drops_an_attempt_of_its_parents_leaves_its_own_threads_alone() {
+        let test = "a_forked_child_that_drops_an_attempt_of_its_parents_leaves_its_own_threads_alone";
+        alone(module_path!(), test, || {
+            const LONG: Duration = Duration::from_secs(60);
+            let folder = std::env::temp_dir().join(format!("warpipe-attempt-{}", std::process::id()));
+            let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+            // Nobody is let in.
+            let claim = domain.claim(&name, false).unwrap();
+            let connect_options = ConnectOptions {
+                domain: domain.clone(),
+                name: name.clone(),
+                device: Device::host(),
+                doorbell: Arc::new(LocalDoorbell::new().unwrap()),
+                timeout: LONG,
+                orphan_timeout: LONG,
+                identity: SubscriberIdentity { kind: Kind::Publisher, generation: [7; 16] },
+            };
+            let socket = domain.connect_now(&name).unwrap().expect("the backlog has room");
+            let mut attempt = Some(ReconnectAttempt::start(connect_options, socket).unwrap());
+            in_a_forked_child(|| {
+                // The C library gives them the stacks of threads that are not here.
+                let all = Arc::new(std::sync::Barrier::new(17));
+                let wait = |all: Arc<std::sync::Barrier>| std::thread::spawn(move || all.wait().is_leader());
+                let threads: Vec<_> = (0..16).map(|_| wait(all.clone())).collect();
+                drop(attempt.take());
+                all.wait();
+                threads.into_iter().all(|thread| thread.join().is_ok())
+            });
+            drop((attempt, claim));
+            std::fs::remove_dir_all(folder).unwrap();
+        });
+    }
+}

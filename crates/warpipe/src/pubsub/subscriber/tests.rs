@@ -1,0 +1,309 @@
+//! Regression tests for lost wake-ups of a subscriber that follows one publisher after the other.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with};
+
+use super::*;
+use crate::backend::testing::{Failing, Wrapped};
+use crate::pubsub::Publisher;
+use crate::tensor::Layout;
+
+const LONG: Duration = Duration::from_secs(20);
+
+struct Place {
+    folder: PathBuf,
+    domain: Domain,
+    device: Device,
+}
+
+impl Place {
+    fn new(title: &str) -> Place {
+        let folder = std::env::temp_dir().join(format!("warpipe-follow-{title}-{}", std::process::id()));
+        Place { domain: Domain::at(&folder).unwrap(), folder, device: Device::host() }
+    }
+
+    /// One that has its memory already: the announcement of a region rings, too.
+    fn publisher(&self) -> Publisher {
+        let publisher = Publisher::builder("camera").domain(&self.domain).device(&self.device).build().unwrap();
+        drop(publisher.loan(&Layout::bytes_only(8).unwrap()).unwrap());
+        publisher
+    }
+
+    fn subscriber(&self) -> Subscriber {
+        let builder = Subscriber::builder("camera").domain(&self.domain).device(&self.device);
+        builder.reconnect(true).timeout(LONG).build().unwrap()
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// Polls as an event loop does: looks until there is nothing, then sleeps on the descriptor.
+fn receive_polled(subscriber: &mut Subscriber, stream: &Stream) -> Sample {
+    let start = Instant::now();
+    loop {
+        if let Some(sample) = subscriber.try_receive(stream).unwrap() {
+            return sample;
+        }
+        assert!(start.elapsed() < LONG && wait_readable(subscriber.readable.as_fd(), LONG), "nobody rings");
+    }
+}
+
+#[test]
+fn a_subscriber_that_sleeps_is_woken_by_the_first_sample_of_its_next_publisher() {
+    const ROUNDS: u8 = 3;
+    let place = Place::new("sleeping");
+    let stream = place.device.stream().unwrap();
+    let mut publisher = Some(place.publisher());
+    let (mut subscriber, receiving, (tell, told)) = (place.subscriber(), stream.clone(), std::sync::mpsc::channel());
+    // Longer than the test waits: a receive looks once more when its time is up.
+    std::thread::spawn(move || {
+        for _ in 0..ROUNDS {
+            let sample = subscriber.receive_timeout(&receiving, Duration::from_secs(3600)).unwrap();
+            tell.send(sample.to_vec(LONG).unwrap()).unwrap();
+        }
+    });
+    for round in 0..ROUNDS {
+        drop(publisher.take());
+        let publisher = publisher.insert(place.publisher());
+        publisher.wait_for_subscribers(1, LONG).unwrap();
+        publisher.send_bytes(&stream, &[round]).unwrap();
+        assert_eq!(told.recv_timeout(LONG).expect("a sample"), [round]);
+    }
+}
+
+#[test]
+fn a_polled_subscriber_is_rung_by_a_publisher_that_came_while_it_looked() {
+    let place = Place::new("polled");
+    let stream = place.device.stream().unwrap();
+    let first = place.publisher();
+    let mut subscriber = place.subscriber();
+    let _ = subscriber.as_fd();
+    // Gone, and followed by another, before the next look.
+    drop(first);
+    let next = place.publisher();
+    let received = std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| receive_polled(&mut subscriber, &stream));
+        next.wait_for_subscribers(1, LONG).unwrap();
+        // The look that attached is over: the descriptor alone can tell of what comes now.
+        next.send_bytes(&stream, b"hello").unwrap();
+        receiving.join().unwrap()
+    });
+    assert_eq!(received.to_vec(LONG).unwrap(), b"hello");
+}
+
+/// Holds the name, and does nothing on its own.
+struct Silent {
+    listener: OwnedFd,
+    path: PathBuf,
+}
+
+impl Silent {
+    fn at(place: &Place, backlog: i32) -> Silent {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let path = place.domain.path().join("camera.sock");
+        rustix::net::bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        rustix::net::listen(&listener, backlog).unwrap();
+        Silent { listener, path }
+    }
+
+    /// Fills the backlog.
+    fn crowd(&self) -> Vec<OwnedFd> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let dial = || {
+            let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+            rustix::net::connect(&socket, &SocketAddrUnix::new(&self.path).unwrap()).map(|()| socket)
+        };
+        std::iter::from_fn(|| dial().ok()).collect()
+    }
+
+    fn accept(&self) -> Option<OwnedFd> {
+        accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK).ok()
+    }
+
+    fn leave(self) {
+        std::fs::remove_file(&self.path).unwrap();
+    }
+}
+
+/// Runs `work` and fails if it takes as long as a handshake may.
+fn returns<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || tell.send(work()));
+    told.recv_timeout(3 * LONG).expect("it waits for a publisher that stands still")
+}
+
+#[test]
+fn a_publisher_that_stands_still_holds_up_no_receive_beyond_its_timeout() {
+    let place = Place::new("standing");
+    let stream = place.device.stream().unwrap();
+    let first = place.publisher();
+    let builder = Subscriber::builder("camera").domain(&place.domain).device(&place.device).reconnect(true);
+    let mut subscriber = builder.timeout(LONG).handshake_timeout(Duration::from_secs(3600)).build().unwrap();
+    drop(first);
+    let silent = Silent::at(&place, 8);
+    let receiving = stream.clone();
+    let mut subscriber = returns(move || {
+        for _ in 0..20 {
+            assert!(subscriber.try_receive(&receiving).unwrap().is_none());
+            let waited = subscriber.receive_timeout(&receiving, Duration::from_millis(1));
+            assert!(matches!(waited, Err(Error::Timeout { .. })), "{waited:?}");
+        }
+        subscriber
+    });
+    assert!(subscriber.publisher_state().is_none());
+    let caller = silent.accept().expect("it has called");
+    assert!(silent.accept().is_none(), "once");
+    drop(caller);
+    silent.leave();
+    let next = place.publisher();
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| subscriber.receive(&stream).unwrap());
+        next.wait_for_subscribers(1, LONG).unwrap();
+        next.send_bytes(&stream, b"hello").unwrap();
+        assert_eq!(receiving.join().unwrap().to_vec(LONG).unwrap(), b"hello");
+    });
+}
+
+#[test]
+fn a_subscriber_that_is_dropped_hangs_up_on_a_publisher_that_has_not_answered() {
+    let place = Place::new("hanging-up");
+    let stream = place.device.stream().unwrap();
+    let first = place.publisher();
+    let builder = Subscriber::builder("camera").domain(&place.domain).device(&place.device).reconnect(true);
+    let mut subscriber = builder.handshake_timeout(Duration::from_secs(3600)).build().unwrap();
+    drop(first);
+    let silent = Silent::at(&place, 8);
+    let caller = returns(move || {
+        loop {
+            assert!(subscriber.try_receive(&stream).unwrap().is_none());
+            if let Some(caller) = silent.accept() {
+                break caller;
+            }
+        }
+    });
+    // Behind its greeting comes the end.
+    let mut packet = [0; 1024];
+    let start = Instant::now();
+    while rustix::net::recv(&caller, &mut packet, RecvFlags::DONTWAIT).map_or(true, |(bytes, _)| bytes > 0) {
+        assert!(start.elapsed() < 3 * LONG, "it holds on");
+        wait_readable(caller.as_fd(), Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_full_backlog_is_no_error_of_who_follows_a_name() {
+    let place = Place::new("backlog");
+    let stream = place.device.stream().unwrap();
+    let first = place.publisher();
+    let brief = || {
+        let builder = Subscriber::builder("camera").domain(&place.domain).device(&place.device);
+        builder.timeout(LONG).handshake_timeout(Duration::from_millis(1))
+    };
+    let mut subscriber = brief().handshake_timeout(LONG).reconnect(true).build().unwrap();
+    subscriber.options.handshake_timeout = Duration::from_millis(1);
+    drop(first);
+    let silent = Silent::at(&place, 1);
+    let crowd = silent.crowd();
+    for _ in 0..3 {
+        let waited = subscriber.receive_timeout(&stream, Duration::from_millis(20));
+        assert!(matches!(waited, Err(Error::Timeout { .. })), "{waited:?}");
+        assert!(subscriber.try_receive(&stream).unwrap().is_none());
+    }
+    let newcomer = brief().build();
+    let fault = |error| matches!(error, Error::Handshake { fault: crate::HandshakeFault::Silent(_), .. });
+    assert!(newcomer.is_err_and(fault), "nobody is taken in");
+    drop(crowd);
+    silent.leave();
+    subscriber.options.handshake_timeout = LONG;
+    let next = place.publisher();
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| subscriber.receive(&stream).unwrap());
+        next.wait_for_subscribers(1, LONG).unwrap();
+        next.send_bytes(&stream, b"hello").unwrap();
+        assert_eq!(receiving.join().unwrap().to_vec(LONG).unwrap(), b"hello");
+    });
+}
+
+#[test]
+fn a_subscriber_that_follows_a_name_attaches_again_after_it_has_closed_its_link() {
+    let place = Place::new("own-end");
+    let stream = place.device.stream().unwrap();
+    let publisher = place.publisher();
+    let mut subscriber = place.subscriber();
+    let own = Error::os("recvmsg", "a link", rustix::io::Errno::MFILE);
+    subscriber.attached.as_ref().unwrap().link.fail(own);
+    let told = subscriber.try_receive(&stream);
+    assert!(matches!(told, Err(Error::DescriptorLimit { .. })), "{told:?}");
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| subscriber.receive(&stream).unwrap());
+        let is_back = || publisher.subscribers().iter().any(|one| one.state == PeerState::Alive);
+        let start = Instant::now();
+        while !is_back() || publisher.send_bytes(&stream, b"hello").is_err() || !receiving.is_finished() {
+            assert!(start.elapsed() < 3 * LONG, "it has not come back");
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+        let sample = receiving.join().unwrap();
+        assert!(sample.discontinuity().is_some());
+        assert_eq!(sample.to_vec(LONG).unwrap(), b"hello");
+    });
+}
+
+/// The device of the publisher refuses its signals.
+#[test]
+fn a_receipt_says_that_its_sample_was_lost_however_late_it_is_asked() {
+    let place = Place::new("receipts");
+    let failing = Wrapped::new(place.device.backend().clone(), Failing::default());
+    let refusing = Device::from_backend(failing.clone());
+    let publisher = Publisher::builder("camera").domain(&place.domain).device(&refusing).depth(1).build().unwrap();
+    let builder = Subscriber::builder("camera").domain(&place.domain).device(&place.device);
+    let mut subscriber = builder.timeout(LONG).build().unwrap();
+    let (sending, receiving) = (refusing.stream().unwrap(), place.device.stream().unwrap());
+    let mut send = |is_refused: bool| {
+        if is_refused {
+            failing.hook().aim("batch", 1);
+        }
+        assert_eq!(publisher.send_bytes(&sending, b"sample").is_err(), is_refused);
+        subscriber.receive(&receiving).unwrap().release().unwrap()
+    };
+    let refused = [false, true, true, false, true, true, true, false, false, true];
+    let receipts = refused.map(&mut send);
+    for (receipt, is_lost) in receipts.iter().zip(refused) {
+        let verdict = receipt.wait(LONG);
+        assert_eq!(matches!(verdict, Err(Error::SampleLost { .. })), is_lost, "{verdict:?}");
+    }
+    // So late that nobody knows it any more.
+    (0..32).for_each(|_| drop(send(false)));
+    drop(send(true));
+    assert!(receipts.iter().all(|receipt| matches!(receipt.check(), Err(Error::SampleLost { .. }))));
+}
+
+#[test]
+fn a_polled_subscriber_tries_a_name_again_that_closed_on_it() {
+    let place = Place::new("closing");
+    let stream = place.device.stream().unwrap();
+    let first = place.publisher();
+    let mut subscriber = place.subscriber();
+    let _ = subscriber.as_fd();
+    drop(first);
+    // Listens there, and closes each connection unanswered, as a publisher on its way out does.
+    let silent = Silent::at(&place, 8);
+    std::thread::scope(|scope| {
+        let polling = scope.spawn(|| receive_polled(&mut subscriber, &stream));
+        for _ in 0..3 {
+            assert!(wait_readable(silent.listener.as_fd(), LONG), "it does not come again");
+            drop(silent.accept().unwrap());
+        }
+        silent.leave();
+        let next = place.publisher();
+        next.wait_for_subscribers(1, LONG).unwrap();
+        next.send_bytes(&stream, b"hello").unwrap();
+        assert_eq!(polling.join().unwrap().to_vec(LONG).unwrap(), b"hello");
+    });
+}

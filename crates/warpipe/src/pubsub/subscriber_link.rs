@@ -1,0 +1,358 @@
+//! The publisher's end of one link.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+use super::publisher::{Policy, SubscriberInfo};
+use crate::backend::{DeviceId, StreamOp};
+use crate::device::Device;
+use crate::error::Result;
+use crate::fork::CloseOnForkFd;
+use crate::ipc::PeerState;
+use crate::ipc::limits::QuotaPermit;
+use crate::ipc::message::{self, CloseReason, Message};
+use crate::ipc::peer::Peer;
+use crate::memory::arena::{Chunk, SlotId};
+use crate::pubsub::entry::Description;
+use crate::pubsub::ring::{RingSpace, SenderRing};
+use crate::runtime::closer::PeerSocket;
+use crate::runtime::doorbell::PeerDoorbell;
+use crate::runtime::heartbeat::{PeerHeartbeat, Uptime};
+use crate::runtime::reactor::{Deferred, Registration};
+use crate::shm::segment::Segment;
+
+/// How far a link has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LinkPhase {
+    /// The subscriber maps the regions; it gets no samples yet.
+    Attaching,
+    /// It waits for the history, until the sample that is on its way has been sent.
+    Joining,
+    /// It gets samples.
+    Live,
+    /// It gets no more samples, and is forgotten when it has released those that it holds.
+    Leaving,
+    /// Its socket closed without a goodbye; what it holds stays untouched until its death is proven.
+    Suspect,
+}
+
+/// One subscriber, as its publisher sees it.
+#[derive(Debug)]
+pub(super) struct SubscriberLink {
+    /// Declared first: a watch ends before its descriptor is closed.
+    pub(super) registrations: Vec<Registration>,
+    pub(super) id: u64,
+    pub(super) phase: LinkPhase,
+    pub(super) policy: Policy,
+    /// The subscriber lives in this process.
+    pub(super) is_local: bool,
+    /// The subscriber belongs to another user, who could do nothing else to this process.
+    pub(super) is_foreign: bool,
+    pub(super) peer: Peer,
+    pub(super) ring: SenderRing,
+    /// The position that was found free last, until something is published: what is free stays so.
+    free: Cell<Option<u64>>,
+    /// Since it was welcomed.
+    pub(super) clock: Uptime,
+    peer_heartbeat: PeerHeartbeat,
+    /// Shared, so that a sender can sleep on it without the publisher's lock.
+    pub(super) peer_doorbell: Arc<PeerDoorbell>,
+    /// What the subscriber has been given and not yet released, oldest first.
+    in_flight: VecDeque<(u64, SlotId)>,
+    /// Regions that it has been told of.
+    announced: usize,
+    /// Releases seen completed; the subscriber counts those it has enqueued.
+    releases_seen: u64,
+    dropped: u64,
+    /// Its place among those that the publisher may have.
+    #[expect(dead_code, reason = "held, not used")]
+    quota_permit: Option<QuotaPermit>,
+    /// What it said in its greeting that it is.
+    pub(super) generation: [u8; 16],
+    /// The positions that were taken back when it left.
+    pub(super) untaken: Vec<u64>,
+    /// The subscriber is to be woken.
+    sleeps: bool,
+    pub(super) socket: Arc<PeerSocket>,
+    /// The segment's file, until the link is live.
+    segment_fd: Option<CloseOnForkFd>,
+}
+
+/// What a new link is made of, before anybody knows of it.
+pub(super) struct LinkParts {
+    peer: Peer,
+    socket: Arc<PeerSocket>,
+    quota_permit: Option<QuotaPermit>,
+    ring: SenderRing,
+    peer_doorbell: PeerDoorbell,
+    segment_fd: CloseOnForkFd,
+    their_wake: CloseOnForkFd,
+}
+
+impl LinkParts {
+    /// Makes segment and wake channel.
+    pub(super) fn new(
+        device: &Device,
+        depth: u32,
+        generation: [u8; 16],
+        peer: Peer,
+        socket: Arc<PeerSocket>,
+    ) -> Result<LinkParts> {
+        let (segment, segment_fd) = Segment::create(device, depth, generation)?;
+        let (peer_doorbell, their_wake) = PeerDoorbell::pair()?;
+        let ring = SenderRing::new(Arc::new(segment));
+        Ok(LinkParts { peer, socket, quota_permit: None, ring, peer_doorbell, segment_fd, their_wake })
+    }
+
+    /// What it counts for, until the link is over.
+    pub(super) fn with_quota_permit(self, quota_permit: Option<QuotaPermit>) -> LinkParts {
+        LinkParts { quota_permit, ..self }
+    }
+
+    /// Sends `welcome` with the link's descriptors and every region so far. The peer's copies are ours no more. What
+    /// is left of a failure holds registered memory, and is for the reaper.
+    pub(super) fn welcome(
+        self,
+        id: u64,
+        policy: Policy,
+        welcome: &Message,
+        completions: Option<(u64, BorrowedFd<'_>)>,
+        chunks: &[Chunk],
+    ) -> Result<SubscriberLink, (Deferred, Errno)> {
+        let fds = [self.segment_fd.as_fd(), self.their_wake.as_fd()];
+        if let Err(error) = message::send(self.socket.as_fd(), welcome, &fds) {
+            return Err((Box::new(self), error));
+        }
+        let mut link = SubscriberLink {
+            id,
+            phase: LinkPhase::Attaching,
+            policy,
+            is_local: self.peer.is_own(),
+            is_foreign: self.peer.uid != rustix::process::geteuid().as_raw(),
+            peer: self.peer,
+            ring: self.ring,
+            free: Cell::new(None),
+            clock: Uptime::default(),
+            peer_heartbeat: PeerHeartbeat::default(),
+            registrations: Vec::new(),
+            in_flight: VecDeque::new(),
+            announced: 0,
+            releases_seen: 0,
+            dropped: 0,
+            quota_permit: self.quota_permit,
+            generation: [0; 16],
+            untaken: Vec::new(),
+            sleeps: false,
+            peer_doorbell: Arc::new(self.peer_doorbell),
+            socket: self.socket,
+            segment_fd: Some(self.segment_fd),
+        };
+        link.write_heartbeat(crate::clock::now_ns());
+        let tell = |(bytes, fd)| message::send(link.socket(), &Message::Completions { bytes }, &[fd]);
+        let told = completions.map_or(Ok(()), tell).and_then(|()| link.announce(chunks));
+        match told {
+            Ok(()) => Ok(link),
+            Err(error) => Err((Box::new(link), error)),
+        }
+    }
+}
+
+impl SubscriberLink {
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    pub(super) fn is_live(&self) -> bool {
+        self.phase == LinkPhase::Live
+    }
+
+    /// Whether it has no room, and may not miss a sample.
+    pub(super) fn must_be_awaited(&self) -> bool {
+        self.is_live() && self.policy.is_lossless() && self.room() == RingSpace::Full
+    }
+
+    /// Where the next sample can go. Looked for once for each sample: the words that tell are in the reader's cache.
+    #[inline]
+    fn room(&self) -> RingSpace {
+        if let Some(position) = self.free.get() {
+            return RingSpace::At(position);
+        }
+        let room = self.ring.space();
+        if let RingSpace::At(position) = room {
+            self.free.set(Some(position));
+        }
+        room
+    }
+
+    /// The segment and its file, which the subscriber says that it has sealed.
+    pub(super) fn take_segment(&mut self) -> Option<(Arc<Segment>, CloseOnForkFd)> {
+        let fd = self.segment_fd.take()?;
+        Some((self.ring.segment().clone(), fd))
+    }
+
+    /// Ends a link that has not been live, with the reason.
+    pub(super) fn refuse(&mut self, reason: impl ToString) {
+        let _ = message::send(self.socket(), &Message::Refused { denied: false, text: message::text(reason) }, &[]);
+        self.leave(None);
+    }
+
+    /// Sends the descriptors of those regions that the subscriber has not been told of.
+    ///
+    /// # Errors
+    /// [`message::is_own`], and it is told later; or it does not read its socket.
+    pub(super) fn announce(&mut self, chunks: &[Chunk]) -> Result<(), Errno> {
+        for (id, chunk) in chunks.iter().enumerate().skip(self.announced) {
+            let region = Message::Region { id: id as u32, bytes: chunk.region.bytes() };
+            message::send(self.socket(), &region, &[chunk.export.as_fd()])?;
+            self.announced = id + 1;
+        }
+        Ok(())
+    }
+
+    /// Ends the subscription: takes back what was not taken, and waits for the rest.
+    pub(super) fn leave(&mut self, close_reason: Option<CloseReason>) {
+        if let Some(close_reason) = close_reason {
+            let _ = message::send(self.socket(), &Message::Close(close_reason), &[]);
+        }
+        self.phase = LinkPhase::Leaving;
+        self.untaken.extend(self.ring.revoke_all());
+    }
+
+    /// The word that says that this subscriber's sample at `position` is ready.
+    pub(super) fn ready_op(&self, position: u64) -> StreamOp {
+        StreamOp::Signal { word: self.ring.segment().ready_word(position), value: position }
+    }
+
+    /// Where the next sample can go, after the policy has had its say: `None` drops it for this subscriber.
+    #[inline]
+    pub(super) fn place(&mut self, mut free: impl FnMut(SlotId)) -> Option<u64> {
+        if let RingSpace::At(position) = self.room() {
+            return Some(position);
+        }
+        if self.policy == Policy::DropOldest
+            && let Some(revoked) = self.ring.revoke_oldest_complete()
+        {
+            self.count_drop();
+            if let Some(index) = self.in_flight.iter().position(|&(position, _)| position == revoked) {
+                self.in_flight.remove(index).into_iter().for_each(|(_, slot)| free(slot));
+            }
+            if let RingSpace::At(position) = self.room() {
+                return Some(position);
+            }
+        }
+        self.count_drop();
+        None
+    }
+
+    fn count_drop(&mut self) {
+        self.dropped += 1;
+        self.ring.segment().header().sender.dropped.store(self.dropped, Relaxed);
+    }
+
+    /// Hands the sample over. Whether the subscriber sleeps: it hears of it with the next
+    /// [`wake_sleeper`](Self::wake_sleeper).
+    #[inline]
+    pub(super) fn publish(&mut self, position: u64, slot: SlotId, description: &Description) -> bool {
+        self.free.set(None);
+        self.in_flight.push_back((position, slot));
+        self.sleeps |= self.ring.publish(position, description);
+        self.sleeps
+    }
+
+    /// Wakes the subscriber if it slept when it was last handed something.
+    #[inline]
+    pub(super) fn wake_sleeper(&mut self) {
+        if std::mem::take(&mut self.sleeps) {
+            self.peer_doorbell.ring();
+        }
+    }
+
+    /// The slots that this subscriber is done with. `thorough` looks behind a sample that is held long, too.
+    #[inline]
+    pub(super) fn reclaim(&mut self, thorough: bool, mut free: impl FnMut(SlotId)) {
+        while let Some(&(position, slot)) = self.in_flight.front() {
+            if !self.ring.is_over(position) {
+                break;
+            }
+            self.in_flight.pop_front();
+            self.releases_seen += u64::from(!self.ring.is_revoked(position));
+            free(slot);
+        }
+        if thorough {
+            let (ring, seen) = (&self.ring, &mut self.releases_seen);
+            self.in_flight.retain(|&(position, slot)| {
+                let over = ring.is_over(position);
+                if over {
+                    *seen += u64::from(!ring.is_revoked(position));
+                    free(slot);
+                }
+                !over
+            });
+        }
+    }
+
+    /// Slots given and not yet released.
+    pub(super) fn holds(&self) -> impl Iterator<Item = SlotId> + '_ {
+        self.in_flight.iter().map(|&(_, slot)| slot)
+    }
+
+    pub(super) fn holds_nothing(&self) -> bool {
+        self.in_flight.is_empty()
+    }
+
+    /// Whether the device still has to complete something that would free a slot: a release, or a revoked
+    /// sample's own work. No interrupt tells of it, so a sender that waits for it must look again.
+    pub(super) fn device_owes(&self) -> bool {
+        let announced = self.ring.segment().header().receiver.released.load(Acquire);
+        announced > self.releases_seen || self.in_flight.iter().any(|&(position, _)| self.ring.is_revoked(position))
+    }
+
+    /// Tells the subscriber to wake this end with its releases, or no longer.
+    pub(super) fn set_asleep(&self, asleep: bool) {
+        self.ring.set_asleep(asleep);
+    }
+
+    /// Writes this end's heartbeat.
+    pub(super) fn write_heartbeat(&self, now_ns: u64) {
+        self.ring.segment().header().sender.heartbeat_ns.store(now_ns, Relaxed);
+    }
+
+    /// A tick of ours: looks for the subscriber's heartbeat.
+    pub(super) fn check_heartbeat(&self) {
+        self.peer_heartbeat.tick(self.ring.segment().header().receiver.heartbeat_ns.load(Relaxed));
+    }
+
+    /// How long the subscriber has given no sign of life.
+    pub(super) fn silence(&self) -> Duration {
+        self.peer_heartbeat.silence()
+    }
+
+    pub(super) fn info(&self) -> SubscriberInfo {
+        let state = match self.phase {
+            _ if self.peer.is_proven_dead() => PeerState::Dead,
+            LinkPhase::Suspect => PeerState::Suspect,
+            LinkPhase::Leaving => PeerState::Leaving,
+            _ if self.peer_heartbeat.is_stalled() => PeerState::Stalled,
+            _ => PeerState::Alive,
+        };
+        SubscriberInfo {
+            pid: self.peer.pid,
+            uid: self.peer.uid,
+            state,
+            silent_for: self.silence(),
+            in_flight: self.in_flight.len() as u32,
+            dropped: self.dropped,
+        }
+    }
+}
+
+/// Whether memory of `owner` can be handed to `reader` at all.
+pub(super) fn share_memory(owner: DeviceId, reader: DeviceId) -> bool {
+    owner.kind == reader.kind
+}

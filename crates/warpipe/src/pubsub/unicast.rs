@@ -1,0 +1,94 @@
+//! For the faces that choose who gets what: a publisher's subscribers one by one, and samples that are taken from a
+//! ring before any stream is made to wait for them.
+
+use std::time::Duration;
+
+use super::publisher::{Publisher, SampleMut, SendError};
+pub(crate) use super::publisher_core::{Disconnects, LinkedSubscriber, RetainedSlot, SubscriberChanges};
+use super::publisher_core::{Recipients, SendFailure};
+use crate::error::Result;
+use crate::ipc::peer::ProcessId;
+use crate::pubsub::entry::Metadata;
+use crate::stream::Stream;
+
+impl Publisher {
+    /// The subscribers that can be chosen.
+    pub(crate) fn linked_subscribers(&self) -> Vec<LinkedSubscriber> {
+        self.core.linked_subscribers()
+    }
+
+    /// The number of the live subscriber in that process.
+    pub(crate) fn subscriber_of(&self, process: ProcessId) -> Option<u64> {
+        self.core.subscriber_of(process)
+    }
+
+    /// Whether the subscriber with this number still gets samples.
+    pub(crate) fn has_subscriber(&self, id: u64) -> bool {
+        self.core.has_subscriber(id)
+    }
+
+    /// Waits until the subscriber with this number has room, at most `timeout`.
+    pub(crate) fn wait_for_room_at(&self, id: u64, timeout: Duration) -> Result<()> {
+        self.core.wait_for_room(Recipients::One(id), timeout)
+    }
+
+    /// Whether the loan is of this publisher's memory.
+    pub(crate) fn lent(&self, loan: &SampleMut) -> bool {
+        std::sync::Arc::ptr_eq(&self.core, &loan.core)
+    }
+
+    /// Gives the name up and says goodbye, as its drop does: for who cannot drop it yet.
+    pub(crate) fn close(&self) {
+        self.core.close();
+    }
+
+    /// Ends one subscriber's link.
+    pub(crate) fn expel(&self, id: u64, reason: &str) {
+        self.core.expel(id, reason);
+    }
+
+    /// What those who have gone leave, each told once; with `all`, who is still here is named, too.
+    pub(crate) fn take_disconnects(&self, all: bool) -> Disconnects {
+        self.core.take_disconnects(all)
+    }
+}
+
+impl SampleMut {
+    /// Waits until every subscriber whose policy is [`Policy::Block`](crate::Policy::Block) has room for one more sample,
+    /// and no other thread's send is under way, at most `timeout`. Sends nothing: another thread's send may come first.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`](crate::Error::Timeout); [`Error::PublisherGone`](crate::Error::PublisherGone) when the publisher was closed;
+    /// [`Error::Forked`](crate::Error::Forked).
+    pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
+        self.core.wait_for_room(Recipients::All, timeout)
+    }
+
+    /// [`send`](SampleMut::send) to one subscriber, with `limit` as in [`send_timeout`](SampleMut::send_timeout).
+    pub(crate) fn send_to(
+        mut self,
+        to: u64,
+        metadata: &Metadata,
+        stream: &Stream,
+        limit: Option<Duration>,
+    ) -> Result<u64, SendError> {
+        let gathered = self.gather(stream);
+        let slot = self.slot.take().expect("a loan has its slot until it is consumed");
+        let sent = gathered.and_then(|()| self.core.send_to(slot, &self.layout, metadata, stream, to, limit));
+        sent.map_err(|unsent| self.unsent(slot, unsent, stream))
+    }
+
+    /// Keeps the sample behind the work on `stream`, and gives it to one subscriber at once if that has room. Returns
+    /// the position there.
+    pub(crate) fn post(
+        mut self,
+        to: Option<u64>,
+        metadata: &Metadata,
+        stream: &Stream,
+    ) -> Result<(RetainedSlot, Option<u64>), SendError> {
+        let gathered = self.gather(stream);
+        let slot = self.slot.take().expect("a loan has its slot until it is consumed");
+        let posted = gathered.and_then(|()| self.core.post(slot, &self.layout, metadata, stream, to));
+        posted.map_err(|unsent: SendFailure| self.unsent(slot, unsent, stream))
+    }
+}

@@ -1,0 +1,284 @@
+//! What a queue's other calls do while the driver holds up one that gives a job out.
+
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use super::tests::QueueFixture;
+use super::{JobHandle, Loan, Queue, QueueBuilder, SubmitError, Worker};
+use crate::backend::testing::{FullQueue, Wrapped};
+use crate::error::Error;
+use crate::stream::Stream;
+use crate::tensor::Layout;
+
+/// How long a bounded call waits that is to time out.
+const SHORT: Duration = Duration::from_millis(50);
+
+/// A call that has not come back within this does not.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+type Submitted = Result<JobHandle, SubmitError>;
+
+/// A queue on a device that can hold up a call.
+struct Scene {
+    hook: Arc<Wrapped<FullQueue>>,
+    fixture: QueueFixture,
+    queue: Arc<Queue>,
+}
+
+impl Scene {
+    fn new(title: &str, pick_worker: impl FnOnce(QueueBuilder) -> QueueBuilder) -> Scene {
+        let (hook, device) = FullQueue::device();
+        let fixture = QueueFixture::on(&format!("held-up-{title}"), device);
+        Scene { hook, queue: Arc::new(fixture.build(pick_worker)), fixture }
+    }
+
+    fn worker(&self) -> Worker {
+        let count = self.queue.state().unwrap().workers.len() + 1;
+        let worker = self.fixture.worker();
+        self.queue.wait_for_workers(count, PATIENCE).unwrap();
+        worker
+    }
+
+    fn loan(&self, bytes: &[u8]) -> Loan {
+        let mut loan = self.queue.loan(&Layout::bytes_only(bytes.len() as u64).unwrap()).unwrap();
+        loan.write(&self.fixture.stream, bytes).unwrap();
+        loan
+    }
+
+    /// Submits on a thread of its own, which the driver holds up when this returns.
+    fn submit_held_up(&self) -> mpsc::Receiver<Submitted> {
+        let (queue, stuck) = (self.queue.clone(), self.fixture.device.stream().unwrap());
+        let (told, submitted) = mpsc::channel();
+        let loan = queue.loan(&Layout::bytes_only(4).unwrap()).unwrap();
+        self.hook.hook().hold(&stuck);
+        std::thread::spawn(move || told.send(queue.submit(loan, &stuck)));
+        self.hook.hook().wait_until_held_up();
+        submitted
+    }
+
+    /// Has the queue's own thread give out a job that is not complete before the sender is dropped: the driver holds it up
+    /// when this returns.
+    fn give_held_up(&self) -> (Worker, JobHandle, mpsc::Sender<()>) {
+        let (go, gate) = mpsc::channel::<()>();
+        self.fixture.stream.call(move || assert!(gate.recv().is_err())).unwrap();
+        let job = self.queue.submit_bytes(b"late", &self.fixture.stream).unwrap();
+        self.hook.hook().hold_waits();
+        let worker = self.fixture.worker();
+        self.hook.hook().wait_until_held_up();
+        (worker, job, go)
+    }
+
+    fn let_go(&self, submitted: &mpsc::Receiver<Submitted>) -> Submitted {
+        assert!(submitted.try_recv().is_err(), "nothing holds it up");
+        self.hook.hook().unblock();
+        submitted.recv_timeout(PATIENCE).unwrap()
+    }
+}
+
+/// What `call` on another thread gives, which must come back.
+fn in_time<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
+    let (told, done) = mpsc::channel();
+    std::thread::spawn(move || told.send(call()));
+    done.recv_timeout(PATIENCE).expect("it waits for what the driver holds up")
+}
+
+/// Leases one job and completes it. Gives the worker back.
+fn work(mut worker: Worker, stream: &Stream) -> (Worker, u64, Vec<u8>) {
+    let stream = stream.clone();
+    in_time(move || {
+        let lease = worker.lease_timeout(&stream, PATIENCE).unwrap();
+        let (job, bytes) = (lease.job(), lease.to_vec(PATIENCE).unwrap());
+        lease.complete(&stream).unwrap();
+        (worker, job, bytes)
+    })
+}
+
+#[test]
+fn other_calls_of_a_queue_go_on_while_a_full_launch_queue_holds_up_a_submit() {
+    let scene = Scene::new("submit", |it| it.prefetch(1));
+    let (queue, stream) = (scene.queue.clone(), scene.fixture.stream.clone());
+    let first = scene.worker();
+    let early = queue.submit_bytes(b"early", &stream).unwrap();
+    let second = scene.worker();
+    let submitted = scene.submit_held_up();
+    let state = in_time(move || queue.state().unwrap());
+    assert_eq!((state.workers.len(), state.waiting, state.leased), (2, 0, 2));
+    let (first, done, _) = work(first, &stream);
+    assert_eq!(done, early.id());
+    let on = stream.clone();
+    assert_eq!(in_time(move || early.wait(&on, PATIENCE).unwrap().job()), done);
+    let (queue, third) = (scene.queue.clone(), scene.fixture.worker());
+    in_time(move || queue.wait_for_workers(3, PATIENCE).unwrap());
+    for refused in [Queue::wait_for_room, Queue::shutdown] {
+        let queue = scene.queue.clone();
+        let late = in_time(move || refused(&queue, SHORT).unwrap_err());
+        assert!(matches!(late, Error::Timeout { .. }), "{late}");
+    }
+    let job = scene.let_go(&submitted).unwrap();
+    let (_second, done, _) = work(second, &stream);
+    assert_eq!(done, job.id());
+    scene.queue.shutdown(PATIENCE).unwrap();
+    assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
+    let state = scene.queue.state().unwrap();
+    assert_eq!((state.waiting, state.leased, state.finished), (0, 0, 0));
+    drop((first, third));
+}
+
+#[test]
+fn a_submit_behind_one_that_is_held_up_times_out_and_gives_its_loan_back_unharmed() {
+    let scene = Scene::new("loan", |it| it);
+    let stream = scene.fixture.stream.clone();
+    let worker = scene.worker();
+    let submitted = scene.submit_held_up();
+    let (queue, on, loan) = (scene.queue.clone(), stream.clone(), scene.loan(b"unharmed"));
+    let refused = in_time(move || queue.submit_timeout(loan, &on, SHORT).unwrap_err());
+    assert!(matches!(refused.error, Error::Timeout { .. }), "{}", refused.error);
+    let (queue, on, loan) = (scene.queue.clone(), stream.clone(), *refused.loan.unwrap());
+    let other = std::thread::spawn(move || queue.submit_timeout(loan, &on, PATIENCE).unwrap());
+    while scene.queue.dispatcher.lock().submit_waiters == 0 {
+        std::thread::yield_now();
+    }
+    let job = scene.let_go(&submitted).unwrap();
+    let other = other.join().unwrap();
+    let (worker, done, _) = work(worker, &stream);
+    assert_eq!(done, job.id());
+    let (_worker, done, bytes) = work(worker, &stream);
+    assert_eq!((done, &bytes[..]), (other.id(), &b"unharmed"[..]));
+    assert_eq!(scene.queue.dispatcher.lock().submit_waiters, 0);
+}
+
+#[test]
+fn a_worker_that_leaves_while_its_job_is_held_up_costs_the_job_no_attempt() {
+    let scene = Scene::new("leaver", |it| it.max_attempts(1));
+    let leaver = scene.worker();
+    let submitted = scene.submit_held_up();
+    drop(leaver);
+    let start = Instant::now();
+    while !scene.queue.dispatcher.lock().sessions.is_empty() {
+        let queue = scene.queue.clone();
+        let _ = in_time(move || queue.state().unwrap());
+        assert!(start.elapsed() < PATIENCE, "the worker does not leave");
+    }
+    let job = scene.let_go(&submitted).unwrap();
+    let (_worker, done, _) = work(scene.worker(), &scene.fixture.stream);
+    assert_eq!(done, job.id());
+    assert_eq!(job.wait(&scene.fixture.stream, PATIENCE).unwrap().attempt(), 1);
+}
+
+/// The worker is told, answers and leaves before the thread that submits has written down that it was told.
+#[test]
+fn an_answer_that_comes_before_its_submit_returns_counts_once_though_its_worker_leaves() {
+    for (is_given_back, attempt) in [(true, 1), (false, 2)] {
+        let scene = Scene::new(&format!("early-{attempt}"), |it| it.max_attempts(attempt));
+        let mut leaver = scene.worker();
+        let submitted = scene.submit_held_up();
+        let mut guard = scene.queue.dispatcher.lock();
+        scene.hook.hook().unblock();
+        let lease = leaver.lease_timeout(&scene.fixture.stream, PATIENCE).unwrap();
+        if is_given_back {
+            lease.give_back().unwrap()
+        } else {
+            lease.fail("once").unwrap()
+        }
+        drop(leaver);
+        let start = Instant::now();
+        while !guard.sessions.is_empty() {
+            scene.queue.dispatcher.process_events(&mut guard);
+            assert!(start.elapsed() < PATIENCE, "the worker does not leave");
+        }
+        drop(guard);
+        let job = submitted.recv_timeout(PATIENCE).unwrap().unwrap();
+        let (_worker, done, _) = work(scene.worker(), &scene.fixture.stream);
+        assert_eq!(done, job.id());
+        assert_eq!(job.wait(&scene.fixture.stream, PATIENCE).unwrap().attempt(), attempt);
+    }
+}
+
+#[test]
+fn an_answer_waits_for_another_one_as_long_as_it_is_told_to_and_can_be_given_again() {
+    let scene = Scene::new("answer", |it| it.max_attempts(1));
+    let (mut worker, stream) = (scene.worker(), scene.fixture.stream.clone());
+    let jobs = [1, 2].map(|byte| scene.queue.submit_bytes(&[byte], &stream).unwrap());
+    let [(_first, first), (_second, mut second)] =
+        [0; 2].map(|_| worker.lease_timeout(&stream, PATIENCE).unwrap().split());
+    let stuck = scene.fixture.device.stream().unwrap();
+    scene.hook.hook().hold(&stuck);
+    let (told, answered) = mpsc::channel();
+    std::thread::spawn(move || told.send(first.complete(None, &stuck)));
+    scene.hook.hook().wait_until_held_up();
+    for timeout in [Duration::ZERO, SHORT] {
+        second.set_timeout(timeout);
+        let on = stream.clone();
+        let refused = in_time(move || second.complete(None, &on).unwrap_err());
+        assert!(matches!(refused.error, Error::Timeout { waited, .. } if waited == timeout), "{}", refused.error);
+        second = *refused.duty.unwrap();
+    }
+    assert!(answered.try_recv().is_err(), "nothing holds it up");
+    scene.hook.hook().unblock();
+    answered.recv_timeout(PATIENCE).unwrap().unwrap();
+    second.set_timeout(PATIENCE);
+    second.complete(None, &stream).unwrap();
+    for job in jobs {
+        assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
+    }
+}
+
+#[test]
+fn a_submit_that_the_driver_refuses_in_the_end_leaves_no_job_behind() {
+    for has_worker in [false, true] {
+        let scene = Scene::new(&format!("refused-{has_worker}"), |it| it);
+        let stream = scene.fixture.stream.clone();
+        let worker = has_worker.then(|| scene.worker());
+        let submitted = scene.submit_held_up();
+        scene.hook.hook().fail();
+        let refused = submitted.recv_timeout(PATIENCE).unwrap().unwrap_err();
+        assert!(matches!(refused.error, Error::Injected { .. }), "{}", refused.error);
+        scene.queue.drain(PATIENCE).unwrap();
+        let state = scene.queue.state().unwrap();
+        assert_eq!((state.waiting, state.finished), (0, 0));
+        let job = scene.queue.submit_bytes(b"next", &stream).unwrap();
+        let mut worker = worker.unwrap_or_else(|| scene.worker());
+        // It may have been told of the other one, whose data never comes.
+        while !job.is_done().unwrap() {
+            match worker.lease_timeout(&stream, SHORT) {
+                Ok(lease) => lease.complete(&stream).unwrap(),
+                Err(Error::Timeout { .. }) => {}
+                Err(other) => panic!("{other}"),
+            }
+        }
+        assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
+    }
+}
+
+#[test]
+fn a_job_whose_way_out_the_driver_holds_up_holds_up_nobody_else() {
+    let scene = Scene::new("given", |it| it);
+    let (worker, job, go) = scene.give_held_up();
+    let queue = scene.queue.clone();
+    let state = in_time(move || queue.state().unwrap());
+    assert_eq!((state.workers.len(), state.waiting, state.leased), (1, 0, 1));
+    let (queue, stream) = (scene.queue.clone(), scene.fixture.device.stream().unwrap());
+    let (loan, on) = (scene.queue.loan(&Layout::bytes_only(4).unwrap()).unwrap(), stream.clone());
+    let refused = in_time(move || queue.submit_timeout(loan, &on, SHORT).unwrap_err());
+    assert!(matches!(refused.error, Error::Timeout { .. }) && refused.loan.is_some(), "{}", refused.error);
+    scene.hook.hook().unblock();
+    drop(go);
+    let (_worker, done, bytes) = work(worker, &stream);
+    assert_eq!((done, &bytes[..]), (job.id(), &b"late"[..]));
+    assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
+}
+
+#[test]
+fn a_queue_ends_at_once_while_the_driver_holds_up_a_job_that_is_given_out() {
+    let scene = Scene::new("end", |it| it);
+    let (mut worker, job, go) = scene.give_held_up();
+    let (hook, stream) = (scene.hook.clone(), scene.fixture.device.stream().unwrap());
+    let Scene { queue, fixture, .. } = scene;
+    in_time(move || drop(queue));
+    let told = worker.lease_timeout(&stream, PATIENCE).unwrap_err();
+    assert!(matches!(told, Error::QueueGone { graceful: true, .. }), "{told}");
+    hook.hook().unblock();
+    drop(go);
+    assert!(matches!(job.wait(&stream, PATIENCE), Err(Error::QueueClosed { .. })));
+    drop(fixture);
+}

@@ -1,0 +1,222 @@
+//! What nobody rings for, and what comes when it is not looked for: each would cost a wait, or a job, if it were missed.
+
+use std::os::fd::AsFd;
+use std::sync::mpsc;
+use std::time::Instant;
+
+use super::super::tests::{QueueFixture, SOON};
+use super::super::{Queue, Worker};
+use super::*;
+use crate::ipc::message::wait_readable;
+use crate::ipc::peer::ProcessId;
+use crate::pubsub::{LinkedSubscriber, Subscriber};
+
+/// Longer than any of these tests waits.
+const LONG: Duration = Duration::from_secs(600);
+
+/// Makes the queue's own thread leave everything to a thread of a user's that does not exist.
+fn with_leader(queue: &Queue) -> JobTableGuard<'_> {
+    let dispatcher = &queue.dispatcher;
+    dispatcher.lock().has_leader = true;
+    dispatcher.observer.doorbell.ring();
+    let start = Instant::now();
+    loop {
+        let table = dispatcher.lock();
+        if table.is_parked {
+            dispatcher.observer.doorbell.drain();
+            return table;
+        }
+        drop(table);
+        assert!(start.elapsed() < SOON, "the queue's thread does not leave");
+        std::thread::yield_now();
+    }
+}
+
+fn has_rung(dispatcher: &Dispatcher) -> bool {
+    wait_readable(dispatcher.observer.doorbell.as_fd(), Duration::ZERO)
+}
+
+fn one_worker(fixture: &QueueFixture, queue: &Queue) -> Worker {
+    let worker = fixture.worker();
+    queue.wait_for_workers(1, SOON).unwrap();
+    worker
+}
+
+#[test]
+fn a_wait_for_room_ends_when_an_outcome_is_taken_or_a_job_is_called_off() {
+    let fixture = QueueFixture::new("room");
+    let queue = fixture.queue();
+    let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+    let (told, woken) = mpsc::channel();
+    let dispatcher = queue.dispatcher.clone();
+    std::thread::spawn(move || {
+        let mut table = dispatcher.lock();
+        dispatcher.wait_for_change(&mut table, LONG);
+        drop(table);
+        let _ = told.send(());
+    });
+    while queue.dispatcher.lock().sleepers == 0 {
+        std::thread::yield_now();
+    }
+    assert!(job.call_off().unwrap());
+    assert!(woken.recv_timeout(SOON).is_ok(), "it sleeps although there is room");
+}
+
+#[test]
+fn a_thread_that_sleeps_on_the_descriptors_wakes_for_an_answer_that_came_while_another_polled() {
+    let fixture = QueueFixture::new("polled");
+    let queue = fixture.queue();
+    let mut worker = one_worker(&fixture, &queue);
+    queue.submit_bytes(b"work", &fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream).unwrap();
+    let (dispatcher, mut table) = (&queue.dispatcher, with_leader(&queue));
+    table.sleeps_long = false;
+    dispatcher.begin_polling(&mut table);
+    lease.complete(&fixture.stream).unwrap();
+    while !table.sessions[0].subscriber.may_have_news() {
+        std::thread::yield_now();
+    }
+    assert!(!has_rung(dispatcher), "who is polled does not ring");
+    dispatcher.end_polling(&mut table);
+    assert!(has_rung(dispatcher), "nobody looks at the answer");
+    table.has_leader = false;
+}
+
+#[test]
+fn a_waiting_job_schedules_a_dispatch() {
+    let fixture = QueueFixture::new("credit");
+    let queue = fixture.build(|it| it.prefetch(1));
+    let mut worker = one_worker(&fixture, &queue);
+    let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
+    let lease = worker.lease(&fixture.stream).unwrap();
+    let (dispatcher, mut table) = (&queue.dispatcher, with_leader(&queue));
+    assert_eq!(table.waiting(), 1);
+    table.sleeps_idle = true;
+    dispatcher.schedule_dispatch(&mut table);
+    assert!(has_rung(dispatcher), "nobody looks whether there is room now");
+    // Whom it woke was another thread, and the queue's own still sleeps.
+    dispatcher.observer.doorbell.drain();
+    dispatcher.schedule_dispatch(&mut table);
+    assert!(has_rung(dispatcher), "it sleeps on");
+    table.has_leader = false;
+    drop((table, lease, jobs));
+}
+
+#[test]
+fn a_worker_that_left_before_it_got_a_session_gets_none() {
+    let fixture = QueueFixture::new("phantom");
+    let queue = fixture.queue();
+    let name = results_name("jobs", [7; 16]).unwrap();
+    let answers = Publisher::builder(name.as_str()).domain(&fixture.domain).device(&fixture.device).build().unwrap();
+    let subscriber =
+        Subscriber::builder(name.as_str()).domain(&fixture.domain).device(&fixture.device).build().unwrap();
+    let (pid, process) = (std::process::id() as i32, ProcessId::own());
+    queue.dispatcher.pending_workers.add(LinkedSubscriber { id: 99, pid, process, generation: [7; 16] }, subscriber);
+    queue.dispatcher.observer.tell();
+    let start = Instant::now();
+    while !queue.dispatcher.pending_workers.is_empty() {
+        let _ = queue.state().unwrap();
+        assert!(start.elapsed() < SOON);
+    }
+    assert_eq!(queue.state().unwrap().workers, [], "nobody would ever say that it is gone");
+    drop(answers);
+}
+
+#[test]
+fn a_lease_without_an_end_is_no_overflow() {
+    let fixture = QueueFixture::new("endless");
+    let queue = fixture.build(|it| it.lease_timeout(Some(Duration::MAX)));
+    let mut worker = one_worker(&fixture, &queue);
+    let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream).unwrap();
+    assert!(queue.dispatcher.lock().poll_interval() <= Duration::from_secs(10));
+    lease.complete(&fixture.stream).unwrap();
+    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
+}
+
+#[test]
+fn a_lease_does_not_run_out_while_its_queue_stands_still() {
+    let fixture = QueueFixture::new("frozen");
+    let queue = fixture.build(|it| it.lease_timeout(Some(LONG)));
+    let mut worker = one_worker(&fixture, &queue);
+    let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream).unwrap();
+    // Both go on together.
+    queue.dispatcher.lock().uptime.freeze(2 * LONG);
+    let state = queue.state().unwrap();
+    assert_eq!((state.leased, state.waiting), (1, 0));
+    lease.complete(&fixture.stream).unwrap();
+    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
+}
+
+#[test]
+fn jobs_that_were_called_off_leave_nothing_behind() {
+    let fixture = QueueFixture::new("off");
+    let queue = fixture.queue();
+    for _ in 0..100 {
+        assert!(queue.submit_bytes(b"work", &fixture.stream).unwrap().call_off().unwrap());
+    }
+    assert_eq!(queue.state().unwrap().waiting, 0, "jobs wait that nobody wants");
+    let left = queue.dispatcher.lock().waiting.len();
+    assert!(left <= 32, "{left} numbers of jobs that nobody wants");
+    let mut worker = one_worker(&fixture, &queue);
+    for _ in 0..100 {
+        let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+        worker.lease(&fixture.stream).unwrap().complete(&fixture.stream).unwrap();
+        queue.drain(SOON).unwrap();
+        assert!(job.call_off().unwrap());
+    }
+    let left = queue.dispatcher.lock().finished.len();
+    assert!(left <= 32, "{left} outcomes that nobody can take");
+}
+
+#[test]
+fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_completes() {
+    let fixture = QueueFixture::new("goodbye");
+    let queue = fixture.build(|it| it.max_attempts(1));
+    let mut worker = one_worker(&fixture, &queue);
+    let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+    let slow = fixture.device.stream().unwrap();
+    let (go, wait) = mpsc::channel::<()>();
+    let lease = worker.lease(&slow).unwrap();
+    slow.call(move || assert!(wait.recv().is_err())).unwrap();
+    lease.complete(&slow).unwrap();
+    drop(worker);
+    let start = Instant::now();
+    while queue.dispatcher.lock().sessions.iter().all(|session| session.end.is_none()) {
+        let _ = queue.state().unwrap();
+        assert!(start.elapsed() < SOON);
+    }
+    // As if it had been a while.
+    queue
+        .dispatcher
+        .lock()
+        .sessions
+        .iter_mut()
+        .filter_map(|session| session.end.as_mut())
+        .for_each(|end| end.2 -= SOON);
+    let _ = queue.state().unwrap();
+    drop(go);
+    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
+}
+
+#[test]
+fn a_job_that_found_all_slots_held_is_delivered_once_results_are_released() {
+    let fixture = QueueFixture::new("held");
+    let queue = fixture.queue();
+    let mut worker = one_worker(&fixture, &queue);
+    let mut held = Vec::new();
+    for _ in 0..63 {
+        let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+        worker.lease(&fixture.stream).unwrap().complete(&fixture.stream).unwrap();
+        held.push(job.wait(&fixture.stream, SOON).unwrap());
+    }
+    // The oldest gets the last place, and the next one none.
+    let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
+    let lease = worker.lease(&fixture.stream).unwrap();
+    assert_eq!(queue.dispatcher.lock().waiting(), 1);
+    drop(held);
+    let next = worker.lease_timeout(&fixture.stream, SOON / 2).unwrap();
+    assert_eq!(next.job(), jobs[1].id());
+    drop((lease, next));
+}

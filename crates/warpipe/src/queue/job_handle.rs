@@ -1,0 +1,192 @@
+//! What a submitter holds of a job: the handle while it is under way, and its result.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use super::dispatcher::Dispatcher;
+use super::job_table::{JobTable, Outcome};
+use super::wire::user_of_answer;
+use crate::backend::DevicePtr;
+use crate::error::{Error, Result};
+use crate::pubsub::Sample;
+use crate::stream::Stream;
+use crate::tensor::Layout;
+
+/// How long what is complete may take to be copied or released.
+const COPY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A job that was submitted. Dropped, the job goes on, and its result is [`Queue::next_result`](super::Queue::next_result)'s.
+#[derive(Debug, Clone)]
+pub struct JobHandle {
+    dispatcher: Weak<Dispatcher>,
+    name: String,
+    id: u64,
+}
+
+impl JobHandle {
+    pub(super) fn new(dispatcher: &Arc<Dispatcher>, id: u64) -> JobHandle {
+        JobHandle { dispatcher: Arc::downgrade(dispatcher), name: dispatcher.publisher.name().to_string(), id }
+    }
+
+    /// The job's number, from 1.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Waits for the result. Its data is complete then; work on `stream` may read it at once.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], after which it can be waited for again; [`Error::DeadLettered`]; [`Error::Rejected`];
+    /// [`Error::NoSuchJob`] when the outcome was taken before; [`Error::Argument`] for a stream of another device, and
+    /// the outcome stays; [`Error::QueueClosed`]; [`Error::Forked`].
+    pub fn wait(&self, stream: &Stream, timeout: Duration) -> Result<JobResult> {
+        let dispatcher = self.dispatcher.upgrade().ok_or_else(|| Error::QueueClosed { name: self.name.clone() })?;
+        stream.check_of(dispatcher.publisher.device())?;
+        let late =
+            || Error::Timeout { what: format!("the result of job {} of {:?}", self.id, self.name), waited: timeout };
+        let (id, outcome) = dispatcher.wait_until(timeout, |table| self.try_take(table), late)?;
+        into_result(&self.name, id, outcome, stream)
+    }
+
+    /// The result if it is there.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait), without the timeout.
+    pub fn try_wait(&self, stream: &Stream) -> Result<Option<JobResult>> {
+        match self.wait(stream, Duration::ZERO) {
+            Ok(result) => Ok(Some(result)),
+            Err(Error::Timeout { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether [`wait`](Self::wait) would return at once: the outcome is there, or was taken. Leaves it where it is.
+    ///
+    /// # Errors
+    /// [`Error::QueueClosed`]; [`Error::Forked`].
+    pub fn is_done(&self) -> Result<bool> {
+        let dispatcher = self.dispatcher.upgrade().ok_or_else(|| Error::QueueClosed { name: self.name.clone() })?;
+        dispatcher.wait_until(Duration::ZERO, |table| Some(Ok(table.is_settled(self.id))), || dispatcher.gone())
+    }
+
+    /// Calls the job off: nobody new gets it, and the answer of who has it is discarded. False if its outcome was
+    /// taken before.
+    ///
+    /// # Errors
+    /// [`Error::QueueClosed`]; [`Error::Forked`].
+    pub fn call_off(&self) -> Result<bool> {
+        let dispatcher = self.dispatcher.upgrade().ok_or_else(|| Error::QueueClosed { name: self.name.clone() })?;
+        // Dropped here, without the lock.
+        let job =
+            dispatcher.wait_until(Duration::ZERO, |table| Some(Ok(table.call_off(self.id))), || dispatcher.gone())?;
+        Ok(job.is_some())
+    }
+
+    fn try_take(&self, table: &mut JobTable) -> Option<Result<(u64, Outcome)>> {
+        match table.take_outcome(self.id) {
+            Ok(outcome) => outcome.map(Ok),
+            Err(()) => Some(Err(Error::NoSuchJob { name: self.name.clone(), job: self.id })),
+        }
+    }
+}
+
+/// What an outcome is to who asked for it.
+pub(super) fn into_result(name: &str, job: u64, outcome: Outcome, stream: &Stream) -> Result<JobResult> {
+    let name = name.to_string();
+    match outcome {
+        Outcome::Done { arrival, attempt, pid } => {
+            Ok(JobResult { sample: arrival.into_sample(stream), job, attempt, worker_pid: pid })
+        }
+        Outcome::Unused(result) => Ok(result.received_on(stream)),
+        Outcome::DeadLettered { reasons } => Err(Error::DeadLettered { name, job, reasons }),
+        Outcome::Rejected { reason } => Err(Error::Rejected { name, job, reason }),
+        Outcome::Expired => Err(Error::DeadlinePassed { name, job }),
+    }
+}
+
+/// A job's result: a tensor in its worker's memory, complete, and lent until it is dropped. It outlives the worker.
+#[derive(Debug)]
+#[must_use = "a result that is dropped is released"]
+pub struct JobResult {
+    sample: Sample,
+    job: u64,
+    attempt: u32,
+    worker_pid: i32,
+}
+
+impl JobResult {
+    /// The device address of the element with all indices 0. Memory that this process may only read.
+    pub fn ptr(&self) -> DevicePtr {
+        self.sample.ptr()
+    }
+
+    /// The device address of the first byte; it is `layout().bytes()` long.
+    pub fn slot_ptr(&self) -> DevicePtr {
+        self.sample.slot_ptr()
+    }
+
+    /// The tensor's layout; no bytes if the worker completed without an output.
+    pub fn layout(&self) -> &Layout {
+        self.sample.layout()
+    }
+
+    /// The bytes that the worker sent along.
+    pub fn metadata(&self) -> &[u8] {
+        user_of_answer(self.sample.metadata())
+    }
+
+    /// The job's number, from 1.
+    pub fn job(&self) -> u64 {
+        self.job
+    }
+
+    /// Which attempt it was, from 1.
+    pub fn attempt(&self) -> u32 {
+        self.attempt
+    }
+
+    /// The process that did it.
+    pub fn worker_pid(&self) -> i32 {
+        self.worker_pid
+    }
+
+    /// The stream that it was received with.
+    pub fn stream(&self) -> &Stream {
+        self.sample.stream()
+    }
+
+    /// The same, given back behind another stream's work: its data is complete.
+    fn received_on(self, stream: &Stream) -> JobResult {
+        JobResult { sample: self.sample.received_on(stream), ..self }
+    }
+
+    /// The same as a sample, which can be released behind other streams. Of its
+    /// [`metadata`](Sample::metadata) the first bytes are the queue's: ask for [`metadata`](Self::metadata) before.
+    pub fn into_sample(self) -> Sample {
+        self.sample
+    }
+
+    /// Copies all of it to host memory.
+    ///
+    /// # Errors
+    /// Those of [`Sample::to_vec`].
+    pub fn to_vec(&self) -> Result<Vec<u8>> {
+        self.sample.to_vec(COPY_TIMEOUT)
+    }
+
+    /// Copies all of it to `bytes`.
+    ///
+    /// # Errors
+    /// Those of [`Sample::copy_to`].
+    pub fn copy_to(&self, bytes: &mut [u8]) -> Result<()> {
+        self.sample.copy_to(bytes, COPY_TIMEOUT)
+    }
+
+    /// Gives it back behind the work of its stream, as dropping it does, and says whether that could be enqueued.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]; [`Error::Forked`].
+    pub fn finish(self) -> Result<()> {
+        self.sample.finish(COPY_TIMEOUT)
+    }
+}

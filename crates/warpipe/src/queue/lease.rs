@@ -1,0 +1,442 @@
+//! What a worker holds of a job: the [`Lease`], which is the input and the [`Duty`] to answer.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::loan::Loan;
+use super::wire::{Answer, AnswerKind, DeliveryTag, user_of_job};
+use crate::backend::DevicePtr;
+use crate::error::{Error, Result};
+use crate::fork::OwnerProcess;
+use crate::ipc::peer::ProcessId;
+use crate::nvtx;
+use crate::pubsub::{Publisher, Sample, Subscriber};
+use crate::stream::Stream;
+use crate::tensor::Layout;
+
+/// The worker's own end, as its leases share it.
+#[derive(Debug)]
+pub(super) struct ResultPublisher {
+    publisher: Publisher,
+    queue: String,
+    queue_pid: i32,
+    queue_process: Option<ProcessId>,
+    owner_process: OwnerProcess,
+}
+
+impl ResultPublisher {
+    pub(super) fn new(publisher: Publisher, queue: String, jobs: &Subscriber) -> ResultPublisher {
+        let (queue_pid, queue_process) = (jobs.publisher_pid().unwrap_or_default(), jobs.publisher_process());
+        ResultPublisher { publisher, queue, queue_pid, queue_process, owner_process: OwnerProcess::current() }
+    }
+
+    pub(super) fn queue(&self) -> &str {
+        &self.queue
+    }
+
+    pub(super) fn queue_pid(&self) -> i32 {
+        self.queue_pid
+    }
+
+    pub(super) fn queue_gone(&self, reason: impl ToString, graceful: bool) -> Error {
+        Error::QueueGone { name: self.queue.clone(), reason: reason.to_string(), graceful }
+    }
+
+    /// Ends the link of the answers: one could not be said, and its job would be this worker's for ever. If the queue has
+    /// gone there is nobody to tell.
+    fn close_link(&self, error: &Error) {
+        if self.owner_process.is_current()
+            && let Ok(owner) = self.owner()
+        {
+            self.publisher.expel(owner, &format!("an answer could not be given: {error}"));
+        }
+    }
+
+    /// The number of the queue's own end.
+    fn owner(&self) -> Result<u64> {
+        let owner = self.queue_process.and_then(|process| self.publisher.subscriber_of(process));
+        owner.ok_or_else(|| self.queue_gone(format!("process {} takes no answers", self.queue_pid), false))
+    }
+
+    fn wait_for_room(&self, timeout: Duration) -> Result<()> {
+        self.owner_process.check()?;
+        self.publisher.wait_for_room_at(self.owner()?, timeout).map_err(|error| match error {
+            Error::LinkClosed { reason, .. } => self.queue_gone(reason, false),
+            other => other,
+        })
+    }
+
+    /// Sends an answer behind the work on `stream`. `limit` replaces the worker's timeout, and that for another thread's
+    /// answer.
+    fn send(
+        &self,
+        tag: DeliveryTag,
+        kind: AnswerKind,
+        output: Option<Loan>,
+        stream: &Stream,
+        limit: Option<Duration>,
+    ) -> Result<(), ReplyError> {
+        self.owner_process.check()?;
+        let mut output = output;
+        // Whatever becomes of the answer: what fills the output is on its way.
+        output.iter_mut().for_each(|output| output.sample.stay_behind(stream));
+        let owner = match self.owner() {
+            Ok(owner) => owner,
+            Err(error) => return Err(ReplyError { error, is_delivered: false, output: output.map(Box::new) }),
+        };
+        let answer = Answer { job: tag.job, number: tag.number, kind };
+        let has_output = output.is_some();
+        let Loan { sample, metadata, lease } = match output {
+            Some(output) => output,
+            None => Loan::new(self.publisher.loan(&Layout::bytes_only(0)?)?),
+        };
+        let sent = sample.send_to(owner, &answer.encode(&metadata)?, stream, limit);
+        sent.map(drop).map_err(|failed| {
+            let is_delivered = failed.sample.is_none();
+            let error = match failed.error {
+                Error::LinkClosed { reason, .. } => self.queue_gone(reason, false),
+                other => other,
+            };
+            let output =
+                failed.sample.filter(|_| has_output).map(|sample| Box::new(Loan { sample: *sample, metadata, lease }));
+            ReplyError { error, is_delivered, output }
+        })
+    }
+}
+
+/// An answer that failed.
+#[derive(Debug)]
+struct ReplyError {
+    error: Error,
+    /// The queue has heard it all the same, and that its data is lost: there is nothing more to be said.
+    is_delivered: bool,
+    output: Option<Box<Loan>>,
+}
+
+impl From<Error> for ReplyError {
+    fn from(error: Error) -> ReplyError {
+        ReplyError { error, is_delivered: false, output: None }
+    }
+}
+
+/// The answer that is owed for a leased job, apart from its input: see [`Lease::split`].
+///
+/// Dropped without an answer, it counts as failed.
+#[derive(Debug)]
+#[must_use = "a duty that is dropped is a failed attempt"]
+pub struct Duty {
+    tag: DeliveryTag,
+    stream: Stream,
+    results: Arc<ResultPublisher>,
+    limit: Option<Duration>,
+    is_done: bool,
+}
+
+/// An answer that was not given, and what to try again with.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct AnswerError {
+    /// Why: after [`Error::Timeout`] it can be tried again.
+    #[source]
+    pub error: Error,
+    /// `None` if the queue has been told all the same. Dropped, the attempt has failed.
+    pub duty: Option<Box<Duty>>,
+    /// The result, if there was one and it is still this worker's.
+    pub output: Option<Box<Loan>>,
+}
+
+impl From<AnswerError> for Error {
+    fn from(failed: AnswerError) -> Error {
+        failed.error
+    }
+}
+
+impl Duty {
+    /// The job's number, from 1.
+    pub fn job(&self) -> u64 {
+        self.tag.job
+    }
+
+    /// Which attempt this is, from 1.
+    pub fn attempt(&self) -> u32 {
+        self.tag.attempt
+    }
+
+    /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.
+    pub fn deadline_ns(&self) -> Option<u64> {
+        (self.tag.deadline_ns != 0).then_some(self.tag.deadline_ns)
+    }
+
+    /// Waits until an answer would not have to wait for the owner to release earlier results, at most `timeout`. Answers
+    /// nothing.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]; [`Error::QueueGone`]; [`Error::Forked`].
+    pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
+        self.results.wait_for_room(timeout)
+    }
+
+    /// Has the answer wait no longer than this: for the owner to release earlier results, in place of the worker's
+    /// [timeout](super::WorkerBuilder::timeout), and for another thread's answer that the driver holds up, in place of
+    /// 10 s. The failure that a dropped duty stands for is told as before.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use warpipe::{Device, Domain, Queue, Worker};
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-duty-{}", std::process::id()));
+    /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+    /// # let stream = device.stream()?;
+    /// let queue = Queue::builder("jobs").domain(&domain).device(&device).build()?;
+    /// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?;
+    /// let job = queue.submit_bytes(b"work", &stream)?;
+    /// let (_input, mut duty) = worker.lease(&stream)?.split();
+    /// duty.set_timeout(Duration::ZERO);
+    /// duty.complete(None, &stream)?; // or an `AnswerError` with the duty, at once
+    /// job.wait(&stream, Duration::from_secs(5))?;
+    /// # drop((worker, queue)); std::fs::remove_dir_all(folder).ok();
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.limit = Some(timeout);
+    }
+
+    /// As [`Lease::output`].
+    ///
+    /// # Errors
+    /// Those of [`Publisher::loan`](crate::Publisher::loan).
+    pub fn output(&self, layout: &Layout) -> Result<Loan> {
+        self.results.publisher.loan(layout).map(|sample| Loan::of_lease(sample, self.tag))
+    }
+
+    /// The job is done once the work enqueued on `stream` is, with `output` if there is one. `stream` is behind the one
+    /// that it was leased with.
+    ///
+    /// # Errors
+    /// As [`Lease::complete`], with what is needed to try again.
+    pub fn complete(self, output: Option<Loan>, stream: &Stream) -> Result<(), AnswerError> {
+        self.answer(AnswerKind::Completed, output, stream)
+    }
+
+    /// As [`Lease::fail`].
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn fail(self, reason: &str) -> Result<(), AnswerError> {
+        let stream = self.stream.clone();
+        self.answer(AnswerKind::Failed(reason.into()), None, &stream)
+    }
+
+    /// As [`Lease::give_back`].
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn give_back(self) -> Result<(), AnswerError> {
+        let stream = self.stream.clone();
+        self.answer(AnswerKind::Returned, None, &stream)
+    }
+
+    /// As [`Lease::reject`].
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn reject(self, reason: &str) -> Result<(), AnswerError> {
+        let stream = self.stream.clone();
+        self.answer(AnswerKind::Rejected(reason.into()), None, &stream)
+    }
+
+    fn answer(mut self, kind: AnswerKind, output: Option<Loan>, stream: &Stream) -> Result<(), AnswerError> {
+        let _range = nvtx::range(nvtx::COMPLETE);
+        if let Some(error) = output.as_ref().and_then(|output| self.check_output(output)) {
+            return Err(AnswerError { error, duty: Some(Box::new(self)), output: output.map(Box::new) });
+        }
+        match self.results.send(self.tag, kind, output, stream, self.limit) {
+            Ok(()) => {
+                self.is_done = true;
+                Ok(())
+            }
+            Err(ReplyError { error, is_delivered, output }) => {
+                self.is_done = is_delivered;
+                let duty = (!is_delivered).then(|| Box::new(self));
+                Err(AnswerError { error, duty, output })
+            }
+        }
+    }
+}
+
+impl Duty {
+    /// Why that is no result of this lease.
+    fn check_output(&self, output: &Loan) -> Option<Error> {
+        let describe = |tag: DeliveryTag| format!("of job {}, attempt {}", tag.job, tag.attempt);
+        if !self.results.publisher.lent(&output.sample) {
+            let found = format!("a loan of somebody else, {:?}", output.layout());
+            return Some(Error::argument("output", found, "one of this worker's `Lease::output`"));
+        }
+        let other = output.lease.filter(|lease| *lease != self.tag)?;
+        Some(Error::argument("output", format!("one {}", describe(other)), format!("one {}", describe(self.tag))))
+    }
+
+    fn send_failure(&self) -> Result<(), ReplyError> {
+        let send = |stream: &Stream| {
+            let kind = AnswerKind::Failed("its worker dropped it without an answer".into());
+            self.results.send(self.tag, kind, None, stream, None)
+        };
+        match send(&self.stream) {
+            // There is no data to be behind anything, so any stream will do.
+            Err(ReplyError { error: Error::Capturing { .. }, .. }) => send(&self.results.publisher.device().stream()?),
+            sent => sent,
+        }
+    }
+}
+
+impl Drop for Duty {
+    fn drop(&mut self) {
+        if !self.is_done
+            && let Err(ReplyError { error, is_delivered: false, .. }) = self.send_failure()
+        {
+            self.results.close_link(&error);
+        }
+    }
+}
+
+/// A job, to be answered: [`complete`](Self::complete), [`fail`](Self::fail), [`give_back`](Self::give_back) or
+/// [`reject`](Self::reject).
+///
+/// Dropped without an answer, as when its thread panics, it counts as failed: a job that makes every worker stumble is
+/// dead-lettered in the end and does not go round for ever.
+#[derive(Debug)]
+#[must_use = "a lease that is dropped is a failed attempt"]
+pub struct Lease {
+    /// Declared first: the answer, before the input goes back.
+    duty: Duty,
+    input: Sample,
+}
+
+impl Lease {
+    pub(super) fn new(input: Sample, tag: DeliveryTag, stream: &Stream, results: &Arc<ResultPublisher>) -> Lease {
+        Lease {
+            duty: Duty { tag, stream: stream.clone(), results: results.clone(), limit: None, is_done: false },
+            input,
+        }
+    }
+
+    /// The input and the answer by themselves, for who uses the input longer than until the answer: its slot is the
+    /// queue's again when the sample is released, and its place in this worker's ring with it.
+    pub fn split(self) -> (Sample, Duty) {
+        (self.input, self.duty)
+    }
+
+    /// The device address of the input's element with all indices 0. Memory that this process may only read.
+    pub fn ptr(&self) -> DevicePtr {
+        self.input.ptr()
+    }
+
+    /// The device address of the input's first byte; it is `layout().bytes()` long.
+    pub fn slot_ptr(&self) -> DevicePtr {
+        self.input.slot_ptr()
+    }
+
+    /// The input's layout.
+    pub fn layout(&self) -> &Layout {
+        self.input.layout()
+    }
+
+    /// The bytes that travelled with it.
+    pub fn metadata(&self) -> &[u8] {
+        user_of_job(self.input.metadata())
+    }
+
+    /// The job's number, from 1.
+    pub fn job(&self) -> u64 {
+        self.duty.job()
+    }
+
+    /// Which attempt this is, from 1.
+    pub fn attempt(&self) -> u32 {
+        self.duty.attempt()
+    }
+
+    /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.
+    pub fn deadline_ns(&self) -> Option<u64> {
+        self.duty.deadline_ns()
+    }
+
+    /// The stream that waits for the input.
+    pub fn stream(&self) -> &Stream {
+        &self.duty.stream
+    }
+
+    /// Waits for the input and copies all of it to host memory.
+    ///
+    /// # Errors
+    /// Those of [`Sample::to_vec`].
+    pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
+        self.input.to_vec(timeout)
+    }
+
+    /// Lends memory for the result: a place of this attempt's own.
+    ///
+    /// # Errors
+    /// Those of [`Publisher::loan`](crate::Publisher::loan).
+    pub fn output(&self, layout: &Layout) -> Result<Loan> {
+        self.duty.output(layout)
+    }
+
+    /// The job is done once the work enqueued on `stream` is; there is no output. `stream` is the one that it was
+    /// leased with, or has been made to wait for that one.
+    ///
+    /// # Errors
+    /// [`Error::QueueGone`]; [`Error::Timeout`] when the owner holds too many earlier results; [`Error::Argument`] for a
+    /// stream of another device, or an output of another lease; [`Error::Driver`]. The attempt has failed then: [`Duty::complete`] can try again.
+    pub fn complete(self, stream: &Stream) -> Result<()> {
+        self.answer(AnswerKind::Completed, None, stream)
+    }
+
+    /// The job is done, with this result, once the work enqueued on `stream` is.
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn complete_with(self, output: Loan, stream: &Stream) -> Result<()> {
+        self.answer(AnswerKind::Completed, Some(output), stream)
+    }
+
+    /// This attempt has failed; another worker tries again, as often as the queue allows. Of the reason, 200 bytes.
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn fail(self, reason: &str) -> Result<()> {
+        let stream = self.stream().clone();
+        self.answer(AnswerKind::Failed(reason.into()), None, &stream)
+    }
+
+    /// Somebody else is to do it, and it costs no attempt: for a worker that leaves.
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn give_back(self) -> Result<()> {
+        let stream = self.stream().clone();
+        self.answer(AnswerKind::Returned, None, &stream)
+    }
+
+    /// Nobody is to do it: the submitter gets [`Error::Rejected`]. Of the reason, 200 bytes.
+    ///
+    /// # Errors
+    /// As [`complete`](Self::complete).
+    pub fn reject(self, reason: &str) -> Result<()> {
+        let stream = self.stream().clone();
+        self.answer(AnswerKind::Rejected(reason.into()), None, &stream)
+    }
+
+    /// Its deadline has passed before it was begun.
+    pub(super) fn expire(self) -> Result<()> {
+        let stream = self.stream().clone();
+        self.answer(AnswerKind::Expired, None, &stream)
+    }
+
+    fn answer(self, kind: AnswerKind, output: Option<Loan>, stream: &Stream) -> Result<()> {
+        let Lease { duty, input } = self;
+        let answered = duty.answer(kind, output, stream).map_err(Error::from);
+        // Answered or not, the work on `stream` reads it.
+        let released = input.release_on(stream).map(drop);
+        answered.and(released)
+    }
+}

@@ -1,0 +1,104 @@
+//! How a queue finds a worker's answers: a subscriber of its jobs says in its greeting under which name it publishes.
+
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use super::dispatcher::Dispatcher;
+use super::results_name;
+use crate::error::{Error, Result};
+use crate::ipc::Kind;
+use crate::ipc::peer::ProcessId;
+use crate::pubsub::{LinkedSubscriber, Subscriber};
+
+/// The most newcomers that are attached to at once, each on a thread: one that is stopped keeps its own for as long as a
+/// handshake may take, whether it is still there or not.
+pub(super) const ATTACHING_MAX: usize = 16;
+
+/// Workers whose answers have been attached to and who have no session yet.
+#[derive(Debug, Default)]
+pub(super) struct PendingWorkers {
+    ready: Mutex<Vec<(LinkedSubscriber, Subscriber)>>,
+    attaching: AtomicUsize,
+}
+
+/// One of those [`ATTACHING_MAX`]; when it ends, the next newcomer is looked at.
+struct AttachSlot(Weak<Dispatcher>);
+
+impl Drop for AttachSlot {
+    fn drop(&mut self) {
+        if let Some(dispatcher) = self.0.upgrade() {
+            dispatcher.pending_workers.attaching.fetch_sub(1, SeqCst);
+            dispatcher.observer.tell();
+        }
+    }
+}
+
+impl PendingWorkers {
+    /// Whether another newcomer can be attached to. Asked by one at a time, who has the job table.
+    pub(super) fn has_free_slot(&self) -> bool {
+        self.attaching.load(SeqCst) < ATTACHING_MAX
+    }
+
+    #[cfg(test)]
+    pub(super) fn attaching(&self) -> usize {
+        self.attaching.load(SeqCst)
+    }
+
+    pub(super) fn take(&self) -> Vec<(LinkedSubscriber, Subscriber)> {
+        std::mem::take(&mut *self.lock())
+    }
+
+    pub(super) fn add(&self, member: LinkedSubscriber, subscriber: Subscriber) {
+        self.lock().push((member, subscriber));
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.lock().is_empty()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<(LinkedSubscriber, Subscriber)>> {
+        self.ready.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Dispatcher {
+    /// Attaches to a new worker's answers, on a thread of its own: it may be stopped, and others are not to wait for it.
+    /// To be called when [it has a turn](PendingWorkers::has_free_slot).
+    pub(super) fn attach_worker(self: &Arc<Self>, member: LinkedSubscriber) {
+        self.pending_workers.attaching.fetch_add(1, SeqCst);
+        let (slot, domain) = (AttachSlot(Arc::downgrade(self)), self.domain.clone());
+        let (name, device) = (self.publisher.name().to_string(), self.publisher.device().clone());
+        let timeout = self.options.handshake_timeout;
+        let attach = move || {
+            let attached = results_name(&name, member.generation).and_then(|answers| {
+                let builder = Subscriber::builder(answers.as_str()).kind(Kind::Results).domain(&domain).device(&device);
+                check_process(builder.handshake_timeout(timeout).build()?, member.process)
+            });
+            // Gone meanwhile: what was attached goes, too.
+            let Some(dispatcher) = slot.0.upgrade() else { return };
+            match attached {
+                Ok(subscriber) => dispatcher.pending_workers.add(member, subscriber),
+                Err(error) => {
+                    dispatcher.publisher.expel(member.id, &format!("{name:?} is a queue, for workers only: {error}"));
+                }
+            }
+        };
+        if std::thread::Builder::new().name("warpipe-workers".into()).spawn(attach).is_err() {
+            self.publisher.expel(member.id, "its queue has no thread left to attach to it");
+        }
+    }
+}
+
+/// That it is the one who said so, and not somebody who speaks for another.
+fn check_process(subscriber: Subscriber, process: ProcessId) -> Result<Subscriber> {
+    match subscriber.publisher_process() {
+        Some(found) if found == process => Ok(subscriber),
+        _ => {
+            let found = format!("process {}", subscriber.publisher_pid().unwrap_or_default());
+            let (name, allowed) = (subscriber.name().to_string(), "the worker's own process".to_string());
+            Err(Error::Protocol { name, field: "publisher of answers", found, allowed })
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! Who asks.
+
+use std::time::Duration;
+
+use super::client_prefix;
+use crate::clock::now_ns;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::ipc::domain::Domain;
+use crate::queue::{JobHandle, JobResult, Loan, Queue, QueueBuilder, QueueState, QueueWatch, SubmitError};
+use crate::runtime::reactor::new_generation;
+use crate::stream::Stream;
+use crate::tensor::Layout;
+
+/// Names that are tried before it is given up: they are random.
+const NAME_TRIES: u32 = 8;
+
+/// What a client is made with. See [`Client::builder`].
+#[derive(Debug, Clone)]
+pub struct ClientBuilder {
+    service: String,
+    /// Its name is not the queue's yet.
+    options: QueueBuilder,
+}
+
+impl ClientBuilder {
+    /// The domain to ask in; the environment's by default.
+    pub fn domain(self, domain: &Domain) -> Self {
+        ClientBuilder { options: self.options.domain(domain), ..self }
+    }
+
+    /// The device whose memory the requests lie in; [`Device::preferred`] by default.
+    pub fn device(self, device: &Device) -> Self {
+        ClientBuilder { options: self.options.device(device), ..self }
+    }
+
+    /// How many servers may die of a request, or fail, before it is dead-lettered: 3 by default.
+    pub fn max_attempts(self, attempts: u32) -> Self {
+        ClientBuilder { options: self.options.max_attempts(attempts), ..self }
+    }
+
+    /// How many requests a server may hold at once: 2 by default. See [`QueueBuilder::prefetch`].
+    pub fn prefetch(self, requests: u32) -> Self {
+        ClientBuilder { options: self.options.prefetch(requests), ..self }
+    }
+
+    /// How long a server may hold requests without answering any before they go to another: `None` by default. See
+    /// [`QueueBuilder::lease_timeout`].
+    pub fn lease_timeout(self, timeout: Option<Duration>) -> Self {
+        ClientBuilder { options: self.options.lease_timeout(timeout), ..self }
+    }
+
+    /// The most requests without a reply: 1024 by default.
+    pub fn limit(self, requests: usize) -> Self {
+        ClientBuilder { options: self.options.limit(requests), ..self }
+    }
+
+    /// The most device memory that requests may take, in bytes: 4 GiB by default.
+    pub fn memory_limit(self, bytes: u64) -> Self {
+        ClientBuilder { options: self.options.memory_limit(bytes), ..self }
+    }
+
+    /// How long [`Client::loan`] waits for memory: 5 s by default.
+    pub fn loan_timeout(self, timeout: Duration) -> Self {
+        ClientBuilder { options: self.options.submit_timeout(timeout), ..self }
+    }
+
+    /// How long a wait polls before it sleeps, as [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
+    pub fn spin(self, spin: Duration) -> Self {
+        ClientBuilder { options: self.options.spin(spin), ..self }
+    }
+
+    /// Takes a name below the service's and lets servers in. There need not be any yet.
+    ///
+    /// # Errors
+    /// [`Error::Name`] (at most 40 bytes), and the others of [`QueueBuilder::build`].
+    pub fn build(self) -> Result<Client> {
+        let mut tries = 0;
+        loop {
+            let [a, b, c, d, ..] = new_generation();
+            let name = format!("{}{:08x}", client_prefix(&self.service), u32::from_le_bytes([a, b, c, d]));
+            tries += 1;
+            match self.options.clone().named(&name).build() {
+                Err(Error::NameTaken { .. }) if tries < NAME_TRIES => {}
+                built => return Ok(Client { queue: built?, service: self.service }),
+            }
+        }
+    }
+}
+
+/// Asks the servers of a service. Its methods may be called from any number of threads.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpipe::{Client, Device, Domain, Server};
+/// # let folder = std::env::temp_dir().join(format!("warpipe-service-{}", std::process::id()));
+/// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+/// let client = Client::builder("upper").domain(&domain).device(&device).build()?;
+/// let mut server = Server::builder("upper").domain(&domain).device(&device).build()?; // mostly another process
+/// # let stream = device.stream()?;
+/// # let second = Duration::from_secs(1);
+/// # let serving = std::thread::spawn({ let (stream, device) = (stream.clone(), device.clone()); move || {
+///
+/// let request = server.accept(&stream, Duration::from_secs(5))?;
+/// let mut output = request.output(request.layout())?;
+/// output.write(&stream, &request.to_vec(second)?.to_ascii_uppercase())?;
+/// request.reply_with(output, &stream)?;
+/// # Ok::<_, warpipe::Error>(server) }});
+///
+/// let reply = client.call_bytes(b"hello", &stream, Duration::from_secs(5))?;
+/// assert_eq!(reply.to_vec()?, b"HELLO");
+/// # drop((reply, client, serving.join().unwrap()?)); std::fs::remove_dir_all(folder).ok();
+/// # Ok::<(), warpipe::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Client {
+    pub(super) queue: Queue,
+    service: String,
+}
+
+impl Client {
+    /// A client of this service, to be built.
+    pub fn builder(service: &str) -> ClientBuilder {
+        ClientBuilder { service: service.to_string(), options: Queue::builder(service) }
+    }
+
+    /// The service's name.
+    pub fn service(&self) -> &str {
+        &self.service
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Device {
+        self.queue.device()
+    }
+
+    /// Lends memory for a request.
+    ///
+    /// # Errors
+    /// Those of [`Queue::loan`].
+    pub fn loan(&self, layout: &Layout) -> Result<Loan> {
+        self.queue.loan(layout)
+    }
+
+    /// Sends a request behind the work enqueued on `stream`; the reply is to come within `deadline`. No server begins
+    /// with it later.
+    ///
+    /// # Errors
+    /// [`Error::QueueFull`], with the loan; [`Error::Driver`]; [`Error::Forked`].
+    pub fn request(&self, input: Loan, stream: &Stream, deadline: Duration) -> Result<Pending, SubmitError> {
+        let nanoseconds = u64::try_from(deadline.as_nanos()).unwrap_or(u64::MAX);
+        self.request_before(input, stream, now_ns().saturating_add(nanoseconds), deadline)
+    }
+
+    /// [`request`](Self::request) with the deadline as a moment, in `CLOCK_MONOTONIC` nanoseconds, and another wait for
+    /// room.
+    ///
+    /// # Errors
+    /// As [`request`](Self::request).
+    pub fn request_before(
+        &self,
+        input: Loan,
+        stream: &Stream,
+        deadline_ns: u64,
+        room: Duration,
+    ) -> Result<Pending, SubmitError> {
+        let deadline_ns = deadline_ns.max(1);
+        let handle = self.queue.submit_before(input, stream, deadline_ns, room)?;
+        Ok(Pending { handle, service: self.service.clone(), deadline_ns })
+    }
+
+    /// Waits until there is room for one more request, at most `timeout`. Sends nothing.
+    ///
+    /// # Errors
+    /// Those of [`Queue::wait_for_room`].
+    pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
+        self.queue.wait_for_room(timeout)
+    }
+
+    /// Puts back a reply that was taken and not used. See [`Queue::put_back`].
+    ///
+    /// # Errors
+    /// Those of [`Queue::put_back`].
+    pub fn put_back(&self, reply: JobResult) -> Result<()> {
+        self.queue.put_back(reply)
+    }
+
+    /// Sends a request and waits for the reply.
+    ///
+    /// # Errors
+    /// Those of [`request`](Self::request) and [`Pending::wait`].
+    pub fn call(&self, input: Loan, stream: &Stream, deadline: Duration) -> Result<JobResult> {
+        self.request(input, stream, deadline)?.wait(stream)
+    }
+
+    /// Loans, copies `bytes` in, and [calls](Self::call).
+    ///
+    /// # Errors
+    /// Those of [`loan`](Self::loan) and [`call`](Self::call).
+    pub fn call_bytes(&self, bytes: &[u8], stream: &Stream, deadline: Duration) -> Result<JobResult> {
+        let mut input = self.loan(&Layout::bytes_only(bytes.len() as u64)?)?;
+        input.write(stream, bytes)?;
+        self.call(input, stream, deadline)
+    }
+
+    /// A descriptor that says when looking again is worth it. See [`Queue::watch`].
+    ///
+    /// # Errors
+    /// Those of [`Queue::watch`].
+    pub fn watch(&self) -> Result<QueueWatch> {
+        self.queue.watch()
+    }
+
+    /// Waits until `count` servers are there.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]; [`Error::Forked`].
+    pub fn wait_for_servers(&self, count: usize, timeout: Duration) -> Result<()> {
+        self.queue.wait_for_workers(count, timeout)
+    }
+
+    /// How its requests fare; its `workers` are the servers.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn state(&self) -> Result<QueueState> {
+        self.queue.state()
+    }
+}
+
+/// A request without a reply. Dropped, the request is called off.
+#[derive(Debug)]
+#[must_use = "a request that is dropped is called off"]
+pub struct Pending {
+    handle: JobHandle,
+    service: String,
+    deadline_ns: u64,
+}
+
+impl Pending {
+    /// Waits for the reply until the deadline. Its data is complete then; [`JobResult::worker_pid`] is the server's.
+    ///
+    /// # Errors
+    /// [`Error::DeadlinePassed`]; [`Error::Rejected`] by a server; [`Error::DeadLettered`] when all attempts failed;
+    /// [`Error::QueueClosed`] when the client is gone; [`Error::Forked`].
+    pub fn wait(self, stream: &Stream) -> Result<JobResult> {
+        let left = Duration::from_nanos(self.deadline_ns.saturating_sub(now_ns()));
+        self.map_error(self.handle.wait(stream, left))
+    }
+
+    /// Whether [`wait`](Self::wait) would return at once: the reply is there, or was taken, or the deadline has passed.
+    ///
+    /// # Errors
+    /// [`Error::QueueClosed`] when the client is gone; [`Error::Forked`].
+    pub fn is_done(&self) -> Result<bool> {
+        Ok(self.handle.is_done()? || now_ns() >= self.deadline_ns)
+    }
+
+    /// The request's number, from 1.
+    pub fn id(&self) -> u64 {
+        self.handle.id()
+    }
+
+    /// `CLOCK_MONOTONIC` nanoseconds by which the reply is wanted.
+    pub fn deadline_ns(&self) -> u64 {
+        self.deadline_ns
+    }
+
+    /// The reply if it is there.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
+    pub fn try_wait(&self, stream: &Stream) -> Result<Option<JobResult>> {
+        self.wait_timeout(stream, Duration::ZERO)
+    }
+
+    /// The reply if it comes within `timeout`, and `None` if the deadline is later than that.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
+    pub fn wait_timeout(&self, stream: &Stream, timeout: Duration) -> Result<Option<JobResult>> {
+        let left = Duration::from_nanos(self.deadline_ns.saturating_sub(now_ns()));
+        match self.handle.wait(stream, left.min(timeout)) {
+            Err(Error::Timeout { .. }) if now_ns() < self.deadline_ns => Ok(None),
+            other => self.map_error(other).map(Some),
+        }
+    }
+
+    fn map_error<T>(&self, result: Result<T>) -> Result<T> {
+        result.map_err(|error| match error {
+            Error::Timeout { .. } | Error::DeadlinePassed { .. } => self.deadline_passed(),
+            Error::Rejected { job, reason, .. } => Error::Rejected { name: self.service.clone(), job, reason },
+            Error::DeadLettered { job, reasons, .. } => {
+                Error::DeadLettered { name: self.service.clone(), job, reasons }
+            }
+            other => other,
+        })
+    }
+
+    fn deadline_passed(&self) -> Error {
+        Error::DeadlinePassed { name: self.service.clone(), job: self.handle.id() }
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        // If its reply was taken, or the client is gone, there is nothing to call off.
+        let _ = self.handle.call_off();
+    }
+}

@@ -1,0 +1,465 @@
+//! Who answers.
+
+mod polled;
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Deref;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+
+use self::polled::ScanTimer;
+use super::client_prefix;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::ipc::domain::{Arrivals, Domain, EndpointName};
+use crate::memory::arena::check_limit;
+use crate::queue::{Lease, Loan, Worker, WorkerBuilder};
+use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::reactor::Reactor;
+use crate::runtime::spin::{Came, Spin};
+use crate::stream::Stream;
+
+/// The most clients that are attached to at the same time.
+const ATTACHING_MAX: usize = 32;
+
+/// A look at the directory at least this often: a client that could not be attached to is tried again.
+const SCAN_INTERVAL: Duration = Duration::from_secs(1);
+
+const ARRIVALS: u64 = 0;
+const DOORBELL: u64 = 1;
+const SCAN_TIMER: u64 = 2;
+
+/// What a server is made with. See [`Server::builder`].
+#[derive(Debug, Clone)]
+pub struct ServerBuilder {
+    service: String,
+    domain: Option<Domain>,
+    device: Option<Device>,
+    spin: Option<Duration>,
+    memory_limit: u64,
+    handshake_timeout: Duration,
+    answer_timeout: Duration,
+    clients_max: usize,
+}
+
+impl ServerBuilder {
+    /// The domain to look in; the environment's by default.
+    pub fn domain(mut self, domain: &Domain) -> Self {
+        self.domain = Some(domain.clone());
+        self
+    }
+
+    /// The device to work with, in whose memory the replies lie; [`Device::preferred`] by default.
+    pub fn device(mut self, device: &Device) -> Self {
+        self.device = Some(device.clone());
+        self
+    }
+
+    /// How long a wait polls before it sleeps, as [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
+    pub fn spin(mut self, spin: Duration) -> Self {
+        self.spin = Some(spin);
+        self
+    }
+
+    /// The most device memory that the replies to one client may take, in bytes: 4 GiB by default.
+    pub fn memory_limit(mut self, bytes: u64) -> Self {
+        self.memory_limit = bytes;
+        self
+    }
+
+    /// How long a client may take to let it in: 5 s by default. Others are served meanwhile.
+    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
+        self.handshake_timeout = timeout;
+        self
+    }
+
+    /// How long a reply may wait for its client to release earlier ones, and for memory: 10 s by default.
+    pub fn answer_timeout(mut self, timeout: Duration) -> Self {
+        self.answer_timeout = timeout;
+        self
+    }
+
+    /// The most clients at once: 256 by default. Each takes about a dozen descriptors.
+    pub fn clients_max(mut self, clients: usize) -> Self {
+        self.clients_max = clients;
+        self
+    }
+
+    /// Begins to look for clients; there need not be any yet.
+    ///
+    /// # Errors
+    /// [`Error::Name`] (at most 40 bytes), [`Error::Domain`], or what the system says.
+    pub fn build(self) -> Result<Server> {
+        EndpointName::new(&format!("{}00000000", client_prefix(&self.service)))?;
+        let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
+        let device = self.device.clone().unwrap_or_else(|| Device::preferred().device);
+        check_limit(&device, self.memory_limit)?;
+        let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
+        let readable = readable.map_err(|e| Error::os("epoll_create1", "a server", e))?;
+        let arrivals = domain.arrivals()?;
+        let attach_results = Arc::new(AttachResults { attached: Mutex::default(), doorbell: LocalDoorbell::new()? });
+        watch_descriptor(&readable, arrivals.as_fd(), ARRIVALS)?;
+        let scan_timer = ScanTimer::new()?;
+        watch_descriptor(&readable, attach_results.doorbell.as_fd(), DOORBELL)?;
+        watch_descriptor(&readable, scan_timer.as_fd(), SCAN_TIMER)?;
+        Ok(Server {
+            owner_process: OwnerProcess::current(),
+            spin: Spin::new(self.spin),
+            options: self,
+            domain,
+            device,
+            clients: Vec::new(),
+            attaching: HashSet::new(),
+            gone: HashSet::new(),
+            failed: HashMap::new(),
+            is_clearing: Arc::default(),
+            attach_results,
+            arrivals,
+            scan_timer,
+            readable,
+            last_scan: None,
+            next_client: 0,
+            next_id: SCAN_TIMER + 1,
+        })
+    }
+}
+
+/// Where clients that were attached to on other threads come in.
+#[derive(Debug)]
+struct AttachResults {
+    attached: Mutex<Vec<(EndpointName, Result<Worker>)>>,
+    doorbell: LocalDoorbell,
+}
+
+#[derive(Debug)]
+struct ClientLink {
+    id: u64,
+    name: EndpointName,
+    worker: Worker,
+}
+
+/// Answers the requests of all clients of a service, together with the others that do. Belongs to one thread at a time;
+/// its requests may go anywhere. It can be polled: [`AsFd`], [`try_accept`](Self::try_accept). For an example see
+/// [`Client`](super::Client).
+///
+/// Dropped, it takes no more: what it was sent and has not accepted goes to other servers.
+#[derive(Debug)]
+pub struct Server {
+    owner_process: OwnerProcess,
+    options: ServerBuilder,
+    spin: Spin,
+    domain: Domain,
+    device: Device,
+    clients: Vec<ClientLink>,
+    /// Being attached to.
+    attaching: HashSet<EndpointName>,
+    /// Names that nobody holds any more.
+    gone: HashSet<EndpointName>,
+    /// Names whose links have failed, and when: they are tried again, but not at once.
+    failed: HashMap<EndpointName, Instant>,
+    /// The control thread has been asked to clear away what they left, and has not begun.
+    is_clearing: Arc<AtomicBool>,
+    attach_results: Arc<AttachResults>,
+    arrivals: Arrivals,
+    scan_timer: ScanTimer,
+    readable: CloseOnForkFd,
+    last_scan: Option<Instant>,
+    /// Whose turn it is.
+    next_client: usize,
+    next_id: u64,
+}
+
+impl Server {
+    /// A server of this service, to be built.
+    pub fn builder(service: &str) -> ServerBuilder {
+        ServerBuilder {
+            service: service.to_string(),
+            domain: None,
+            device: None,
+            spin: None,
+            memory_limit: 4 << 30,
+            handshake_timeout: Duration::from_secs(5),
+            answer_timeout: Duration::from_secs(10),
+            clients_max: 256,
+        }
+    }
+
+    /// The service's name.
+    pub fn service(&self) -> &str {
+        &self.options.service
+    }
+
+    /// How many clients it is attached to.
+    pub fn clients(&self) -> usize {
+        self.clients.len()
+    }
+
+    /// Waits for the next request of any client; they take turns. `stream` will wait, on the device, until the input is
+    /// complete. A request whose deadline has passed is not given out. A client that goes, or breaks its link's
+    /// protocol, is let go, and nothing else is touched.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]; [`Error::Os`] when the directory cannot be read; [`Error::Argument`] for a stream of another
+    /// device; [`Error::Forked`]; [`Error::Driver`].
+    pub fn accept(&mut self, stream: &Stream, timeout: Duration) -> Result<Request> {
+        self.owner_process.check()?;
+        stream.check_usable(&self.device)?;
+        let start = Instant::now();
+        let limit = self.spin.limit().min(timeout);
+        let mut asleep: Option<Instant> = None;
+        loop {
+            self.scan_directory()?;
+            if let Some(request) = self.poll(stream)? {
+                let came = match asleep {
+                    Some(asleep) => Came::Asleep { slept: asleep.elapsed() },
+                    None => Came::Polling { elapsed: start.elapsed() },
+                };
+                self.spin.tell(limit, came);
+                return Ok(request);
+            }
+            let waited = start.elapsed();
+            if waited >= timeout {
+                return Err(Error::Timeout { what: format!("a request to {:?}", self.service()), waited: timeout });
+            }
+            if waited < limit {
+                std::hint::spin_loop();
+            } else {
+                asleep = Some(Instant::now());
+                self.sleep((timeout - waited).min(SCAN_INTERVAL));
+            }
+        }
+    }
+
+    /// One look at each client, beginning with the one whose turn it is.
+    fn poll(&mut self, stream: &Stream) -> Result<Option<Request>> {
+        let mut left = self.clients.len();
+        while left > 0 && !self.clients.is_empty() {
+            left -= 1;
+            self.next_client = (self.next_client + 1) % self.clients.len();
+            let link = &mut self.clients[self.next_client];
+            if !link.worker.may_have_news() {
+                continue;
+            }
+            match link.worker.try_lease(stream) {
+                Ok(None) => {}
+                Ok(Some(lease)) => return Ok(Some(Request { client_pid: link.worker.queue_pid(), lease })),
+                Err(
+                    error @ (Error::Capturing { .. }
+                    | Error::Driver { .. }
+                    | Error::Argument { .. }
+                    | Error::Injected { .. }),
+                ) => {
+                    return Err(error);
+                }
+                Err(_) => self.drop_client(self.next_client),
+            }
+        }
+        Ok(None)
+    }
+
+    /// A client has gone, or its link has failed. Which of the two the next attempt tells.
+    fn drop_client(&mut self, index: usize) {
+        let ClientLink { name, worker, .. } = self.clients.swap_remove(index);
+        let _ = epoll::delete(&self.readable, worker.descriptor());
+        self.failed.insert(name, Instant::now());
+    }
+
+    /// Looks for new clients, when something new has appeared in the directory or a while has passed.
+    fn scan_directory(&mut self) -> Result<()> {
+        self.take_attached();
+        if self.last_scan.is_some_and(|last_scan| last_scan.elapsed() < SCAN_INTERVAL) {
+            return Ok(());
+        }
+        self.last_scan = Some(Instant::now());
+        let names = self.domain.names_after(&client_prefix(self.service()))?;
+        self.gone.retain(|name| names.contains(name));
+        self.failed.retain(|name, since| since.elapsed() < SCAN_INTERVAL && names.contains(name));
+        self.remove_stale_names();
+        for name in names {
+            let is_known = self.clients.iter().any(|link| link.name == name)
+                || self.attaching.contains(&name)
+                || self.gone.contains(&name)
+                || self.failed.contains_key(&name);
+            let has_room = self.attaching.len() < ATTACHING_MAX
+                && self.clients.len() + self.attaching.len() < self.options.clients_max;
+            if !is_known && has_room {
+                self.attach(name);
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes what dead clients left: their names were for once, and nobody will take them again. A name that is held
+    /// stays.
+    fn remove_stale_names(&self) {
+        let names: Vec<_> = self.gone.iter().chain(self.failed.keys()).cloned().collect();
+        let Ok(reactor) = Reactor::of_process() else { return };
+        // One look at a time, however late the control thread is. A name that is still held is tried again with the next.
+        if names.is_empty() || self.is_clearing.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let (domain, is_clearing) = (self.domain.clone(), self.is_clearing.clone());
+        reactor.run_on_control_thread(Box::new(move || {
+            is_clearing.store(false, Ordering::Release);
+            names.iter().for_each(|name| _ = domain.clear_name(name));
+        }));
+    }
+
+    /// Attaches to a client, on a thread of its own: it may be stopped, and others are not to wait for it.
+    fn attach(&mut self, name: EndpointName) {
+        let builder: WorkerBuilder = Worker::builder(name.as_str())
+            .domain(&self.domain)
+            .device(&self.device)
+            .timeout(self.options.answer_timeout)
+            .memory_limit(self.options.memory_limit)
+            .handshake_timeout(self.options.handshake_timeout);
+        let (attach_results, client_name) = (Arc::downgrade(&self.attach_results), name.clone());
+        let attach = move || {
+            let built = builder.build();
+            if let Some(attach_results) = attach_results.upgrade() {
+                attach_results.attached.lock().unwrap_or_else(PoisonError::into_inner).push((client_name, built));
+                attach_results.doorbell.ring();
+            }
+        };
+        if std::thread::Builder::new().name("warpipe-clients".into()).spawn(attach).is_ok() {
+            self.attaching.insert(name);
+        }
+    }
+
+    /// Takes in the clients that were attached to. Those that could not be are tried again a while later (an attempt puts
+    /// something new into the directory, and is no reason for the next), unless nobody is there.
+    fn take_attached(&mut self) {
+        if self.attaching.is_empty() {
+            return;
+        }
+        let attached =
+            std::mem::take(&mut *self.attach_results.attached.lock().unwrap_or_else(PoisonError::into_inner));
+        for (name, built) in attached {
+            self.attaching.remove(&name);
+            match built {
+                Ok(worker) if watch_descriptor(&self.readable, worker.descriptor(), self.next_id).is_ok() => {
+                    self.clients.push(ClientLink { id: self.next_id, name, worker });
+                    self.next_id += 1;
+                }
+                Err(Error::NoPublisher { .. }) => drop(self.gone.insert(name)),
+                _ => drop(self.failed.insert(name, Instant::now())),
+            }
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn failed_count(&self) -> usize {
+        self.failed.len()
+    }
+
+    #[cfg(test)]
+    pub(super) fn scan_timer(&self) -> &ScanTimer {
+        &self.scan_timer
+    }
+
+    #[cfg(test)]
+    pub(super) fn attaching_count(&self) -> usize {
+        self.attaching.len()
+    }
+
+    /// Sleeps until a client, or the directory, speaks.
+    fn sleep(&mut self, limit: Duration) {
+        self.set_asleep(true);
+        // Whatever came before the clients were asked to ring did not.
+        if !self.clients.iter().any(|link| link.worker.may_have_news()) {
+            self.wait_events(limit);
+        }
+        self.set_asleep(false);
+    }
+
+    fn handle_event(&mut self, id: u64) {
+        match id {
+            ARRIVALS => {
+                self.arrivals.drain();
+                self.last_scan = None;
+            }
+            DOORBELL => self.attach_results.doorbell.drain(),
+            SCAN_TIMER => self.scan_timer.quiet(),
+            id => self.clients.iter().filter(|link| link.id == id).for_each(|link| link.worker.quiet()),
+        }
+    }
+}
+
+/// A request, to be answered: [`reply`](Self::reply), [`reject`](Self::reject), or [`fail`](Self::fail) so that another
+/// server tries. What can be read of it is its [`Lease`]'s. Dropped, it counts as failed.
+#[derive(Debug)]
+#[must_use = "a request that is dropped is a failed attempt"]
+pub struct Request {
+    lease: Lease,
+    client_pid: i32,
+}
+
+impl Deref for Request {
+    type Target = Lease;
+
+    fn deref(&self) -> &Lease {
+        &self.lease
+    }
+}
+
+impl Request {
+    /// The process that asks.
+    pub fn client_pid(&self) -> i32 {
+        self.client_pid
+    }
+
+    /// The lease that it is, for [`Lease::split`].
+    pub fn into_lease(self) -> Lease {
+        self.lease
+    }
+
+    /// Replies without a tensor once the work enqueued on `stream` is done.
+    ///
+    /// # Errors
+    /// [`Error::QueueGone`] when the client has; the others of [`Lease::complete`].
+    pub fn reply(self, stream: &Stream) -> Result<()> {
+        self.lease.complete(stream)
+    }
+
+    /// Replies with `output`, of [`Lease::output`], once the work enqueued on `stream` is done.
+    ///
+    /// # Errors
+    /// As [`reply`](Self::reply).
+    pub fn reply_with(self, output: Loan, stream: &Stream) -> Result<()> {
+        self.lease.complete_with(output, stream)
+    }
+
+    /// Says no: the client gets [`Error::Rejected`]. Of the reason, 200 bytes.
+    ///
+    /// # Errors
+    /// As [`reply`](Self::reply).
+    pub fn reject(self, reason: &str) -> Result<()> {
+        self.lease.reject(reason)
+    }
+
+    /// This server cannot: another one tries.
+    ///
+    /// # Errors
+    /// As [`reply`](Self::reply).
+    pub fn fail(self, reason: &str) -> Result<()> {
+        self.lease.fail(reason)
+    }
+
+    /// Another server is to do it, and it costs no attempt: for a server that leaves.
+    ///
+    /// # Errors
+    /// As [`reply`](Self::reply).
+    pub fn give_back(self) -> Result<()> {
+        self.lease.give_back()
+    }
+}
+
+fn watch_descriptor(readable: &CloseOnForkFd, fd: std::os::fd::BorrowedFd<'_>, what: u64) -> Result<()> {
+    epoll::add(readable, fd, epoll::EventData::new_u64(what), epoll::EventFlags::IN)
+        .map_err(|e| Error::os("epoll_ctl", "a server's descriptor", e))
+}

@@ -1,0 +1,143 @@
+//! A server whose links to living clients fail, or come to nothing.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::{Client, Pending, Request, Server, client_prefix};
+use crate::device::Device;
+use crate::error::Error;
+use crate::ipc::domain::Domain;
+use crate::pubsub::{Publisher, Subscriber};
+use crate::stream::Stream;
+
+const SOON: Duration = Duration::from_secs(10);
+
+struct RpcFixture {
+    folder: PathBuf,
+    domain: Domain,
+    device: Device,
+    stream: Stream,
+}
+
+impl RpcFixture {
+    fn new(name: &str) -> RpcFixture {
+        let folder = std::env::temp_dir().join(format!("warpipe-service-{name}-{}", std::process::id()));
+        let device = Device::host();
+        RpcFixture { domain: Domain::at(&folder).unwrap(), stream: device.stream().unwrap(), folder, device }
+    }
+
+    fn server(&self) -> Server {
+        Server::builder("upper").domain(&self.domain).device(&self.device).build().unwrap()
+    }
+
+    fn client(&self) -> Client {
+        Client::builder("upper").domain(&self.domain).device(&self.device).build().unwrap()
+    }
+
+    fn asks(&self, client: &Client) -> Pending {
+        let mut input = client.loan(&crate::Layout::bytes_only(8).unwrap()).unwrap();
+        input.write(&self.stream, b"question").unwrap();
+        client.request(input, &self.stream, 2 * SOON).unwrap()
+    }
+
+    /// Accepts as a poller does, and sleeps on the descriptor alone.
+    fn accept_when_rung(&self, server: &mut Server, descriptor: &OwnedFd) -> Request {
+        loop {
+            if let Some(request) = server.try_accept(&self.stream).unwrap() {
+                return request;
+            }
+            assert!(is_readable(descriptor, SOON), "nothing rang");
+        }
+    }
+
+    fn serves(&self, server: &mut Server, client: &Client) {
+        let pending = self.asks(client);
+        server.accept(&self.stream, SOON).unwrap().reply(&self.stream).unwrap();
+        drop(pending.wait(&self.stream).unwrap());
+    }
+}
+
+impl Drop for RpcFixture {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// What a poller keeps: asked for once, so that nothing but what rings makes it readable.
+fn descriptor_of(server: &Server) -> OwnedFd {
+    server.as_fd().try_clone_to_owned().unwrap()
+}
+
+fn is_readable(descriptor: &OwnedFd, limit: Duration) -> bool {
+    use rustix::event::{PollFd, PollFlags, poll};
+    let mut fds = [PollFd::from_borrowed_fd(descriptor.as_fd(), PollFlags::IN)];
+    poll(&mut fds, Some(&crate::ipc::message::timespec(limit))).unwrap() > 0
+}
+
+#[test]
+fn the_descriptor_of_a_polled_server_tells_of_new_clients_and_of_each_request() {
+    let fixture = RpcFixture::new("polled");
+    let mut server = fixture.server();
+    let descriptor = descriptor_of(&server);
+    server.scan_timer().stop();
+    assert!(server.try_accept(&fixture.stream).unwrap().is_none(), "nobody has asked");
+    assert!(!is_readable(&descriptor, Duration::ZERO), "nothing has come, and nothing rings");
+    let client = fixture.client();
+    for _ in 0..3 {
+        let pending = fixture.asks(&client);
+        fixture.accept_when_rung(&mut server, &descriptor).reply(&fixture.stream).unwrap();
+        drop(pending.wait(&fixture.stream).unwrap());
+    }
+    // Between a poller's looks another call may wait, and leaves the clients asked to ring.
+    let pending = fixture.asks(&client);
+    server.accept(&fixture.stream, SOON).unwrap().reply(&fixture.stream).unwrap();
+    drop(pending.wait(&fixture.stream).unwrap());
+    let pending = fixture.asks(&client);
+    fixture.accept_when_rung(&mut server, &descriptor).reply(&fixture.stream).unwrap();
+    drop(pending.wait(&fixture.stream).unwrap());
+}
+
+#[test]
+fn a_polled_server_attaches_again_to_a_client_whose_link_failed() {
+    let fixture = RpcFixture::new("polled-again");
+    let (mut server, client) = (fixture.server(), fixture.client());
+    fixture.serves(&mut server, &client);
+    let descriptor = descriptor_of(&server);
+    client.queue.expel_all("for a test");
+    let pending = fixture.asks(&client);
+    fixture.accept_when_rung(&mut server, &descriptor).reply(&fixture.stream).unwrap();
+    drop(pending.wait(&fixture.stream).unwrap());
+}
+
+#[test]
+fn a_living_client_whose_link_failed_is_attached_to_again() {
+    let fixture = RpcFixture::new("again");
+    let (mut server, client) = (fixture.server(), fixture.client());
+    fixture.serves(&mut server, &client);
+    client.queue.expel_all("for a test");
+    // Its end is seen, and nothing else has come.
+    while server.clients() > 0 {
+        let idle = server.accept(&fixture.stream, Duration::from_millis(1));
+        assert!(matches!(idle, Err(Error::Timeout { .. })), "{idle:?}");
+    }
+    fixture.serves(&mut server, &client);
+}
+
+#[test]
+fn a_client_that_has_no_room_is_not_asked_again_at_once() {
+    let fixture = RpcFixture::new("full");
+    let name = format!("{}00000001", client_prefix("upper"));
+    let full = Publisher::builder(&name).domain(&fixture.domain).device(&fixture.device).subscribers_max(1);
+    let full = full.build().unwrap();
+    let other = Subscriber::builder(&name).domain(&fixture.domain).device(&fixture.device).build().unwrap();
+    let mut server = fixture.server();
+    let accept = |server: &mut Server| server.accept(&fixture.stream, Duration::from_millis(1)).map(drop);
+    while server.failed_count() == 0 {
+        assert!(matches!(accept(&mut server), Err(Error::Timeout { .. })));
+    }
+    // Its own attempt has put something new into the directory.
+    assert!(matches!(accept(&mut server), Err(Error::Timeout { .. })));
+    assert_eq!(server.attaching_count(), 0, "it tries as often as it can");
+    drop((other, full));
+}

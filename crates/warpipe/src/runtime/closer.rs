@@ -1,0 +1,488 @@
+//! Closes what may take long to close.
+//!
+//! `close` of a descriptor that a peer sent takes as long as the peer likes: a TCP socket with `SO_LINGER` and unsent
+//! data waits for its reader, a file on FUSE for its server. The same holds for a Unix socket in whose queue such a
+//! descriptor lies unread (the last `close` of the socket closes it), for a receive that has no room for it, and for
+//! none of the rest: neither `shutdown` nor a receive with `MSG_PEEK` drops a descriptor (seen on Linux 6.18). So:
+//!
+//! * Linux 6.16 refuses descriptors at the sender, where the receiver's socket wants none ([`let_descriptors_in`](crate::os::let_descriptors_in)).
+//! * [`message::receive`](crate::ipc::message::receive) looks with `MSG_PEEK` first and consumes only what drops nothing.
+//! * A [`PeerSocket`] is closed here and now if nothing is unread in it, and nothing can come any more; else by a thread
+//!   of this module, which may hang. A [`PeerFd`] is closed by such a thread unless it was [approved](PeerFd::approve).
+//! * A forked child closes its copy only of what asks nobody at a `close` that is not the last one, as a file on FUSE does.
+//!
+//! Each user's descriptors wait in a queue, with up to [`QUEUE_THREADS_MAX`] threads that may hang at once: what one user sends
+//! delays nobody else's. Who has sent more than [`pending_max`] that do not come to an end is [refused](over_limit).
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FileType, OFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, ReturnFlags, Shutdown, sockopt};
+
+use crate::fork::per_process::PerProcess;
+use crate::fork::{CloseOnForkFd, NoForkSection, OwnerProcess};
+use crate::ipc::message::FIRST_BRINGS_DESCRIPTORS;
+use crate::ipc::peer::Peer;
+use crate::os;
+
+/// The most threads of one queue that may hang in `close`.
+pub(crate) const QUEUE_THREADS_MAX: usize = 4;
+
+/// Lanes: one for what is this library's own, one for peers of this user, the others for all other users.
+const QUEUES: usize = 16;
+const OWN_QUEUE: usize = 0;
+const USER_QUEUE: usize = 1;
+
+/// The most descriptors of peers of this user that may wait to be closed before newcomers are refused.
+const PENDING_MAX: usize = 256;
+
+/// The same of each other user.
+pub(crate) const PENDING_OF_OTHERS_MAX: usize = 64;
+
+/// How long a queue closes nothing before it counts as stuck: many that wait for a moment are nothing.
+const STUCK_AFTER: Duration = Duration::from_secs(1);
+
+/// How long a thread waits for more before it ends: long enough for the sockets of one peer, short beside a process.
+const IDLE_MAX: Duration = Duration::from_millis(100);
+
+/// The most packets that are read to empty a socket before it is left to a thread.
+const UNREAD_MAX: usize = 64;
+
+/// A connected socket whose other end is another process.
+#[derive(Debug)]
+pub(crate) struct PeerSocket {
+    /// `None` only while dropping.
+    fd: Option<CloseOnForkFd>,
+    owner_process: OwnerProcess,
+}
+
+impl From<CloseOnForkFd> for PeerSocket {
+    fn from(fd: CloseOnForkFd) -> PeerSocket {
+        PeerSocket { fd: Some(fd), owner_process: OwnerProcess::current() }
+    }
+}
+
+impl AsFd for PeerSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_ref().expect("present until dropped").as_fd()
+    }
+}
+
+impl Drop for PeerSocket {
+    fn drop(&mut self) {
+        let Some(fd) = self.fd.take() else { return };
+        // In a forked child the connection is the parent's.
+        if self.owner_process.is_current() && !end(fd.as_fd()) {
+            enqueue(peer_of(fd.as_fd()), FdToClose::ClosedOnFork(fd));
+        }
+    }
+}
+
+/// A socket that listens. Whoever connects can send to it before anybody looks who that is, so it lets no descriptors in
+/// unless the first message brings some, and its connections inherit that.
+#[derive(Debug)]
+pub(crate) struct Listener {
+    /// `None` only while dropping.
+    fd: Option<CloseOnForkFd>,
+    /// Where the kernel cannot keep them out, they may lie in connections that nobody has accepted.
+    lets_descriptors_in: bool,
+    /// It lets none in, for the time being.
+    is_wary: AtomicBool,
+    owner_process: OwnerProcess,
+}
+
+impl Listener {
+    /// Before it listens.
+    pub(crate) fn new(fd: CloseOnForkFd) -> Listener {
+        let lets_descriptors_in = FIRST_BRINGS_DESCRIPTORS || !os::let_descriptors_in(fd.as_fd(), false);
+        Listener {
+            fd: Some(fd),
+            lets_descriptors_in,
+            is_wary: AtomicBool::new(false),
+            owner_process: OwnerProcess::current(),
+        }
+    }
+
+    /// With each tick. While the descriptors of some user are [too many](over_limit), none come in (Linux 6.16) before it has
+    /// been [seen](Self::screen) whose they are.
+    pub(crate) fn look(&self) {
+        self.set_wary(is_anybody_over_limit());
+    }
+
+    fn set_wary(&self, is_wary: bool) {
+        if self.is_wary.swap(is_wary, Relaxed) != is_wary {
+            os::let_descriptors_in(self.as_fd(), FIRST_BRINGS_DESCRIPTORS && !is_wary);
+        }
+    }
+
+    /// Lets in who connected, or says why not, and whether that is for ever.
+    pub(crate) fn screen(
+        &self,
+        socket: BorrowedFd<'_>,
+        peer: &Peer,
+        is_admitted: impl FnOnce() -> bool,
+    ) -> Result<(), (bool, String)> {
+        let over_limit = over_limit(peer.uid);
+        if over_limit.is_some() {
+            self.set_wary(true);
+        }
+        if !is_admitted() {
+            return Err((true, format!("uid {} is not on its list", peer.uid)));
+        }
+        if let Some(count) = over_limit {
+            return Err((false, format!("{count} descriptors that uid {} sent cannot be closed", peer.uid)));
+        }
+        if self.is_wary.load(Relaxed) {
+            os::let_descriptors_in(socket, FIRST_BRINGS_DESCRIPTORS);
+        }
+        Ok(())
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_ref().expect("present until dropped").as_fd()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Some(fd) = self.fd.take()
+            && self.owner_process.is_current()
+            && self.lets_descriptors_in
+        {
+            let _ = rustix::net::shutdown(&fd, Shutdown::Both);
+            enqueue(None, FdToClose::ClosedOnFork(fd));
+        }
+    }
+}
+
+/// A descriptor that a peer sent. Whatever it is, to drop it does not block.
+#[derive(Debug)]
+pub(crate) struct PeerFd {
+    /// `None` only while dropping.
+    fd: Option<FdToClose>,
+    /// Its sender's user, if that is known.
+    uid: Option<u32>,
+    is_approved: AtomicBool,
+    owner_process: OwnerProcess,
+}
+
+#[derive(Debug)]
+enum FdToClose {
+    /// Of a kind that a forked child closes.
+    ClosedOnFork(CloseOnForkFd),
+    /// Of another one, for which a child would wait.
+    KeptOnFork(OwnedFd),
+}
+
+impl From<CloseOnForkFd> for PeerFd {
+    fn from(fd: CloseOnForkFd) -> PeerFd {
+        PeerFd {
+            fd: Some(FdToClose::ClosedOnFork(fd)),
+            uid: None,
+            is_approved: AtomicBool::new(false),
+            owner_process: OwnerProcess::current(),
+        }
+    }
+}
+
+impl PeerFd {
+    /// One that came in this section, from a peer of that user.
+    pub(crate) fn received(section: &NoForkSection, fd: OwnedFd, uid: Option<u32>) -> PeerFd {
+        let held = match closes_at_once_elsewhere(fd.as_fd()) {
+            true => FdToClose::ClosedOnFork(section.adopt_from_peer(fd)),
+            false => FdToClose::KeptOnFork(fd),
+        };
+        PeerFd { fd: Some(held), uid, is_approved: AtomicBool::new(false), owner_process: OwnerProcess::current() }
+    }
+
+    /// It is of a kind whose `close` does not block (a memfd, a pidfd, memory of a device): it needs no thread for that.
+    pub(crate) fn approve(&self) {
+        self.is_approved.store(true, Relaxed);
+    }
+
+    /// The same, to keep it.
+    pub(crate) fn accept(mut self) -> CloseOnForkFd {
+        match self.fd.take().expect("present until dropped") {
+            FdToClose::ClosedOnFork(fd) => fd,
+            FdToClose::KeptOnFork(fd) => NoForkSection::enter().adopt_from_peer(fd),
+        }
+    }
+}
+
+impl AsFd for PeerFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self.fd.as_ref().expect("present until dropped") {
+            FdToClose::ClosedOnFork(fd) => fd.as_fd(),
+            FdToClose::KeptOnFork(fd) => fd.as_fd(),
+        }
+    }
+}
+
+impl Drop for PeerFd {
+    fn drop(&mut self) {
+        match self.fd.take() {
+            Some(held) if self.owner_process.is_current() && !self.is_approved.load(Relaxed) => enqueue(self.uid, held),
+            // It is the parent's.
+            Some(FdToClose::KeptOnFork(fd)) if !self.owner_process.is_current() => std::mem::forget(fd),
+            _ => {}
+        }
+    }
+}
+
+/// Whether `close` of a copy that is not the last one returns at once. Asks no file system, and waits for nobody.
+fn closes_at_once_elsewhere(fd: BorrowedFd<'_>) -> bool {
+    let Ok(kind) = os::kind_of(fd) else { return false };
+    match kind.file {
+        _ if kind.flags.contains(OFlags::PATH) => true,
+        FileType::Fifo | FileType::CharacterDevice | FileType::Unknown => true,
+        FileType::Socket => sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX),
+        FileType::RegularFile => rustix::fs::fcntl_get_seals(fd).is_ok(),
+        _ => false,
+    }
+}
+
+/// Ends the connection, so that the peer sees it at once. True if its `close` drops no descriptor: nothing is unread,
+/// and after `shutdown` nothing can be sent to it.
+fn end(socket: BorrowedFd<'_>) -> bool {
+    let _ = rustix::net::shutdown(socket, Shutdown::Both);
+    for _ in 0..UNREAD_MAX {
+        match peek(socket, &mut [0]) {
+            Ok((_, flags)) if flags.contains(ReturnFlags::CTRUNC) => return false,
+            // The end, or a packet of no bytes.
+            Ok((0, _)) => break,
+            Ok(_) => drop(rustix::net::recv(socket, &mut [0u8; 8][..], RecvFlags::DONTWAIT)),
+            Err(_) => return false,
+        }
+    }
+    // With this option whatever is in the queue has control data, which there is no room for; the end has none.
+    rustix::net::sockopt::set_socket_passcred(socket, true).is_ok()
+        && matches!(peek(socket, &mut [0]), Ok((_, flags)) if !flags.contains(ReturnFlags::CTRUNC))
+}
+
+/// Looks at the next packet and leaves it where it is: its length as far as it fits, and its flags, with
+/// [`ReturnFlags::CTRUNC`] if descriptors come with it.
+pub(crate) fn peek(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<(usize, ReturnFlags), Errno> {
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+    let mut none = rustix::net::RecvAncillaryBuffer::default();
+    let mut bytes = [std::io::IoSliceMut::new(bytes)];
+    let got = rustix::net::recvmsg(socket, &mut bytes, &mut none, flags)?;
+    Ok((got.bytes, got.flags))
+}
+
+/// The user at the other end of a socket.
+pub(crate) fn peer_of(socket: BorrowedFd<'_>) -> Option<u32> {
+    os::peer_uid(socket).ok()
+}
+
+/// Leaves it to a thread to close this, which a peer of that user has sent; `None` of what is this library's own.
+fn enqueue(uid: Option<u32>, fd: FdToClose) {
+    let closer = Closer::of_process();
+    let mut state = closer.lock();
+    let queue = queue_of(uid);
+    uid.into_iter().for_each(|uid| *state.pending.entry(uid).or_default() += 1);
+    let it = &mut state.queues[queue];
+    if it.closing == 0 && it.waiting.is_empty() {
+        it.progress_at = Some(Instant::now());
+    }
+    it.waiting.push_back((uid, fd));
+    if it.waiting.len() <= it.idle {
+        return closer.wanted[queue].notify_one();
+    }
+    // Without a thread, for want of memory say, the next that is handed over tries again.
+    if it.threads < QUEUE_THREADS_MAX {
+        let runner = closer.clone();
+        let spawned = std::thread::Builder::new().name("warpipe-closer".into()).spawn(move || runner.run(queue));
+        it.threads += usize::from(spawned.is_ok());
+    }
+}
+
+/// Leaves it to a thread to close what is this library's own and takes a while.
+pub(crate) fn close_later(fd: CloseOnForkFd) {
+    enqueue(None, FdToClose::ClosedOnFork(fd));
+}
+
+fn queue_of(uid: Option<u32>) -> usize {
+    match uid {
+        None => OWN_QUEUE,
+        Some(uid) if is_own(uid) => USER_QUEUE,
+        Some(uid) => USER_QUEUE + 1 + uid as usize % (QUEUES - USER_QUEUE - 1),
+    }
+}
+
+fn is_own(uid: u32) -> bool {
+    uid == rustix::process::geteuid().as_raw()
+}
+
+fn pending_max(uid: u32) -> usize {
+    if is_own(uid) { PENDING_MAX } else { PENDING_OF_OTHERS_MAX }
+}
+
+/// How many of that user's descriptors cannot be closed, if these are too many for a newcomer of that user.
+pub(crate) fn over_limit(uid: u32) -> Option<usize> {
+    Closer::of_process().lock().over_limit(uid)
+}
+
+/// Whether there is such a user.
+pub(crate) fn is_anybody_over_limit() -> bool {
+    let closer = Closer::of_process();
+    let state = closer.lock();
+    state.pending.keys().any(|&uid| state.over_limit(uid).is_some())
+}
+
+/// Descriptors from peers whose `close` has not returned. A few for a moment are nothing; a number that stays is a peer
+/// that sends what takes long to close (a socket that lingers, a file on FUSE), and costs this process a descriptor
+/// each, and a thread for each of the first 4 of a user. From 64 of another user on (256 of this one), newcomers of that
+/// user are refused.
+pub fn pending_closes() -> usize {
+    let closer = Closer::of_process();
+    let state = closer.lock();
+    state.queues.iter().map(|queue| queue.closing + queue.waiting.len()).sum()
+}
+
+#[derive(Default)]
+struct Closer {
+    state: Mutex<CloserState>,
+    wanted: [Condvar; QUEUES],
+}
+
+#[derive(Default)]
+struct CloserState {
+    queues: [CloseQueue; QUEUES],
+    /// Of each user.
+    pending: HashMap<u32, usize>,
+}
+
+#[derive(Default)]
+struct CloseQueue {
+    waiting: VecDeque<(Option<u32>, FdToClose)>,
+    threads: usize,
+    /// Those that wait for something to do.
+    idle: usize,
+    /// Those that are in `close`.
+    closing: usize,
+    /// When it closed something last, or began to.
+    progress_at: Option<Instant>,
+}
+
+impl CloserState {
+    fn over_limit(&self, uid: u32) -> Option<usize> {
+        let count = self.pending.get(&uid).copied().filter(|&count| count >= pending_max(uid))?;
+        self.queues[queue_of(Some(uid))].is_stuck().then_some(count)
+    }
+}
+
+impl CloseQueue {
+    fn is_stuck(&self) -> bool {
+        self.progress_at.is_some_and(|progress_at| progress_at.elapsed() > STUCK_AFTER)
+    }
+}
+
+impl FdToClose {
+    /// Of a queue that is stuck. A child that is forked meanwhile may have the last copy of what hangs, and keeps it.
+    fn keep_on_fork(self) -> FdToClose {
+        match self {
+            FdToClose::ClosedOnFork(fd) => FdToClose::KeptOnFork(fd.release()),
+            loose => loose,
+        }
+    }
+}
+
+impl Closer {
+    /// That of this process; a forked child has its own.
+    fn of_process() -> Arc<Closer> {
+        static CURRENT: PerProcess<Arc<Closer>> = PerProcess::new();
+        CURRENT.get().clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, CloserState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self, queue: usize) {
+        let mut state = self.lock();
+        loop {
+            if let Some((uid, fd)) = state.queues[queue].waiting.pop_front() {
+                state.queues[queue].closing += 1;
+                let is_stuck = state.queues[queue].is_stuck();
+                drop(state);
+                drop(if is_stuck { fd.keep_on_fork() } else { fd });
+                state = self.lock();
+                let CloserState { queues, pending } = &mut *state;
+                queues[queue].closing -= 1;
+                queues[queue].progress_at = Some(Instant::now());
+                uid.into_iter().for_each(|uid| one_less(pending, uid));
+                continue;
+            }
+            state.queues[queue].idle += 1;
+            let waited = self.wanted[queue].wait_timeout(state, IDLE_MAX);
+            let (woken, slept) = waited.unwrap_or_else(PoisonError::into_inner);
+            state = woken;
+            let it = &mut state.queues[queue];
+            it.idle -= 1;
+            if slept.timed_out() && it.waiting.is_empty() {
+                it.threads -= 1;
+                return;
+            }
+        }
+    }
+}
+
+fn one_less(pending: &mut HashMap<u32, usize>, uid: u32) {
+    if let Some(count) = pending.get_mut(&uid) {
+        *count -= 1;
+        if *count == 0 {
+            pending.remove(&uid);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+
+    use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+    use super::*;
+
+    fn pair() -> (OwnedFd, OwnedFd) {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
+    }
+
+    fn say(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+        crate::hostile::send_raw(socket, bytes, fds).unwrap();
+    }
+
+    #[test]
+    fn a_socket_is_closed_here_if_it_holds_no_descriptor_and_only_then() {
+        let file = pair();
+        type Packet<'a> = (&'a [u8], usize);
+        type Case<'a> = (&'a str, &'a [Packet<'a>], bool);
+        let cases: [Case<'_>; 6] = [
+            ("nothing", &[], true),
+            ("words", &[(b"one", 0), (b"two", 0)], true),
+            ("a descriptor", &[(b"one", 1)], false),
+            ("behind words", &[(b"one", 0), (b"two", 1)], false),
+            ("behind nothing", &[(b"one", 0), (b"", 0), (b"two", 1)], false),
+            ("with nothing", &[(b"", 1)], false),
+        ];
+        for (what, packets, is_quiet) in cases {
+            let (ours, theirs) = pair();
+            for &(bytes, count) in packets {
+                say(&theirs, bytes, &vec![file.0.as_fd(); count]);
+            }
+            assert_eq!(end(ours.as_fd()), is_quiet, "{what}");
+            assert_eq!(rustix::net::send(&theirs, b"more", rustix::net::SendFlags::NOSIGNAL), Err(Errno::PIPE));
+        }
+        let (ours, theirs) = pair();
+        drop(theirs);
+        assert!(end(ours.as_fd()), "whose peer has gone");
+    }
+}

@@ -1,0 +1,385 @@
+//! This process's own proof that its streams are past what they were given.
+//!
+//! The words of a link segment cannot be that proof: the peer maps them writable, and one that stores what it likes
+//! would have memory unmapped, or used again, under a stream that still has to touch it. An event of this
+//! process can: nobody else signals it. So who lets memory go records one behind each stream that ever worked on
+//! it, and waits for those. It costs nothing per sample.
+//!
+//! # What the driver's answers prove
+//!
+//! A stream or an event that could not be asked is *not* idle: memory that waits for it stays, and it is asked again. Each
+//! such answer is counted ([`unanswered`]).
+//!
+//! | answer of `cuStreamQuery`, `cuEventQuery` | what it means here |
+//! | --- | --- |
+//! | success | past |
+//! | `NOT_READY` | not past |
+//! | the context was reset ([`Error::DeviceReset`]) | past: a reset ends the context's work before it returns. Not believed of a code like `CONTEXT_IS_DESTROYED` alone: the backend asks for the primary context's state and number |
+//! | a stream that captures ([`Error::Capturing`]), `CAPTURED_EVENT`, `STREAM_CAPTURE_...` | unknown: what it was given before the capture may still run. It is asked again, by a new event once the capture is over |
+//! | `ILLEGAL_ADDRESS`, `LAUNCH_FAILED` and the other sticky errors | unknown, for good. The kernel at fault is over, but nothing says so of a copy on another engine of the GPU; and the driver refuses to take memory back in that context anyway. The process has to be started anew |
+//! | `INVALID_HANDLE` | unknown, for good: a stream of the user's that was destroyed too early. `cuStreamDestroy` does not wait, so its work may still run |
+//! | `DEINITIALIZED` | unknown: the process is ending, and takes all memory with it |
+//! | `NOT_INITIALIZED` in a forked child | unknown: the memory is the parent's |
+//! | anything else (an operating system's or MPS server's failure) | unknown |
+//!
+//! A capture that begins must not find its stream being asked: the driver would invalidate it. So where a stream is marked
+//! on a thread of the library ([`StreamSet::fence`]) it is not asked at all; an event of ours is.
+
+use std::ptr;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicPtr, AtomicU64};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::backend::RawEvent;
+use crate::error::{Error, Result};
+use crate::fork::per_process::PerProcess;
+use crate::stream::Stream;
+
+/// More streams than this are looked through for such as nobody can use any more.
+const PRUNE_FROM: usize = 8;
+
+static UNANSWERED: PerProcess<AtomicU64> = PerProcess::new();
+
+/// How often a stream or an event of this process could not be asked how far it is.
+pub(crate) fn unanswered() -> u64 {
+    UNANSWERED.get().load(Relaxed)
+}
+
+/// Whether an answer proves that the work is done. See the [module](self) for each.
+fn is_proof(answer: Result<bool>) -> bool {
+    match answer {
+        Ok(is_done) => is_done,
+        Err(Error::DeviceReset { .. }) => true,
+        Err(_) => {
+            UNANSWERED.get().fetch_add(1, Relaxed);
+            false
+        }
+    }
+}
+
+/// The streams that have worked on some memory.
+#[derive(Debug, Default)]
+pub(crate) struct StreamSet {
+    list: Mutex<Vec<Stream>>,
+    /// What the stream noted last is known by, while it is in the list: mostly it is the next one's, too, and a
+    /// lock for each sample would be dearer than its signals.
+    last: AtomicPtr<()>,
+}
+
+impl StreamSet {
+    /// Remembers `stream`. To be called before its work is enqueued.
+    #[inline]
+    pub(crate) fn record_use(&self, stream: &Stream) {
+        // Acquire: whoever is ordered behind this caller finds the stream in the list.
+        if !ptr::eq(self.last.load(Acquire), stream.identity()) {
+            self.record_another(stream);
+        }
+    }
+
+    #[cold]
+    fn record_another(&self, stream: &Stream) {
+        let mut list = self.lock();
+        let is_new = !list.iter().any(|known| known.is_same(stream));
+        if is_new {
+            list.push(stream.clone());
+        }
+        self.last.store(stream.identity().cast_mut(), Release);
+        if is_new && list.len() > PRUNE_FROM {
+            // A stream that is the list's alone gets no new work, and an idle one has none left.
+            let unused: Vec<Stream> = list.iter().filter(|known| known.clones() == 1).cloned().collect();
+            drop(list);
+            self.drop_idle(unused);
+        }
+    }
+
+    /// Forgets those of `unused` that are done. Asked without the lock: a full launch queue holds a question up.
+    fn drop_idle(&self, mut unused: Vec<Stream>) {
+        unused.retain(|stream| is_proof(stream.is_idle()));
+        if unused.is_empty() {
+            return;
+        }
+        let mut list = self.lock();
+        // Before any is forgotten: a new stream may come to lie where a forgotten one lay, and whoever holds it
+        // got it from the allocator after that, and so behind this store.
+        self.last.store(ptr::null_mut(), Relaxed);
+        // The list's clone, and the one here; should anybody have taken another meanwhile, it stays for the next time.
+        list.retain(|known| known.clones() > 2 || !unused.iter().any(|idle| idle.is_same(known)));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Stream>> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All of them now, for calls of the driver that are made without the lock.
+    fn all(&self) -> Vec<Stream> {
+        self.lock().clone()
+    }
+
+    /// Makes `stream` wait, on the device, for everything that the others have been given so far.
+    pub(crate) fn join(&self, stream: &Stream) -> Result<()> {
+        stream.check_not_capturing()?;
+        let busy = |other: &Stream| !other.is_same(stream) && !is_proof(other.is_idle());
+        self.all().iter().filter(|other| busy(other)).try_for_each(|other| wait_behind(stream, other))
+    }
+
+    /// Records an event behind everything that the streams have been given so far. Asks no stream how far it is, so it
+    /// may be called at any time.
+    pub(crate) fn fence(&self) -> Fence {
+        Fence { points: self.all().iter().map(FencePoint::behind).collect() }
+    }
+
+    /// The same, without those streams that are idle: for a user's own thread, in a call about this memory.
+    pub(crate) fn fence_busy(&self) -> Fence {
+        Fence {
+            points: self.all().iter().filter(|stream| !is_proof(stream.is_idle())).map(FencePoint::behind).collect(),
+        }
+    }
+}
+
+/// Lets `stream` go on only behind what `other` has been given so far.
+fn wait_behind(stream: &Stream, other: &Stream) -> Result<()> {
+    if other.device().info().id.kind != stream.device().info().id.kind {
+        // An event of one driver is no event of another.
+        let allowed = format!("one of the backend of {}, which works on it, too", other.device());
+        return Err(Error::argument("stream", format!("one of {}", stream.device()), allowed));
+    }
+    let event = record_behind(other)?;
+    // SAFETY: both handles are live. The event may be destroyed while it is waited for: the driver keeps it.
+    let held = unsafe { stream.backend().wait_event(stream.raw(), event) };
+    destroy(other, event);
+    held
+}
+
+/// A new event behind the work of a stream that does not capture.
+fn record_behind(stream: &Stream) -> Result<RawEvent> {
+    let backend = stream.backend();
+    // First: it is how a reset is found, after which the stream's handle is none.
+    let event = backend.create_event()?;
+    let recorded = stream.check_not_capturing().and_then(|()| {
+        // SAFETY: both handles are live: the event was made above, and `stream` is borrowed.
+        unsafe { backend.record_event(event, stream.raw()) }
+    });
+    // If a capture began in between the event belongs to it, and whoever asked for the event would spoil the capture.
+    match recorded.and_then(|()| stream.check_not_capturing()) {
+        Ok(()) => Ok(event),
+        Err(error) => {
+            destroy(stream, event);
+            Err(error)
+        }
+    }
+}
+
+fn destroy(stream: &Stream, event: RawEvent) {
+    // SAFETY: every caller made the event with this backend, and gives it up.
+    let _ = unsafe { stream.backend().destroy_event(event) };
+}
+
+/// Events that are still due. Passed when all are complete.
+#[derive(Debug)]
+pub(crate) struct Fence {
+    points: Vec<FencePoint>,
+}
+
+impl Fence {
+    /// The proof that one stream is past what it has been given so far, whether or not it captures now.
+    pub(crate) fn behind(stream: &Stream) -> Fence {
+        Fence { points: vec![FencePoint::behind(stream)] }
+    }
+
+    /// Whether the streams have done what they had been given when the mark was made.
+    pub(crate) fn is_reached(&mut self) -> bool {
+        self.points.retain_mut(|point| !point.is_reached());
+        self.points.is_empty()
+    }
+}
+
+/// An event behind one stream's work.
+#[derive(Debug)]
+struct FencePoint {
+    stream: Stream,
+    /// `None` as long as it could not be recorded: then it is tried again, behind all that the stream has by then.
+    event: Option<RawEvent>,
+}
+
+impl FencePoint {
+    fn behind(stream: &Stream) -> FencePoint {
+        FencePoint { stream: stream.clone(), event: record_behind(stream).ok() }
+    }
+
+    fn is_reached(&mut self) -> bool {
+        let Some(event) = self.event else {
+            self.event = record_behind(&self.stream).ok();
+            // Where there are no events to be had, the stream is asked; not in this turn if there is one now.
+            return self.event.is_none() && is_proof(self.stream.is_idle());
+        };
+        // SAFETY: the event is live until drop.
+        let answer = unsafe { self.stream.backend().query_event(event) };
+        if matches!(answer, Err(Error::Capturing { .. })) {
+            // A capture came and went while it was recorded: it says nothing.
+            destroy(&self.stream, event);
+            self.event = None;
+        }
+        is_proof(answer)
+    }
+}
+
+impl Drop for FencePoint {
+    fn drop(&mut self) {
+        if let Some(event) = self.event {
+            destroy(&self.stream, event);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+    use std::sync::{Arc, mpsc};
+    use std::time::Duration;
+
+    use super::*;
+    use crate::backend::testing::{Counting, Hook, Wrapped};
+    use crate::backend::{DeviceId, DeviceKind, RawStream};
+    use crate::device::Device;
+
+    /// A device that can be told not to answer, or to say of its streams that they capture.
+    #[derive(Debug, Default)]
+    struct UnanswerableStreams {
+        is_mute: AtomicBool,
+        is_capturing: AtomicBool,
+    }
+
+    impl Hook for UnanswerableStreams {
+        fn before(&self, method: &'static str) -> Result<()> {
+            if self.is_mute.load(Relaxed) && matches!(method, "query" | "query_event" | "record_event") {
+                return Err(Error::Injected { method, call: 1 });
+            }
+            let is_captured = self.is_capturing.load(Relaxed);
+            assert!(!is_captured || !matches!(method, "query" | "record_event"), "{method} of a stream that captures");
+            Ok(())
+        }
+
+        fn is_capturing(&self, _stream: RawStream) -> bool {
+            self.is_capturing.load(Relaxed)
+        }
+    }
+
+    fn unanswerable() -> (Arc<Wrapped<UnanswerableStreams>>, Device) {
+        let wrapped = Wrapped::new(Device::host().backend().clone(), UnanswerableStreams::default());
+        (wrapped.clone(), Device::from_backend(wrapped))
+    }
+
+    fn is_passed_soon(fence: &mut Fence) -> bool {
+        let start = std::time::Instant::now();
+        while !fence.is_reached() && start.elapsed() < Duration::from_secs(5) {
+            std::thread::yield_now();
+        }
+        fence.is_reached()
+    }
+
+    #[test]
+    fn a_stream_that_cannot_be_asked_is_not_idle() {
+        let (wrapped, device) = unanswerable();
+        let streams = StreamSet::default();
+        streams.record_use(&device.stream().unwrap());
+        let mut early = streams.fence();
+        wrapped.hook().is_mute.store(true, Relaxed);
+        let before = unanswered();
+        (0..3 * PRUNE_FROM).for_each(|_| streams.record_use(&device.stream().unwrap()));
+        assert_eq!(streams.lock().len(), 3 * PRUNE_FROM + 1, "none of them is known to be idle");
+        let mut late = streams.fence_busy();
+        assert!(!early.is_reached() && !late.is_reached());
+        assert!(unanswered() > before);
+        wrapped.hook().is_mute.store(false, Relaxed);
+        assert!(is_passed_soon(&mut early) && is_passed_soon(&mut late));
+        streams.record_use(&device.stream().unwrap());
+        assert!(streams.lock().len() <= PRUNE_FROM + 1, "and are forgotten once they can be asked");
+    }
+
+    #[test]
+    fn a_stream_that_captures_is_neither_asked_nor_marked_until_the_capture_is_over() {
+        let (wrapped, device) = unanswerable();
+        let (stream, other, streams) = (device.stream().unwrap(), device.stream().unwrap(), StreamSet::default());
+        let (go, wait) = mpsc::channel::<()>();
+        stream.call(move || assert!(wait.recv().is_err())).unwrap();
+        streams.record_use(&stream);
+        wrapped.hook().is_capturing.store(true, Relaxed);
+        let mut proofs = [streams.fence(), streams.fence_busy(), Fence::behind(&stream)];
+        assert!(proofs.iter_mut().all(|fence| !fence.is_reached()));
+        assert!(matches!(streams.join(&other), Err(Error::Capturing { .. })));
+        assert!(matches!(stream.is_idle(), Err(Error::Capturing { .. })));
+        wrapped.hook().is_capturing.store(false, Relaxed);
+        assert!(proofs.iter_mut().all(|fence| !fence.is_reached()), "the work before the capture still runs");
+        drop(go);
+        assert!(proofs.iter_mut().all(is_passed_soon));
+    }
+
+    #[test]
+    fn a_proof_is_passed_only_when_every_stream_is_past_its_mark() {
+        let device = Device::host();
+        let (busy, idle) = (device.stream().unwrap(), device.stream().unwrap());
+        let (go, wait) = mpsc::channel::<()>();
+        let streams = StreamSet::default();
+        streams.record_use(&busy);
+        streams.record_use(&idle);
+        busy.call(move || assert!(wait.recv().is_err())).unwrap();
+        let mut fence = streams.fence();
+        idle.synchronize(Duration::from_secs(5)).unwrap();
+        assert!(!fence.is_reached());
+        drop(go);
+        busy.synchronize(Duration::from_secs(5)).unwrap();
+        assert!(fence.is_reached());
+    }
+
+    #[test]
+    fn a_stream_that_joins_the_others_is_behind_their_work() {
+        let device = Device::host();
+        let (busy, joining) = (device.stream().unwrap(), device.stream().unwrap());
+        let (go, wait) = mpsc::channel::<()>();
+        let done = Arc::new(AtomicBool::new(false));
+        let streams = StreamSet::default();
+        streams.record_use(&busy);
+        let work = done.clone();
+        busy.call(move || {
+            assert!(wait.recv().is_err());
+            work.store(true, Relaxed);
+        })
+        .unwrap();
+        streams.join(&joining).unwrap();
+        assert!(joining.synchronize(Duration::from_millis(20)).is_err(), "it waits");
+        drop(go);
+        joining.synchronize(Duration::from_secs(5)).unwrap();
+        // The work, not the stream's own count of it: that falls a moment after the event is complete.
+        assert!(done.load(Relaxed));
+    }
+
+    #[test]
+    fn a_stream_never_waits_for_an_event_of_another_backend() {
+        let device = Device::host();
+        let id = DeviceId { kind: DeviceKind::Cuda, uuid: [1; 16] };
+        let other = Device::from_backend(Wrapped::posing_as(device.backend().clone(), Counting::default(), id));
+        let (busy, joining, streams) = (other.stream().unwrap(), device.stream().unwrap(), StreamSet::default());
+        let (go, wait) = mpsc::channel::<()>();
+        busy.call(move || assert!(wait.recv().is_err())).unwrap();
+        streams.record_use(&busy);
+        let refused = streams.join(&joining);
+        assert!(matches!(refused, Err(Error::Argument { argument: "stream", .. })), "{refused:?}");
+        drop(go);
+        busy.synchronize(Duration::from_secs(5)).unwrap();
+        streams.join(&joining).unwrap();
+    }
+
+    #[test]
+    fn streams_that_nobody_can_use_any_more_are_forgotten() {
+        let device = Device::host();
+        let streams = StreamSet::default();
+        let kept = device.stream().unwrap();
+        streams.record_use(&kept);
+        for _ in 0..10 * PRUNE_FROM {
+            streams.record_use(&device.stream().unwrap());
+        }
+        let list = streams.lock();
+        assert!(list.len() <= PRUNE_FROM + 1, "{}", list.len());
+        assert!(list.iter().any(|stream| stream.is_same(&kept)));
+    }
+}

@@ -1,0 +1,11 @@
+//! What all endpoints of a process share: the [reactor] and the other threads of the library, [fences](fence) behind
+//! streams, and what is dropped once they are reached.
+
+pub(crate) mod closer;
+pub(crate) mod doorbell;
+pub(crate) mod drop_after_fence;
+pub(crate) mod fence;
+pub(crate) mod heartbeat;
+pub(crate) mod reactor;
+pub(crate) mod spin;
+pub(crate) mod timed_lock;

@@ -1,0 +1,8 @@
+//! Memory that several processes map: sealed memfds of atomics alone, and the words in them.
+
+pub(crate) mod counter;
+pub(crate) mod fence_words;
+pub(crate) mod page;
+pub(crate) mod seal;
+pub(crate) mod segment;
+pub(crate) mod signaler;

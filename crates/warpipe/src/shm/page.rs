@@ -1,0 +1,325 @@
+//! Words that several processes share: a sealed memfd of atomics alone. **This module is marked for unsafe**: it maps
+//! and registers memory.
+//!
+//! Nothing but atomics is ever read here, so whatever a peer writes is a value, not a fault. There are four kinds:
+//!
+//! * **private** ([`SharedPage::private`]): of this process alone.
+//! * **of two processes** ([`UnsealedPage`]): both write it, and nobody can remove a page of it ([`seal`]). Streams wait for
+//!   words of these two kinds alone: a store of the CPU releases them, whatever any peer does.
+//! * **of many** ([`SharedPage::create`]): each of them can write all of it, and remove pages of it. A device may write here,
+//!   CPUs read it, and **no stream waits for a word of it**: a device that registered a page that was removed keeps
+//!   the old one, which no CPU reaches any more.
+//! * **read-only** for all but its maker ([`SharedPage::publish`]).
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::backend::{DevicePtr, TimelineWord, host, unreclaimed};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::runtime::closer::PeerFd;
+use crate::runtime::fence::StreamSet;
+use crate::runtime::reactor::{DropReadiness, Reactor};
+use crate::shm::seal;
+
+/// The unit of a page's length.
+pub(crate) const PAGE_BYTES: usize = 4096;
+
+/// The longest: what a peer announces is checked against it before it is mapped.
+pub(crate) const PAGES_BYTES_MAX: usize = 1 << 20;
+
+/// What may lie in shared memory.
+///
+/// # Safety
+/// Every bit pattern is valid, every field is an atomic (or an array of such), and nothing is dropped.
+pub(crate) unsafe trait AtomicsOnly {}
+
+// SAFETY: atomics alone.
+unsafe impl AtomicsOnly for TimelineWord {}
+// SAFETY: an atomic.
+unsafe impl AtomicsOnly for AtomicU64 {}
+// SAFETY: an atomic.
+unsafe impl AtomicsOnly for AtomicU32 {}
+
+/// A mapped page (or several), registered with a device if streams are to use its words.
+#[derive(Debug)]
+pub(crate) struct SharedPage {
+    base: *mut u8,
+    bytes: usize,
+    registered: Option<(Device, DevicePtr)>,
+    owner_process: OwnerProcess,
+}
+
+// SAFETY: shared memory of atomics alone, at a fixed address until drop.
+unsafe impl Send for SharedPage {}
+// SAFETY: as above.
+unsafe impl Sync for SharedPage {}
+
+impl SharedPage {
+    /// Words of this process alone, registered with the device. Zeroed.
+    pub(crate) fn private(device: &Device, bytes: usize) -> Result<SharedPage> {
+        let bytes = bytes.next_multiple_of(PAGE_BYTES);
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh anonymous mapping at an address of the kernel's choice overlaps nothing.
+        let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED) };
+        let base = base.map_err(|e| Error::os("mmap", format!("{bytes} bytes of words"), e))?;
+        SharedPage { base: base.cast(), bytes, registered: None, owner_process: OwnerProcess::current() }
+            .register(Some(device))
+    }
+
+    /// Words that this process writes, and its device's streams if there is one, and others read: nobody else can map
+    /// them for writing, or remove a page.
+    pub(crate) fn publish(device: Option<&Device>, bytes: usize) -> Result<(SharedPage, CloseOnForkFd)> {
+        let UnsealedPage { page, fd } = UnsealedPage::create(bytes)?;
+        seal::close(fd.as_fd()).map_err(|found| Error::argument("words", found, "a memfd that can be sealed"))?;
+        Ok((page.register(device)?, fd))
+    }
+
+    /// Maps what a peer has [published](Self::publish), for reading. Whether the peer has sealed it does not matter:
+    /// nothing is registered.
+    pub(crate) fn read(fd: PeerFd, bytes: usize, name: &str) -> Result<SharedPage> {
+        check_length(bytes, name)?;
+        seal::check(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
+        fd.approve();
+        SharedPage::map_as(fd.as_fd(), bytes, ProtFlags::READ)
+    }
+
+    /// Words of many: `memfd_create`, `ftruncate`, seals, `mmap`, and registration if there is a device. Zeroed. Returns
+    /// it and the descriptor for the peers. No stream may wait for one of them.
+    pub(crate) fn create(device: Option<&Device>, bytes: usize) -> Result<(SharedPage, CloseOnForkFd)> {
+        let bytes = bytes.next_multiple_of(PAGE_BYTES);
+        let context = || format!("{bytes} bytes of shared words");
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = CloseOnForkFd::open(|| rustix::fs::memfd_create(c"warpipe-words", flags))
+            .map_err(|e| Error::os("memfd_create", context(), e))?;
+        rustix::fs::ftruncate(&fd, bytes as u64).map_err(|e| Error::os("ftruncate", context(), e))?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
+        Ok((SharedPage::map(fd.as_fd(), bytes)?.register(device)?, fd))
+    }
+
+    /// Maps a page of `bytes` bytes that a peer made, once it has been seen to be a sealed memfd of that length.
+    pub(crate) fn open(device: Option<&Device>, fd: PeerFd, bytes: usize, name: &str) -> Result<SharedPage> {
+        check_length(bytes, name)?;
+        host::check_sealed_memfd(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
+        fd.approve();
+        SharedPage::map(fd.as_fd(), bytes)?.register(device)
+    }
+
+    fn map(fd: BorrowedFd<'_>, bytes: usize) -> Result<SharedPage> {
+        SharedPage::map_as(fd, bytes, ProtFlags::READ | ProtFlags::WRITE)
+    }
+
+    fn map_as(fd: BorrowedFd<'_>, bytes: usize, protection: ProtFlags) -> Result<SharedPage> {
+        // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, 0) };
+        let base = base.map_err(|e| Error::os("mmap", format!("{bytes} bytes of shared words"), e))?;
+        Ok(SharedPage { base: base.cast(), bytes, registered: None, owner_process: OwnerProcess::current() })
+    }
+
+    fn register(mut self, device: Option<&Device>) -> Result<SharedPage> {
+        debug_assert!(self.registered.is_none());
+        if let Some(device) = device {
+            // SAFETY: page-aligned mapped memory, unmapped only after `unregister` (see `Drop`).
+            let registered = unsafe { device.backend().register(self.base, self.bytes) };
+            if registered.is_ok() || device.backend().is_registered(self.base) {
+                self.registered = Some((device.clone(), registered.as_ref().copied().unwrap_or_default()));
+            }
+            registered?;
+        }
+        Ok(self)
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The `T` at `offset`.
+    ///
+    /// # Panics
+    /// If it is not inside, or not aligned: offsets are this library's own, never a peer's.
+    #[inline]
+    pub(crate) fn at<T: AtomicsOnly>(&self, offset: usize) -> &T {
+        assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.bytes);
+        // SAFETY: inside the mapping and aligned (the mapping is to a page), which lives as long as self; `T` is atomics
+        // for which every bit pattern is valid (`AtomicsOnly`).
+        unsafe { &*self.base.add(offset).cast::<T>() }
+    }
+
+    /// The device address of `offset`. `None` without a device.
+    #[inline]
+    pub(crate) fn device_ptr(&self, offset: usize) -> Option<DevicePtr> {
+        debug_assert!(offset < self.bytes);
+        self.registered.as_ref().map(|(_, base)| base + offset as u64)
+    }
+
+    /// Lets it go once all of `streams` are past what they were given, and nobody else here holds it. Never on the
+    /// caller's thread: to unregister memory, a driver may wait for a stream that waits for a peer.
+    pub(crate) fn drop_after_streams(self: Arc<Self>, streams: Arc<StreamSet>, reactor: &Reactor) {
+        if !self.owner_process.is_current() {
+            return std::mem::forget(self);
+        }
+        let mut fence = None;
+        reactor.drop_after(move || {
+            if Arc::strong_count(&self) > 1 {
+                return DropReadiness::Held;
+            }
+            fence.get_or_insert_with(|| streams.fence()).is_reached().into()
+        });
+    }
+}
+
+fn check_length(bytes: usize, name: &str) -> Result<()> {
+    if bytes == 0 || bytes > PAGES_BYTES_MAX || !bytes.is_multiple_of(PAGE_BYTES) {
+        return Err(wrong(format!("{bytes} bytes"), name));
+    }
+    Ok(())
+}
+
+fn wrong(found: String, name: &str) -> Error {
+    Error::Protocol {
+        name: name.to_string(),
+        field: "shared words",
+        found,
+        allowed: format!("a sealed memfd of 1 to {PAGES_BYTES_MAX} bytes, in whole pages"),
+    }
+}
+
+/// Words of two processes, mapped and not yet in use. One process makes it and gives the other its descriptor; the other
+/// opens and [closes](Self::close) it; then the first [confirms](Self::confirm) it. From then on both use a page that
+/// nobody can take away.
+#[derive(Debug)]
+pub(crate) struct UnsealedPage {
+    page: SharedPage,
+    fd: CloseOnForkFd,
+}
+
+impl UnsealedPage {
+    pub(crate) fn create(bytes: usize) -> Result<UnsealedPage> {
+        let bytes = bytes.next_multiple_of(PAGE_BYTES);
+        let fd = seal::memfd(c"warpipe-words", bytes as u64)?;
+        Ok(UnsealedPage { page: SharedPage::map(fd.as_fd(), bytes)?, fd })
+    }
+
+    /// Maps what a peer made, once it has been seen to be a memfd of `bytes` bytes.
+    pub(crate) fn open(fd: PeerFd, bytes: usize, name: &str) -> Result<UnsealedPage> {
+        check_length(bytes, name)?;
+        seal::check(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
+        Ok(UnsealedPage { page: SharedPage::map(fd.as_fd(), bytes)?, fd: fd.accept() })
+    }
+
+    /// A descriptor for the other process.
+    pub(crate) fn descriptor(&self) -> Result<CloseOnForkFd> {
+        CloseOnForkFd::duplicate(&self.fd).map_err(|e| Error::os("fcntl(F_DUPFD)", "shared words", e))
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.page.bytes
+    }
+
+    /// Seals it: both processes have mapped it. Registers it with the device.
+    pub(crate) fn close(self, device: &Device, name: &str) -> Result<SharedPage> {
+        seal::close(self.fd.as_fd()).map_err(|found| wrong(found, name))?;
+        self.page.register(Some(device))
+    }
+
+    /// Whether the other process has sealed it.
+    pub(crate) fn is_closed(&self) -> bool {
+        seal::check_closed(self.fd.as_fd()).is_ok()
+    }
+
+    /// Registers it with the device, once the other process is seen to have sealed it.
+    pub(crate) fn confirm(self, device: &Device, name: &str) -> Result<SharedPage> {
+        seal::check_closed(self.fd.as_fd()).map_err(|found| wrong(found, name))?;
+        self.page.register(Some(device))
+    }
+}
+
+impl Drop for SharedPage {
+    fn drop(&mut self) {
+        if !self.owner_process.is_current() {
+            return;
+        }
+        if let Some((device, _)) = &self.registered {
+            // SAFETY: registered in `register`, once; who gave its words to a stream lets it go by `retire`.
+            if !unsafe { unreclaimed::unregister(device.backend(), self.base, self.bytes) } {
+                return;
+            }
+        }
+        // SAFETY: exactly what `map` mapped; references into it borrow self.
+        let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.bytes) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering::Relaxed;
+
+    use super::*;
+
+    #[test]
+    fn what_one_mapping_writes_the_other_reads() {
+        let (ours, fd) = SharedPage::create(None, 1).unwrap();
+        let copy = CloseOnForkFd::duplicate(&fd).unwrap();
+        let theirs = SharedPage::open(None, copy.into(), ours.bytes(), "test").unwrap();
+        ours.at::<AtomicU64>(8).store(7, Relaxed);
+        assert_eq!(theirs.at::<AtomicU64>(8).load(Relaxed), 7);
+    }
+
+    #[test]
+    fn words_of_two_are_used_behind_the_seal_alone_and_no_page_of_them_can_be_removed() {
+        let device = Device::host();
+        let ours = UnsealedPage::create(2 * PAGE_BYTES).unwrap();
+        let copy = || CloseOnForkFd::duplicate(&ours.fd).unwrap();
+        let (earlier, held) = ([crate::hostile::holes::reopened(ours.fd.as_fd())], copy());
+        let theirs = UnsealedPage::open(copy().into(), ours.bytes(), "test").unwrap();
+        assert!(!crate::hostile::holes::ways_to_remove(held.as_fd(), &earlier, 0).is_empty());
+        let theirs = theirs.close(&device, "test").unwrap();
+        let ours = ours.confirm(&device, "test").unwrap();
+        theirs.at::<AtomicU64>(4096).store(7, Relaxed);
+        for offset in [0, 4096] {
+            assert_eq!(crate::hostile::holes::ways_to_remove(held.as_fd(), &earlier, offset), [""; 0]);
+        }
+        assert_eq!(ours.at::<AtomicU64>(4096).load(Relaxed), 7);
+        assert!(UnsealedPage::open(held.into(), ours.bytes(), "test").is_err(), "nobody else maps it any more");
+    }
+
+    #[test]
+    fn words_of_two_that_the_other_has_not_sealed_are_refused() {
+        let draft = UnsealedPage::create(PAGE_BYTES).unwrap();
+        let refused = draft.confirm(&Device::host(), "test").unwrap_err();
+        assert!(matches!(refused, Error::Protocol { field: "shared words", .. }), "{refused}");
+    }
+
+    #[test]
+    fn published_words_are_written_by_their_maker_alone() {
+        let (ours, fd) = SharedPage::publish(None, PAGE_BYTES).unwrap();
+        let copy = || CloseOnForkFd::duplicate(&fd).unwrap();
+        let theirs = SharedPage::read(copy().into(), PAGE_BYTES, "test").unwrap();
+        ours.at::<AtomicU64>(0).store(7, Relaxed);
+        assert_eq!(theirs.at::<AtomicU64>(0).load(Relaxed), 7);
+        assert!(SharedPage::map(fd.as_fd(), PAGE_BYTES).is_err());
+        assert_eq!(crate::hostile::holes::ways_to_remove(fd.as_fd(), &[], 0), [""; 0]);
+    }
+
+    #[test]
+    fn a_page_of_another_length_or_an_unsealed_file_is_refused() {
+        let (_ours, fd) = SharedPage::create(None, 1).unwrap();
+        let copy = || CloseOnForkFd::duplicate(&fd).unwrap();
+        for bytes in [0, 100, 2 * PAGE_BYTES, PAGES_BYTES_MAX + PAGE_BYTES] {
+            let error = SharedPage::open(None, copy().into(), bytes, "test").unwrap_err();
+            assert!(matches!(error, Error::Protocol { field: "shared words", .. }), "{bytes}: {error}");
+        }
+        let loose = rustix::fs::memfd_create(c"loose", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&loose, PAGE_BYTES as u64).unwrap();
+        assert!(matches!(
+            SharedPage::open(None, CloseOnForkFd::new(loose).unwrap().into(), PAGE_BYTES, "test"),
+            Err(Error::Protocol { .. })
+        ));
+    }
+}

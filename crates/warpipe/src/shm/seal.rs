@@ -1,0 +1,58 @@
+//! Sealed memfds that two processes map, and into which neither can punch a hole.
+//!
+//! A device that has registered shared memory keeps the pages that the memory had then. If a peer removes a page
+//! afterwards (`fallocate(FALLOC_FL_PUNCH_HOLE)`, `madvise(MADV_REMOVE)`), the CPUs get a new page and the device
+//! keeps the old one: a CPU store then reaches no stream any more, and a stream that waits cannot be released. The
+//! kernel refuses both calls once the file bears `F_SEAL_FUTURE_WRITE` (Linux 5.1), whichever descriptor or mapping
+//! they are made through. The same seal refuses new writable mappings and keeps those that exist. So the file is
+//! sealed when both processes have mapped it, and each verifies the seals before it registers its mapping.
+//!
+//! One process makes the file ([`memfd`]) and maps it. The other one checks it ([`check`]), maps it, and seals it
+//! ([`close`]). Then the first verifies that ([`check_closed`]).
+
+use std::os::fd::BorrowedFd;
+
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use crate::backend::host;
+use crate::error::{Error, Result};
+use crate::fork::CloseOnForkFd;
+
+/// The size is final: a file that shrinks would turn loads into `SIGBUS`.
+const SIZE: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
+
+/// What both processes require before they register their mappings: no other writable mapping, no hole, and no
+/// further seal.
+const CLOSED: SealFlags = SIZE.union(SealFlags::FUTURE_WRITE).union(SealFlags::SEAL);
+
+/// `memfd_create`, `ftruncate`, and the seals of the size.
+pub(crate) fn memfd(name: &std::ffi::CStr, bytes: u64) -> Result<CloseOnForkFd> {
+    let context = || format!("{bytes} bytes shared with one process");
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = CloseOnForkFd::open(|| rustix::fs::memfd_create(name, flags))
+        .map_err(|e| Error::os("memfd_create", context(), e))?;
+    rustix::fs::ftruncate(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
+    rustix::fs::fcntl_add_seals(&fd, SIZE).map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
+    Ok(fd)
+}
+
+/// Whether `fd` can be mapped: a memfd of exactly `bytes` bytes, whose size is final.
+pub(crate) fn check(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), String> {
+    host::check_memfd(fd, bytes, SIZE)
+}
+
+/// Seals a file that both processes have mapped. Afterwards nobody removes a page of it.
+pub(crate) fn close(fd: BorrowedFd<'_>) -> Result<(), String> {
+    // A peer that has forbidden further seals may have set all of them.
+    let _ = rustix::fs::fcntl_add_seals(fd, CLOSED);
+    check_closed(fd)
+}
+
+/// Why a page of the file could still be removed, if one can.
+pub(crate) fn check_closed(fd: BorrowedFd<'_>) -> Result<(), String> {
+    let seals = rustix::fs::fcntl_get_seals(fd).map_err(|e| format!("a file whose seals cannot be read: {e}"))?;
+    if seals.contains(CLOSED) {
+        return Ok(());
+    }
+    Err(format!("a memfd into which holes can be punched ({seals:?})"))
+}

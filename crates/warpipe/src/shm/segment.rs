@@ -1,0 +1,317 @@
+//! The link segment: the memory that both ends of a link map. **This module is marked for unsafe.**
+//!
+//! A sealed memfd: a header page, then `depth` entries. The publisher makes and maps it, the subscriber maps and seals
+//! it, and each registers its mapping behind the [seal] alone. Everything in it is atomics, because the
+//! other process may write any byte at any time; what is read from here is a peer's *allegation* and proves nothing until it
+//! has been copied once and the copy has been checked (see [`entry`](crate::pubsub::entry)).
+//!
+//! Drawn byte by byte in `docs/design/link.md`; the offsets are asserted below.
+
+use std::mem::{ManuallyDrop, offset_of};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::seal;
+use crate::backend::{DevicePtr, TimelineWord, unreclaimed};
+use crate::device::Device;
+use crate::error::{Error, HandshakeFault, Result};
+use crate::fork::CloseOnForkFd;
+
+/// `WARPLINK`, little endian.
+const MAGIC: u64 = u64::from_le_bytes(*b"WARPLINK");
+
+/// The version of the layout, and of the handshake.
+pub(crate) const VERSION: u16 = 2;
+
+/// The most entries a ring may have.
+pub(crate) const DEPTH_MAX: u32 = 4096;
+
+/// The most bytes of user metadata that travel in an entry.
+pub(crate) const META_BYTES_MAX: usize = 256;
+
+/// The first page of the segment. Each group has one writer and a pair of cache lines of its own.
+#[repr(C)]
+pub(crate) struct Header {
+    magic: AtomicU64,
+    version: AtomicU32,
+    depth: AtomicU32,
+    generation: [AtomicU64; 2],
+    _identity: [AtomicU64; 12],
+    /// Written by the sender.
+    pub(crate) sender: SenderWords,
+    /// Written by the receiver.
+    pub(crate) receiver: ReceiverWords,
+    _reserved: [AtomicU64; 416],
+}
+
+/// What only the sender writes.
+#[repr(C)]
+pub(crate) struct SenderWords {
+    /// `CLOCK_MONOTONIC` nanoseconds of the sender's last sign of life.
+    pub(crate) heartbeat_ns: AtomicU64,
+    /// Samples that this receiver did not get because of its policy.
+    pub(crate) dropped: AtomicU64,
+    _quiet: [AtomicU64; 14],
+    /// 1 while the sender sleeps and wants to be woken by a release.
+    pub(crate) asleep: AtomicU32,
+    _pad: AtomicU32,
+    _line: [AtomicU64; 15],
+}
+
+/// What only the receiver writes.
+#[repr(C)]
+pub(crate) struct ReceiverWords {
+    /// `CLOCK_MONOTONIC` nanoseconds of the receiver's last sign of life.
+    pub(crate) heartbeat_ns: AtomicU64,
+    _quiet: [AtomicU64; 15],
+    /// 1 while the receiver sleeps and wants to be woken by a sample.
+    pub(crate) asleep: AtomicU32,
+    _pad: AtomicU32,
+    _line: [AtomicU64; 15],
+    /// Releases enqueued so far; the device completes them later.
+    pub(crate) released: AtomicU64,
+    _line_2: [AtomicU64; 15],
+}
+
+/// One entry of the ring.
+#[repr(C)]
+pub(crate) struct Entry {
+    /// Owner and state: `position << 2 | state`. The one word with two writers, by compare-and-swap.
+    pub(crate) state_word: AtomicU64,
+    /// The publisher's sequence number.
+    pub(crate) sequence: AtomicU64,
+    /// Reaches the position when the sample's data is complete. Written by the sender's stream (or, after its
+    /// proven death, by the receiver's reactor).
+    pub(crate) ready: TimelineWord,
+    /// The rest of the description, as [`entry`](crate::pubsub::entry) packs it.
+    pub(crate) words: [AtomicU64; 58],
+    /// Which positions of this entry the sender gave up, as far back as the word reaches: see
+    /// [`was_given_up`](crate::pubsub::ring::was_given_up). Written before `aborted`.
+    pub(crate) given_up: AtomicU64,
+    /// The last position whose data the sender will never complete, though it lives. Written before `ready`.
+    pub(crate) aborted: AtomicU64,
+    /// Reaches the position when the receiver's work on the sample is done. Written by the receiver's stream.
+    pub(crate) released: TimelineWord,
+    _reserved: [AtomicU64; 14],
+}
+
+/// The header's size.
+const HEADER_BYTES: usize = 4096;
+
+const _: () = {
+    assert!(size_of::<Header>() == HEADER_BYTES);
+    assert!(offset_of!(Header, generation) == 16);
+    assert!(offset_of!(Header, sender) == 128 && offset_of!(Header, receiver) == 384);
+    assert!(offset_of!(SenderWords, dropped) == 8 && offset_of!(SenderWords, asleep) == 128);
+    assert!(offset_of!(ReceiverWords, asleep) == 128 && offset_of!(ReceiverWords, released) == 256);
+    assert!(size_of::<Entry>() == 640);
+    assert!(offset_of!(Entry, sequence) == 8 && offset_of!(Entry, ready) == 16);
+    assert!(offset_of!(Entry, words) == 32 && offset_of!(Entry, given_up) == 496 && offset_of!(Entry, aborted) == 504);
+    assert!(offset_of!(Entry, released) == 512);
+};
+
+/// The length of a segment with `depth` entries, in bytes: whole pages.
+pub(crate) fn bytes_for(depth: u32) -> u64 {
+    (HEADER_BYTES + depth as usize * size_of::<Entry>()).next_multiple_of(4096) as u64
+}
+
+/// A mapped link segment, registered with the device once it is sealed. Unregistered and unmapped when dropped.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    /// Dropped once it is unregistered.
+    map: ManuallyDrop<Map>,
+    device: Device,
+    /// Where the device sees it; empty until it is sealed and registered.
+    device_ptr: OnceLock<DevicePtr>,
+    depth: u32,
+}
+
+/// The mapping alone.
+#[derive(Debug)]
+struct Map {
+    base: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: the mapping is shared memory made of atomics only, at a fixed address until drop.
+unsafe impl Send for Map {}
+// SAFETY: as above.
+unsafe impl Sync for Map {}
+
+impl Map {
+    fn new(fd: BorrowedFd<'_>, bytes: u64) -> Result<Map> {
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let bytes = bytes as usize;
+        // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, 0) };
+        let base = base.map_err(|e| Error::os("mmap", format!("a link segment of {bytes} bytes"), e))?;
+        Ok(Map { base: base.cast(), bytes })
+    }
+
+    fn header(&self) -> &Header {
+        // SAFETY: the mapping is at least a header long (checked before it is made), page-aligned, and lives as
+        // long as self; `Header` is atomics only, for which every bit pattern is valid.
+        unsafe { &*self.base.cast::<Header>() }
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // SAFETY: exactly the range that `new` mapped; references into it borrow self.
+        let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.bytes) };
+    }
+}
+
+impl Segment {
+    /// Makes a segment: `memfd_create`, `ftruncate`, the seals of its size, `mmap`. Returns it and the descriptor for
+    /// the peer, which seals it. No stream may use it before [`register`](Self::register).
+    pub(crate) fn create(device: &Device, depth: u32, generation: [u8; 16]) -> Result<(Segment, CloseOnForkFd)> {
+        let bytes = bytes_for(depth);
+        let fd = seal::memfd(c"warpipe-link", bytes)?;
+        let map = Map::new(fd.as_fd(), bytes)?;
+        write_identity(map.header(), depth, generation);
+        Ok((Segment { map: ManuallyDrop::new(map), device: device.clone(), device_ptr: OnceLock::new(), depth }, fd))
+    }
+
+    /// Maps a segment that a peer made, once it has been checked to be a memfd of the right length with the right
+    /// identity, seals it against holes, and registers it.
+    pub(crate) fn open(
+        device: &Device,
+        fd: BorrowedFd<'_>,
+        depth: u32,
+        generation: [u8; 16],
+    ) -> Result<Segment, OpenError> {
+        let fault = |found| OpenError::Fault(HandshakeFault::Segment(found));
+        if depth == 0 || depth > DEPTH_MAX {
+            return Err(fault(format!("a depth of {depth}")));
+        }
+        let bytes = bytes_for(depth);
+        seal::check(fd, bytes).map_err(fault)?;
+        let map = Map::new(fd, bytes).map_err(OpenError::Local)?;
+        seal::close(fd).map_err(fault)?;
+        check_identity(map.header(), depth, generation).map_err(OpenError::Fault)?;
+        let segment =
+            Segment { map: ManuallyDrop::new(map), device: device.clone(), device_ptr: OnceLock::new(), depth };
+        segment.register(fd)?;
+        Ok(segment)
+    }
+
+    /// Registers the mapping with the device, once `fd`, its file, is seen to be sealed against holes: from then on the
+    /// device and the CPUs use the same pages. The driver's call may take a moment.
+    pub(crate) fn register(&self, fd: BorrowedFd<'_>) -> Result<(), OpenError> {
+        seal::check_closed(fd).map_err(|found| OpenError::Fault(HandshakeFault::Segment(found)))?;
+        if self.device_ptr.get().is_none() {
+            // SAFETY: `map` is page-aligned mapped memory; it is unmapped only after `unregister` (see `Drop`).
+            let registered = unsafe { self.device.backend().register(self.map.base, self.map.bytes) };
+            let _ = self.device_ptr.set(registered.map_err(OpenError::Local)?);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn depth(&self) -> u32 {
+        self.depth
+    }
+
+    pub(crate) fn header(&self) -> &Header {
+        self.map.header()
+    }
+
+    /// The entry that `position` (from 1) falls on.
+    #[inline]
+    pub(crate) fn entry(&self, position: u64) -> &Entry {
+        self.entry_at(self.index(position))
+    }
+
+    /// The index of the entry that `position` falls on.
+    #[inline]
+    pub(crate) fn index(&self, position: u64) -> u32 {
+        let depth = u64::from(self.depth);
+        // Asked ten times for each sample: a division each would be a tenth of the hand-over.
+        let index = if depth.is_power_of_two() { position & (depth - 1) } else { position % depth };
+        index as u32
+    }
+
+    #[inline]
+    fn entry_at(&self, index: u32) -> &Entry {
+        debug_assert!(index < self.depth);
+        // SAFETY: index < depth and the mapping holds `depth` entries behind the header, 128-aligned in a page-
+        // aligned mapping that lives as long as self; `Entry` is atomics only.
+        unsafe { &*self.map.base.add(HEADER_BYTES).cast::<Entry>().add(index as usize) }
+    }
+
+    /// The device address of the `ready` word of `position`'s entry.
+    #[inline]
+    pub(crate) fn ready_word(&self, position: u64) -> DevicePtr {
+        self.word(position, offset_of!(Entry, ready))
+    }
+
+    /// The device address of the `released` word of `position`'s entry.
+    #[inline]
+    pub(crate) fn released_word(&self, position: u64) -> DevicePtr {
+        self.word(position, offset_of!(Entry, released))
+    }
+
+    #[inline]
+    fn word(&self, position: u64, field: usize) -> DevicePtr {
+        let entry = HEADER_BYTES + self.index(position) as usize * size_of::<Entry>();
+        let base = self.device_ptr.get().expect("a link is live only behind the registration of its segment");
+        base + (entry + field) as u64
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        let backend = self.device.backend();
+        let is_registered = self.device_ptr.get().is_some() || backend.is_registered(self.map.base);
+        // SAFETY: registered in `register`, once; the link is dropped only when no stream uses its words
+        // (see `Reactor::drop_after`).
+        if !is_registered || unsafe { unreclaimed::unregister(backend, self.map.base, self.map.bytes) } {
+            // SAFETY: dropped here only, and not used any more.
+            unsafe { ManuallyDrop::drop(&mut self.map) };
+        }
+    }
+}
+
+/// Why a peer's segment could not be opened: its fault, or ours.
+#[derive(Debug)]
+pub(crate) enum OpenError {
+    Fault(HandshakeFault),
+    Local(Error),
+}
+
+fn write_identity(header: &Header, depth: u32, generation: [u8; 16]) {
+    use std::sync::atomic::Ordering::{Relaxed, Release};
+    let (low, high) = halves(generation);
+    header.generation[0].store(low, Relaxed);
+    header.generation[1].store(high, Relaxed);
+    header.version.store(u32::from(VERSION), Relaxed);
+    header.depth.store(depth, Relaxed);
+    header.magic.store(MAGIC, Release);
+}
+
+fn check_identity(header: &Header, depth: u32, generation: [u8; 16]) -> Result<(), HandshakeFault> {
+    use std::sync::atomic::Ordering::{Acquire, Relaxed};
+    let wrong = |what: &str| Err(HandshakeFault::Segment(format!("its header has another {what}")));
+    let (low, high) = halves(generation);
+    if header.magic.load(Acquire) != MAGIC {
+        return wrong("magic");
+    }
+    if header.version.load(Relaxed) != u32::from(VERSION) {
+        return wrong("version");
+    }
+    if header.depth.load(Relaxed) != depth {
+        return wrong("depth");
+    }
+    if (header.generation[0].load(Relaxed), header.generation[1].load(Relaxed)) != (low, high) {
+        return wrong("generation");
+    }
+    Ok(())
+}
+
+fn halves(generation: [u8; 16]) -> (u64, u64) {
+    let value = u128::from_le_bytes(generation);
+    (value as u64, (value >> 64) as u64)
+}

@@ -1,0 +1,459 @@
+//! Who raises a [counter](crate::shm::counter). **This module is marked for unsafe**: it hands words to streams.
+//!
+//! No lock is held while a stream is given work: a full launch queue holds such a call up until the stream goes on, and the
+//! control thread, which admits peers, and the reactor take the lock of who raises. So one thread raises at a time
+//! ([`TimedLock`]): it takes down what is to be signalled, has the stream signal it without the lock, and then says so. A
+//! copy that is added meanwhile is brought up to that value by the CPU, when the own counter has reached it, and has the later
+//! ones signalled; one that is removed meanwhile is kept mapped by the list that was taken down.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::backend::StreamOp;
+use crate::error::{Error, Result};
+use crate::runtime::fence::{Fence, StreamSet};
+use crate::runtime::reactor::{DropReadiness, Reactor};
+use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedLock};
+use crate::shm::counter::SharedCounter;
+use crate::stream::Stream;
+
+/// Who raises a counter: keeps its values in order, and tells others of them.
+///
+/// The values stand first of all in a counter of this process's own. No peer can set it back or take it away, so a stream
+/// of ours that waits for an earlier value of ours is let go whatever happens elsewhere. Each process that follows has
+/// a *copy* in a page of its own, which the same streams signal. Should they have to agree on the last value after this
+/// process's death, it also *publishes* the counter: no copy is ever ahead of what is published.
+#[derive(Debug)]
+pub(crate) struct Signaler {
+    own: SharedCounter,
+    published: Option<SharedCounter>,
+    /// Held by who raises.
+    signal_lock: TimedLock,
+    /// Never held across a call of the driver.
+    state: Mutex<SignalerState>,
+}
+
+/// Copies, by a number of the caller's.
+type Copies = Vec<(u64, SharedCounter)>;
+
+#[derive(Debug)]
+struct SignalerState {
+    /// The highest value given to a stream, or stored.
+    last: u64,
+    /// What is being given to a stream now; else the same.
+    next: u64,
+    /// The stream that the last one was given to.
+    stream: Option<Stream>,
+    /// Whoever raises has the list as it was, and so keeps the pages of what is removed meanwhile.
+    copies: Arc<Copies>,
+    /// Copies that were added while streams had yet to signal earlier values: up to this value they are the CPU's.
+    late: Vec<(SharedCounter, u64)>,
+    /// Kept for its memory.
+    ops: Vec<StreamOp>,
+}
+
+/// What became of a value that a stream was to signal.
+enum SignalFailure {
+    /// The stream has been given nothing of it.
+    Nothing(Error),
+    /// It has been given a part.
+    InPart,
+}
+
+/// Signals that one call of the driver takes whole or not at all, and that are executed in order; more may go out side by
+/// side.
+const ORDERED_MAX: usize = 4;
+
+impl Signaler {
+    /// The signaler of a counter that stands at `from`; `own` lies in memory of this process alone.
+    pub(crate) fn new(own: SharedCounter, from: u64) -> Signaler {
+        own.words().word.store(from);
+        let (copies, late, ops) = Default::default();
+        let state = SignalerState { last: from, next: from, stream: None, copies, late, ops };
+        Signaler { own, published: None, signal_lock: TimedLock::default(), state: Mutex::new(state) }
+    }
+
+    /// Publishes it, too. To be called before it is raised.
+    pub(crate) fn publishing(self, counter: SharedCounter) -> Signaler {
+        counter.write_pid();
+        counter.words().word.store(self.last());
+        Signaler { published: Some(counter), ..self }
+    }
+
+    /// The counter that no peer can write.
+    pub(crate) fn own(&self) -> &SharedCounter {
+        &self.own
+    }
+
+    /// The highest value given to a stream, or stored.
+    pub(crate) fn last(&self) -> u64 {
+        self.lock().last
+    }
+
+    fn lock(&self) -> MutexGuard<'_, SignalerState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins to signal a copy, too. True if it has every value that has been given out; else [`catch_up`] is to be
+    /// called until it has.
+    ///
+    /// [`catch_up`]: Self::catch_up
+    pub(crate) fn add(&self, number: u64, copy: &SharedCounter) -> bool {
+        copy.write_pid();
+        let mut state = self.lock();
+        // Whatever is raised from here on reaches the copy by itself.
+        Arc::make_mut(&mut state.copies).push((number, copy.clone()));
+        let next = state.next;
+        state.late.push((copy.clone(), next));
+        self.bring_up_late(&mut state)
+    }
+
+    /// Brings copies up to what was raised before they were added, as far as it has been reached; true once all are.
+    /// CPU stores alone.
+    pub(crate) fn catch_up(&self) -> bool {
+        self.bring_up_late(&mut self.lock())
+    }
+
+    fn bring_up_late(&self, state: &mut SignalerState) -> bool {
+        let reached = self.own.words().word.load();
+        state.late.retain(|(copy, last)| {
+            copy.bring_up(reached.min(*last));
+            reached < *last
+        });
+        state.late.is_empty()
+    }
+
+    /// Signals a copy no more; what streams have been given for it is still to come. So is what they are being given just
+    /// now: its page may go when nobody else here holds it, and then a proof of the streams has passed.
+    pub(crate) fn remove(&self, number: u64) -> Option<SharedCounter> {
+        let mut state = self.lock();
+        let index = state.copies.iter().position(|(known, _)| *known == number)?;
+        let copy = Arc::make_mut(&mut state.copies).swap_remove(index).1;
+        state.late.retain(|(late, _)| !late.is_same(&copy));
+        Some(copy)
+    }
+
+    /// Raises the counter behind the work of `stream`, to what `choose` makes of the last value. Values on several streams
+    /// are reached one after the other.
+    pub(crate) fn raise(
+        &self,
+        stream: &Stream,
+        streams: &StreamSet,
+        choose: impl FnOnce(u64) -> Result<u64>,
+    ) -> Result<u64> {
+        self.raise_behind(stream, streams, &[], choose)
+    }
+
+    /// The same, with further operations before it, for which the caller answers.
+    pub(crate) fn raise_behind(
+        &self,
+        stream: &Stream,
+        streams: &StreamSet,
+        before: &[StreamOp],
+        choose: impl FnOnce(u64) -> Result<u64>,
+    ) -> Result<u64> {
+        self.raise_within(LOCK_TIMEOUT, stream, streams, before, choose)
+    }
+
+    /// Waits until no other thread raises, and says whether that is so.
+    pub(crate) fn wait_for_turn(&self, limit: Duration) -> bool {
+        self.signal_lock.lock(limit, String::new).is_ok()
+    }
+
+    /// [`raise`](Self::raise) unless another thread raises just now: then `None`, and nothing was done.
+    pub(crate) fn try_raise(
+        &self,
+        stream: &Stream,
+        streams: &StreamSet,
+        choose: impl FnOnce(u64) -> Result<u64>,
+    ) -> Result<Option<u64>> {
+        match self.raise_within(Duration::ZERO, stream, streams, &[], choose) {
+            // Nothing else in there waits.
+            Err(Error::Timeout { .. }) => Ok(None),
+            state => state.map(Some),
+        }
+    }
+
+    /// [`raise_behind`](Self::raise_behind), with another limit for the wait for a thread that raises.
+    fn raise_within(
+        &self,
+        limit: Duration,
+        stream: &Stream,
+        streams: &StreamSet,
+        before: &[StreamOp],
+        choose: impl FnOnce(u64) -> Result<u64>,
+    ) -> Result<u64> {
+        // First: it may ask other streams, which a full launch queue holds up.
+        streams.record_use(stream);
+        let _turn = self.signal_lock.lock(limit, || "signal".into())?;
+        let mut state = self.lock();
+        let value = choose(state.last)?;
+        let is_behind = state.stream.as_ref().is_none_or(|last| last.is_same(stream)) || self.is_done(&state);
+        let wait = (!is_behind).then_some(StreamOp::Wait { word: self.own.word_ptr(), value: state.last });
+        let (copies, mut ops) = (state.copies.clone(), std::mem::take(&mut state.ops));
+        state.next = value;
+        drop(state);
+        ops.clear();
+        ops.extend(before.iter().copied().chain(wait));
+        let given = self.give(stream, value, &copies, &mut ops, before.len());
+        if matches!(given, Err(SignalFailure::InPart)) {
+            self.complete_behind(stream, value, &copies);
+        }
+        let mut state = self.lock();
+        state.ops = ops;
+        if let Err(SignalFailure::Nothing(error)) = given {
+            let last = state.last;
+            state.next = last;
+            state.late.iter_mut().for_each(|(_, up_to)| *up_to = last.min(*up_to));
+            return Err(error);
+        }
+        (state.last, state.stream) = (value, Some(stream.clone()));
+        Ok(value)
+    }
+
+    /// Has the stream signal `value` behind `ops`, of which `signals` may be signals.
+    fn give(
+        &self,
+        stream: &Stream,
+        value: u64,
+        copies: &Copies,
+        ops: &mut Vec<StreamOp>,
+        signals: usize,
+    ) -> Result<(), SignalFailure> {
+        let signal = |counter: &SharedCounter| StreamOp::Signal { word: counter.word_ptr(), value };
+        // SAFETY: the pages are let go only when nobody holds them, as this thread does, and then this stream, noted by the
+        // caller, is proven to be past the operations (whoever holds `streams` retires them with it).
+        let give = |ops: &[StreamOp]| unsafe { stream.batch(ops) };
+        ops.extend(self.published.as_ref().map(signal));
+        let is_ordered = signals + copies.len() + 1 + usize::from(self.published.is_some()) <= ORDERED_MAX;
+        if !is_ordered {
+            if !ops.is_empty() {
+                give(ops).map_err(SignalFailure::Nothing)?;
+            }
+            ops.clear();
+        }
+        ops.extend(copies.iter().map(|(_, copy)| signal(copy)));
+        // The own word comes last: whoever sees it reached, here or on another stream, is behind the copies.
+        if !is_ordered {
+            give(ops).map_err(|_| SignalFailure::InPart)?;
+            ops.clear();
+        }
+        ops.push(signal(&self.own));
+        give(ops).map_err(|error| if is_ordered { SignalFailure::Nothing(error) } else { SignalFailure::InPart })
+    }
+
+    /// Somebody gets a value of which the driver has taken a part alone, so all get it: by the CPU, once the stream is
+    /// proven to be past what it was given.
+    fn complete_behind(&self, stream: &Stream, value: u64, copies: &Copies) {
+        // It runs, since somebody else follows this counter.
+        let Ok(reactor) = Reactor::of_process() else { return };
+        let copies = copies.iter().map(|(_, copy)| copy);
+        let counters: Vec<SharedCounter> = self.published.iter().chain(copies).chain([&self.own]).cloned().collect();
+        let mut fence = Fence::behind(stream);
+        reactor.drop_after(move || {
+            let is_past = fence.is_reached();
+            if is_past {
+                counters.iter().for_each(|counter| counter.bring_up(value));
+            }
+            DropReadiness::from(is_past)
+        });
+    }
+
+    /// Raises the counter now. `choose` gets the last value, and the one that has been reached.
+    pub(crate) fn raise_now(&self, choose: impl FnOnce(u64, u64) -> Result<u64>) -> Result<()> {
+        self.raise_now_within(LOCK_TIMEOUT, choose)
+    }
+
+    /// The same, unless another thread raises just now: then `None`, and nothing was done.
+    pub(crate) fn try_raise_now(&self, choose: impl FnOnce(u64, u64) -> Result<u64>) -> Result<Option<()>> {
+        match self.raise_now_within(Duration::ZERO, choose) {
+            // Nothing else in there waits.
+            Err(Error::Timeout { .. }) => Ok(None),
+            state => state.map(Some),
+        }
+    }
+
+    fn raise_now_within(&self, limit: Duration, choose: impl FnOnce(u64, u64) -> Result<u64>) -> Result<()> {
+        let _turn = self.signal_lock.lock(limit, || "signal".into())?;
+        let mut state = self.lock();
+        let value = choose(state.last, self.own.words().word.load())?;
+        let copies = state.copies.iter().map(|(_, copy)| copy);
+        self.published.iter().chain(copies).chain([&self.own]).for_each(|counter| counter.words().word.store(value));
+        (state.last, state.next, state.stream) = (value, value, None);
+        Ok(())
+    }
+
+    /// Ends the counter and all copies. To be called when all streams are past what they were given.
+    pub(crate) fn end(&self) {
+        let state = self.lock();
+        let copies = state.copies.iter().map(|(_, copy)| copy);
+        self.published.iter().chain(copies).chain([&self.own]).for_each(|counter| counter.end_at(state.last));
+    }
+
+    /// What a stream of a process that dies leaves: it has come to what is published and to some of the copies.
+    #[cfg(test)]
+    pub(crate) fn reach_in_part(&self, value: u64, copies: usize) {
+        let state = self.lock();
+        let reached = state.copies.iter().take(copies).map(|(_, copy)| copy);
+        self.published.iter().chain(reached).for_each(|counter| counter.words().word.store(value));
+    }
+
+    fn is_done(&self, state: &SignalerState) -> bool {
+        self.own.words().word.reached(state.last)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::testing::{Failing, Holding, Wrapped};
+    use crate::device::Device;
+    use crate::shm::counter::COUNTER_BYTES;
+    use crate::shm::page::SharedPage;
+
+    fn counter() -> SharedCounter {
+        SharedCounter::new(&Arc::new(SharedPage::private(&Device::host(), COUNTER_BYTES).unwrap()), 0)
+    }
+
+    fn signaler(copy: &SharedCounter) -> Signaler {
+        let signaler = Signaler::new(counter(), 0);
+        assert!(signaler.add(1, copy));
+        signaler
+    }
+
+    fn next(last: u64) -> Result<u64> {
+        Ok(last + 1)
+    }
+
+    const WAIT: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn values_on_two_streams_are_reached_in_order() {
+        let (device, counter) = (Device::host(), counter());
+        let (slow, quick, streams) = (device.stream().unwrap(), device.stream().unwrap(), StreamSet::default());
+        let signaler = signaler(&counter);
+        let (go, held) = std::sync::mpsc::channel::<()>();
+        slow.call(move || assert!(held.recv().is_err())).unwrap();
+        signaler.raise(&slow, &streams, |last| Ok(last + 1)).unwrap();
+        signaler.raise(&quick, &streams, |last| Ok(last + 1)).unwrap();
+        assert_eq!((counter.value(), signaler.last()), (0, 2), "the second waits for the first");
+        drop(go);
+        assert!(counter.wait_host(&device, 2, WAIT).unwrap());
+        // Both: the signaler's own word, which comes last, is unmapped with this frame.
+        for stream in [&slow, &quick] {
+            stream.synchronize(WAIT).unwrap();
+        }
+        assert_eq!(counter.value(), 2, "and is not set back by it");
+    }
+
+    #[test]
+    fn a_copy_that_comes_late_gets_each_value_as_it_is_reached() {
+        let (device, copies) = (Device::host(), [counter(), counter()]);
+        let (slow, slower, streams) = (device.stream().unwrap(), device.stream().unwrap(), StreamSet::default());
+        let signaler = signaler(&copies[0]);
+        let ((go, held), (go_on, held_on)) = (std::sync::mpsc::channel::<()>(), std::sync::mpsc::channel::<()>());
+        slow.call(move || assert!(held.recv().is_err())).unwrap();
+        slower.call(move || assert!(held_on.recv().is_err())).unwrap();
+        signaler.raise(&slow, &streams, |last| Ok(last + 1)).unwrap();
+        signaler.raise(&slower, &streams, |last| Ok(last + 1)).unwrap();
+        assert!(!signaler.add(2, &copies[1]));
+        signaler.raise(&slower, &streams, |last| Ok(last + 1)).unwrap();
+        drop(go);
+        assert!(signaler.own().wait_host(&device, 1, WAIT).unwrap());
+        assert!(!signaler.catch_up());
+        assert_eq!(copies[1].value(), 1, "what is reached between is there, too");
+        drop(go_on);
+        slower.synchronize(WAIT).unwrap();
+        assert!(signaler.catch_up());
+        assert_eq!(copies.each_ref().map(SharedCounter::value), [3, 3]);
+    }
+
+    #[test]
+    fn many_copies_have_every_value_before_the_own_counter_has() {
+        let (device, copies, published) = (Device::host(), [0; 9].map(|_| counter()), counter());
+        let (stream, streams) = (device.stream().unwrap(), StreamSet::default());
+        let signaler = signaler(&copies[0]).publishing(published.clone());
+        (1..9).for_each(|index| assert!(signaler.add(index as u64 + 1, &copies[index])));
+        signaler.raise(&stream, &streams, |_| Ok(4)).unwrap();
+        assert!(signaler.own().wait_host(&device, 4, WAIT).unwrap());
+        assert_eq!(copies.each_ref().map(SharedCounter::value), [4; 9]);
+        assert!(signaler.remove(3).unwrap().is_same(&copies[2]));
+        signaler.raise_now(|_, _| Ok(5)).unwrap();
+        assert_eq!((copies[2].value(), copies[3].value(), published.value()), (4, 5, 5));
+    }
+
+    #[test]
+    fn while_a_signal_is_held_up_copies_come_and_go_and_get_its_value_no_sooner_than_it_is_reached() {
+        let wrapped = Wrapped::new(Device::host().backend().clone(), Holding::default());
+        let device = Device::from_backend(wrapped.clone());
+        let (copies, late) = ([counter(), counter()], counter());
+        let (stream, other, streams) = (device.stream().unwrap(), device.stream().unwrap(), StreamSet::default());
+        let signaler = signaler(&copies[0]);
+        assert!(signaler.add(2, &copies[1]));
+        signaler.raise(&stream, &streams, next).unwrap();
+        wrapped.hook().hold("batch");
+        std::thread::scope(|scope| {
+            let held_up = scope.spawn(|| signaler.raise(&stream, &streams, next));
+            wrapped.hook().wait_for(1);
+            assert!(!signaler.add(3, &late), "the value that is on its way is still to come");
+            assert_eq!((late.value(), signaler.last()), (1, 1));
+            assert!(signaler.remove(2).unwrap().is_same(&copies[1]));
+            assert_eq!(Arc::strong_count(copies[1].page()), 2, "the stream is about to be given a word of its page");
+            let second = signaler.raise_within(Duration::from_millis(10), &other, &streams, &[], next).unwrap_err();
+            assert!(matches!(second, Error::Timeout { .. }), "{second}");
+            assert_eq!(signaler.try_raise(&other, &streams, next).unwrap(), None);
+            assert_eq!(signaler.try_raise_now(|last, _| next(last)).unwrap(), None);
+            assert!(!signaler.wait_for_turn(Duration::ZERO));
+            wrapped.hook().unblock();
+            assert_eq!(held_up.join().unwrap().unwrap(), 2);
+        });
+        assert!(signaler.own().wait_host(&device, 2, WAIT).unwrap() && signaler.catch_up());
+        assert_eq!((late.value(), Arc::strong_count(copies[1].page())), (2, 1));
+        assert!(signaler.wait_for_turn(Duration::ZERO));
+        assert_eq!(signaler.try_raise(&other, &streams, next).unwrap(), Some(3));
+        assert!(signaler.own().wait_host(&device, 3, WAIT).unwrap());
+        assert_eq!((copies[0].value(), copies[1].value(), late.value()), (3, 2, 3));
+    }
+
+    #[test]
+    fn a_value_that_the_driver_takes_nothing_of_is_as_if_never_raised() {
+        let wrapped = Wrapped::new(Device::host().backend().clone(), Failing::default());
+        let device = Device::from_backend(wrapped.clone());
+        let (copy, late) = (counter(), counter());
+        let (stream, streams) = (device.stream().unwrap(), StreamSet::default());
+        let signaler = signaler(&copy);
+        wrapped.hook().aim("batch", 1);
+        let refused = signaler.raise(&stream, &streams, |last| {
+            assert_eq!(last, 0);
+            Ok(5)
+        });
+        assert!(matches!(refused, Err(Error::Injected { .. })), "{refused:?}");
+        assert!(signaler.add(2, &late), "nothing is to come");
+        signaler.raise(&stream, &streams, next).unwrap();
+        assert!(signaler.own().wait_host(&device, 1, WAIT).unwrap());
+        assert_eq!((copy.value(), late.value(), signaler.last()), (1, 1, 1));
+    }
+
+    #[test]
+    fn a_value_of_which_the_driver_takes_a_part_comes_to_all_behind_the_streams_work() {
+        let wrapped = Wrapped::new(Device::host().backend().clone(), Failing::default());
+        let device = Device::from_backend(wrapped.clone());
+        for call in [2, 3] {
+            let (copies, published) = ([0; 9].map(|_| counter()), counter());
+            let (stream, other, streams) = (device.stream().unwrap(), device.stream().unwrap(), StreamSet::default());
+            let signaler = signaler(&copies[0]).publishing(published.clone());
+            (1..9).for_each(|index| assert!(signaler.add(index as u64 + 1, &copies[index])));
+            let (go, held) = std::sync::mpsc::channel::<()>();
+            stream.call(move || assert!(held.recv().is_err())).unwrap();
+            wrapped.hook().aim("batch", call);
+            assert_eq!(signaler.raise(&stream, &streams, next).unwrap(), 1);
+            assert!(wrapped.hook().has_struck());
+            signaler.raise(&other, &streams, next).unwrap();
+            assert_eq!(copies.each_ref().map(SharedCounter::value), [0; 9], "the work before it is not done");
+            drop(go);
+            assert!(signaler.own().wait_host(&device, 2, WAIT).unwrap());
+            assert_eq!(copies.each_ref().map(SharedCounter::value), [2; 9]);
+            assert_eq!(published.value(), 2);
+        }
+    }
+}

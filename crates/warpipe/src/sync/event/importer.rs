@@ -1,0 +1,361 @@
+//! The importer's side: the events of one other process that this one has opened.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+
+use super::Recording;
+use super::exporter::{EventRequest, LaneReply, PageReply, is_fence_passed};
+use super::handle::{EventHandleFault, HandleBody, fault};
+use super::layout::{EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT, PAGES_MAX};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::OwnerProcess;
+use crate::fork::per_process::PerProcess;
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::{Address, ClientSession, IncomingReply, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode};
+use crate::runtime::fence::StreamSet;
+use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor};
+use crate::shm::signaler::Signaler;
+
+/// A visit at another process's events, shared by all that this process has opened of them.
+pub(super) struct EventImporter {
+    owner_process: OwnerProcess,
+    session: Option<ClientSession>,
+    /// What every handle from there says.
+    body: HandleBody,
+    open_events: Arc<OpenEvents>,
+    pages: Mutex<Vec<Option<EventPage>>>,
+    pub(super) streams: Arc<StreamSet>,
+    device: Device,
+    reactor: Arc<Reactor>,
+}
+
+/// What the reactor looks at, which lets waiting streams go.
+#[derive(Default)]
+struct OpenEvents {
+    opened: Mutex<Vec<(u64, EventWords)>>,
+    next_id: AtomicU64,
+    is_over: AtomicBool,
+    is_dead: AtomicBool,
+    importer: OnceLock<Weak<EventImporter>>,
+}
+
+/// An event that was opened.
+pub(super) struct OpenedEvent {
+    pub(super) event_words: EventWords,
+    /// In the table of open events.
+    pub(super) open_id: u64,
+}
+
+static IMPORTERS: PerProcess<Mutex<Vec<Weak<EventImporter>>>> = PerProcess::new();
+
+impl EventImporter {
+    /// The visit at the process that a handle names; begun if there is none.
+    pub(super) fn for_body(body: &HandleBody, domain: &Domain, device: &Device) -> Result<Arc<EventImporter>> {
+        if let Some(importer) = EventImporter::known(body, device) {
+            return Ok(importer);
+        }
+        let importer = EventImporter::visit(body, domain, device)?;
+        IMPORTERS.lock().push(Arc::downgrade(&importer));
+        Ok(importer)
+    }
+
+    pub(super) fn visit(body: &HandleBody, domain: &Domain, device: &Device) -> Result<Arc<EventImporter>> {
+        let name = EndpointName::new(&body.endpoint)?;
+        let at = Address { domain, name: &name, kind: Kind::Events };
+        let (session, _) = ClientSession::attach(&at, Some(device.info().id), &[], Duration::ZERO)?;
+        if session.generation() != body.generation {
+            return Err(fault(EventHandleFault::Dropped));
+        }
+        let open_events = Arc::new(OpenEvents::default());
+        session.observe(open_events.clone())?;
+        let reactor = session.reactor().clone();
+        reactor.register_ticks(Arc::downgrade(&open_events) as Weak<dyn EventSource>);
+        let importer = Arc::new(EventImporter {
+            owner_process: OwnerProcess::current(),
+            session: Some(session),
+            body: HandleBody { ipc: None, domain: domain.path().to_path_buf(), ..body.clone() },
+            open_events,
+            pages: Mutex::default(),
+            streams: Arc::default(),
+            device: device.clone(),
+            reactor,
+        });
+        let _ = importer.open_events.importer.set(Arc::downgrade(&importer));
+        Ok(importer)
+    }
+
+    fn known(body: &HandleBody, device: &Device) -> Option<Arc<EventImporter>> {
+        let mut all = IMPORTERS.lock();
+        all.retain(|importer| importer.strong_count() > 0);
+        let all: Vec<_> = all.iter().filter_map(Weak::upgrade).collect();
+        all.into_iter().find(|importer| {
+            importer.body.generation == body.generation
+                && importer.body.endpoint == body.endpoint
+                && Arc::ptr_eq(importer.device.backend(), device.backend())
+                && !importer.is_over()
+        })
+    }
+
+    fn session(&self) -> &ClientSession {
+        self.session.as_ref().expect("present until dropped")
+    }
+
+    fn ask<T: DeserializeOwned>(&self, ask: &EventRequest) -> Result<T> {
+        let incoming = self.session().request(&encode(ask)?, REPLY_TIMEOUT)?;
+        Ok(incoming.open::<T, 0>(self.session().name())?.0)
+    }
+
+    /// Opens an event: from here on its place is not used for another.
+    pub(super) fn open(&self, index: u32, serial: u64) -> Result<OpenedEvent> {
+        if index as usize >= EVENTS_PER_PAGE * PAGES_MAX {
+            return Err(fault(EventHandleFault::Dropped));
+        }
+        // The page first: its maker tells us there of the event from the moment that we have it open.
+        let event_page = match self.page(index as usize / EVENTS_PER_PAGE) {
+            // There is no such page, so no such event.
+            Err(Error::Refused { .. }) => return Err(fault(EventHandleFault::Dropped)),
+            event_page => event_page?,
+        };
+        if !self.ask::<bool>(&EventRequest::Open { index, serial })? {
+            return Err(fault(EventHandleFault::Dropped));
+        }
+        let (event_words, open) = (event_page.event_words(index), &self.open_events);
+        let open_id = open.next_id.fetch_add(1, SeqCst);
+        open.lock().push((open_id, event_words.clone()));
+        // First in the table, then the look: `on_proven_dead` does it the other way round.
+        if open.is_dead.load(SeqCst) {
+            event_words.lanes().for_each(|lane| lane.end());
+        }
+        Ok(OpenedEvent { event_words, open_id })
+    }
+
+    /// A lane to record on.
+    pub(super) fn lane(&self, index: u32, serial: u64) -> Result<(usize, Arc<Signaler>)> {
+        match self.ask::<LaneReply>(&EventRequest::Lane { index, serial })? {
+            LaneReply::Granted { lane, from, .. }
+                if (1..LANES_PER_EVENT).contains(&usize::from(lane)) && from <= FROM_MAX =>
+            {
+                let lane = usize::from(lane);
+                let raiser = self.page(index as usize / EVENTS_PER_PAGE)?.raiser(index, lane, from);
+                Ok((lane, Arc::new(raiser)))
+            }
+            LaneReply::Granted { lane, from, .. } => Err(Error::Protocol {
+                name: self.name().to_string(),
+                field: "lane",
+                found: format!("{lane} at {from}"),
+                allowed: format!("1 to {}, at 0 to {FROM_MAX}", LANES_PER_EVENT - 1),
+            }),
+            LaneReply::Full => {
+                let text = format!(
+                    "event {index} has been recorded by {} openings of other processes; make another event",
+                    LANES_PER_EVENT - 1
+                );
+                Err(Error::Refused { name: self.name().to_string(), text })
+            }
+            LaneReply::Dropped => Err(self.dropped()),
+        }
+    }
+
+    /// Has the maker tell the event's other users of what we have recorded.
+    pub(super) fn send_recording(&self, index: u32, serial: u64, recording: Recording, now_ns: u64) -> Result<()> {
+        let Recording { lane, count } = recording;
+        self.ask::<()>(&EventRequest::Recorded { index, serial, lane: lane as u8, count, now_ns })
+    }
+
+    fn page(&self, number: usize) -> Result<EventPage> {
+        let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Some(event_page)) = pages.get(number) {
+            return Ok(event_page.clone());
+        }
+        let incoming = self.session().request(&encode(&EventRequest::Page(number as u32))?, REPLY_TIMEOUT)?;
+        let (PageReply, [fd]) = incoming.open::<PageReply, 1>(self.name())?;
+        let event_page = EventPage::share(&self.device, fd, self.name())?;
+        if let Err(error) = self.session().request(&encode(&EventRequest::Sealed(number as u32))?, REPLY_TIMEOUT) {
+            // Not dropped here: to unregister memory, a driver may wait for a stream that waits for a peer.
+            self.reactor.defer_drop(Box::new(event_page));
+            return Err(error);
+        }
+        if pages.len() <= number {
+            pages.resize(number + 1, None);
+        }
+        pages[number] = Some(event_page.clone());
+        Ok(event_page)
+    }
+
+    /// The last of an event that was opened. What its streams still do with it keeps it open.
+    pub(super) fn close(self: &Arc<Self>, open_id: u64, index: u32, serial: u64, lane: Option<usize>) {
+        let lane = lane.map(|lane| lane as u8);
+        let Ok(close) = encode(&EventRequest::Close { index, serial, lane }) else { return };
+        let (importer, mut fence) = (self.clone(), None);
+        self.reactor.drop_after(move || {
+            if !is_fence_passed(&mut fence, &importer.streams) {
+                return DropReadiness::Busy;
+            }
+            if let Err(Error::Timeout { .. }) = importer.session().post(&close) {
+                // Its maker does not read its socket.
+                return DropReadiness::Held;
+            }
+            importer.open_events.lock().retain(|(known, _)| *known != open_id);
+            DropReadiness::Ready
+        });
+    }
+
+    /// Tells the maker something without waiting for it, as soon as it reads its socket.
+    fn post_deferred(self: &Arc<Self>, ask: &EventRequest) {
+        let Ok(body) = encode(ask) else { return };
+        let importer = self.clone();
+        self.reactor.drop_after(move || match importer.session().post(&body) {
+            Err(Error::Timeout { .. }) => DropReadiness::Held,
+            _ => DropReadiness::Ready,
+        });
+    }
+
+    /// Asks, and does not wait for the answer.
+    #[cfg(test)]
+    pub(super) fn ask_and_give_up(&self, ask: &EventRequest) {
+        let question = encode(ask).unwrap();
+        if let Ok(incoming) = self.session().request(&question, Duration::ZERO) {
+            self.open_events.on_stale_reply(&question, incoming);
+        }
+    }
+
+    /// What names one of its events.
+    pub(super) fn body(&self, index: u32, serial: u64) -> HandleBody {
+        HandleBody { index, serial, ..self.body.clone() }
+    }
+
+    pub(super) fn name(&self) -> &str {
+        self.session().name()
+    }
+
+    /// Whether the maker is there no more.
+    pub(super) fn is_over(&self) -> bool {
+        self.open_events.is_over.load(SeqCst)
+    }
+
+    /// Whether it is proven dead.
+    pub(super) fn is_dead(&self) -> bool {
+        self.open_events.is_dead.load(SeqCst) || self.is_over() && self.session().is_dead()
+    }
+
+    /// The error of a maker that is there no more, or is not within `limit`.
+    pub(super) fn owner_gone_within(&self, limit: Duration) -> Option<Error> {
+        self.session().ends_within(limit).then(|| self.owner_gone())
+    }
+
+    pub(super) fn owner_gone(&self) -> Error {
+        self.session().owner_gone()
+    }
+
+    /// The error of who records an event whose maker has dropped it.
+    pub(super) fn dropped(&self) -> Error {
+        if self.is_over() {
+            return self.owner_gone();
+        }
+        let (name, pid) = (self.name().to_string(), self.session().pid());
+        Error::OwnerGone { kind: Kind::Events, name, pid, graceful: true }
+    }
+}
+
+impl Drop for EventImporter {
+    fn drop(&mut self) {
+        let pages = std::mem::take(self.pages.get_mut().unwrap_or_else(PoisonError::into_inner));
+        if !self.owner_process.is_current() {
+            return std::mem::forget((self.session.take(), pages, self.open_events.clone()));
+        }
+        // Every event of it has been closed, each behind its streams' work.
+        drop(self.session.take());
+        self.reactor.drop_after(move || {
+            if pages.iter().flatten().all(EventPage::is_last) { DropReadiness::Ready } else { DropReadiness::Held }
+        });
+    }
+}
+
+impl OpenEvents {
+    fn lock(&self) -> MutexGuard<'_, Vec<(u64, EventWords)>> {
+        self.opened.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What gives back what a question has brought too late.
+fn undo_request(question: &[u8], incoming: &IncomingReply) -> Option<EventRequest> {
+    let of = "events";
+    match decode(question, of).ok()? {
+        EventRequest::Open { index, serial } => decode(&incoming.body, of)
+            .is_ok_and(|opened: bool| opened)
+            .then_some(EventRequest::Close { index, serial, lane: None }),
+        EventRequest::Lane { index, serial } => match decode(&incoming.body, of).ok()? {
+            LaneReply::Granted { lane, grant, .. } => Some(EventRequest::Return { index, serial, lane, grant }),
+            LaneReply::Full | LaneReply::Dropped => None,
+        },
+        _ => None,
+    }
+}
+
+impl SessionObserver for OpenEvents {
+    fn on_stale_reply(&self, question: &[u8], incoming: IncomingReply) {
+        // A visit that ends gives everything back.
+        let importer = self.importer.get().and_then(Weak::upgrade);
+        if let Some((importer, back)) = importer.zip(undo_request(question, &incoming)) {
+            importer.post_deferred(&back);
+        }
+    }
+
+    fn on_closed(&self, _graceful: bool) {
+        self.is_over.store(true, SeqCst);
+    }
+
+    fn on_orphaned(&self) {
+        self.on_proven_dead();
+    }
+
+    /// An event ends with its maker: also what a third process has yet to record on it, of whose death nobody would
+    /// tell us any more.
+    fn on_proven_dead(&self) {
+        self.is_over.store(true, SeqCst);
+        self.is_dead.store(true, SeqCst);
+        self.lock().iter().flat_map(|(_, event_words)| event_words.lanes()).for_each(|lane| lane.end());
+    }
+}
+
+impl EventSource for OpenEvents {
+    fn on_ready(&self, _: u64) -> Next {
+        Next::Stop
+    }
+
+    /// What a device still wrote after the end stands below it.
+    fn on_tick(&self, _: u64) {
+        let open = self.lock();
+        let lanes = open.iter().flat_map(|(_, event_words)| (0..LANES_PER_EVENT).map(|lane| event_words.lane(lane)));
+        lanes.filter(|lane| lane.has_ended()).for_each(|lane| lane.end());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_of_a_dead_exporters_device_after_its_events_end_block_no_stream() {
+        let device = Device::host();
+        let (exporters, importers) = (EventPage::create(&device).unwrap(), EventPage::create(&device).unwrap());
+        let (event_words, streams) = (importers.event_words(7), StreamSet::default());
+        let (stream, late) = (device.stream().unwrap(), device.stream().unwrap());
+        let open = OpenEvents::default();
+        open.lock().push((0, event_words.clone()));
+        let maker = exporters.raiser(7, 0, 0);
+        assert!(maker.add(1, &event_words.lane(0)));
+        open.on_proven_dead();
+        // The word is set back, below what others wait for.
+        maker.raise(&late, &streams, |last| Ok(last + 1)).unwrap();
+        late.synchronize(REPLY_TIMEOUT).unwrap();
+        event_words.lane(0).wait(&stream, 2, &streams).unwrap();
+        assert!(!stream.is_idle().unwrap());
+        open.on_tick(0);
+        stream.synchronize(REPLY_TIMEOUT).unwrap();
+    }
+}

@@ -1,0 +1,231 @@
+//! The bytes of events that processes share: pages of 256, each with its last recording and eight lanes.
+//! **This module is marked for unsafe**: it lays out shared memory.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use super::Recording;
+use crate::backend::IPC_EVENTS_MAX;
+use crate::device::Device;
+use crate::error::Result;
+use crate::runtime::closer::PeerFd;
+use crate::shm::counter::{COUNTER_BYTES, SharedCounter};
+use crate::shm::page::{AtomicsOnly, SharedPage, UnsealedPage};
+use crate::shm::signaler::Signaler;
+
+/// Who may record one event: its maker (lane 0), and seven openings of it.
+pub(super) const LANES_PER_EVENT: usize = 8;
+
+/// Events in a page.
+pub(super) const EVENTS_PER_PAGE: usize = 256;
+
+/// Pages of one keeper: for all events that a process may have, and as many dropped ones that importers still have open.
+pub(super) const PAGES_MAX: usize = 2 * IPC_EVENTS_MAX as usize / EVENTS_PER_PAGE;
+
+/// A page's length.
+pub(super) const PAGE_BYTES: usize = EVENTS_PER_PAGE * EVENT_BYTES;
+
+/// The length of an event in its page.
+const EVENT_BYTES: usize = LANES_AT + LANES_PER_EVENT * COUNTER_BYTES;
+
+/// Where an event's lanes begin.
+const LANES_AT: usize = 64;
+
+/// How many bits of a recording count; the others name its lane.
+const COUNT_BITS: u32 = 56;
+
+/// The largest count from which somebody may go on: nobody records an event 2^55 times, so above it a lane was
+/// scribbled on.
+pub(super) const FROM_MAX: u64 = 1 << (COUNT_BITS - 1);
+
+/// What stands before an event's lanes. A recording is written before the time that it was made at, so whoever reads the
+/// time first and the recording then finds one that is at least as late.
+#[repr(C, align(64))]
+#[derive(Debug)]
+struct EventHead {
+    /// By the maker: the last recording of all but this page's importer; its lane in the upper 8 bits, its count in the
+    /// others. 0 for none.
+    latest: AtomicU64,
+    /// How many events have lain here before, for people.
+    serial: AtomicU32,
+    /// By the maker: 1 while a third process has the event open, and must be told of recordings.
+    has_other_importers: AtomicU32,
+    latest_ns: AtomicU64,
+    /// By the importer: its own last recording.
+    importer_latest: AtomicU64,
+    importer_latest_ns: AtomicU64,
+    _reserved: [AtomicU64; 3],
+}
+
+const _: () = assert!(size_of::<EventHead>() == LANES_AT && EVENT_BYTES == 320 && PAGE_BYTES == 81_920);
+const _: () = assert!(std::mem::offset_of!(EventHead, serial) == 8 && std::mem::offset_of!(EventHead, latest_ns) == 16);
+const _: () = assert!(
+    std::mem::offset_of!(EventHead, importer_latest) == 24 && std::mem::offset_of!(EventHead, importer_latest_ns) == 32
+);
+
+// SAFETY: atomics alone.
+unsafe impl AtomicsOnly for EventHead {}
+
+/// A page of events: the maker's own, or one that an importer shares with it.
+#[derive(Debug, Clone)]
+pub(super) struct EventPage {
+    page: Arc<SharedPage>,
+    /// Of an importer's process alone, laid out alike: the lanes that it raises itself. The maker's page is its own.
+    own: Option<Arc<SharedPage>>,
+}
+
+impl EventPage {
+    /// The maker's own.
+    pub(super) fn create(device: &Device) -> Result<EventPage> {
+        Ok(EventPage { page: Arc::new(SharedPage::private(device, PAGE_BYTES)?), own: None })
+    }
+
+    /// The maker's end of a page that an importer has sealed.
+    pub(super) fn confirm(device: &Device, draft: UnsealedPage, name: &str) -> Result<EventPage> {
+        Ok(EventPage { page: Arc::new(draft.confirm(device, name)?), own: None })
+    }
+
+    /// An importer's end of a page that its maker has made for it: seals it.
+    pub(super) fn share(device: &Device, fd: PeerFd, name: &str) -> Result<EventPage> {
+        let draft = UnsealedPage::open(fd, PAGE_BYTES, name)?;
+        let own = Some(Arc::new(SharedPage::private(device, PAGE_BYTES)?));
+        Ok(EventPage { page: Arc::new(draft.close(device, name)?), own })
+    }
+
+    /// Whether nobody else here holds it.
+    pub(super) fn is_last(&self) -> bool {
+        Arc::strong_count(&self.page) == 1 && self.own.as_ref().is_none_or(|own| Arc::strong_count(own) == 1)
+    }
+
+    /// Ends every lane that has ended, once more: what a device wrote after the end stands below it.
+    pub(super) fn end_again(&self) {
+        let lanes = (0..EVENTS_PER_PAGE).flat_map(|at| (0..LANES_PER_EVENT).map(move |lane| (at, lane)));
+        for (at, lane) in lanes {
+            let lane = SharedCounter::new(&self.page, at * EVENT_BYTES + LANES_AT + lane * COUNTER_BYTES);
+            if lane.has_ended() {
+                lane.end();
+            }
+        }
+    }
+
+    pub(super) fn event_words(&self, index: u32) -> EventWords {
+        EventWords { page: self.page.clone(), at: index as usize % EVENTS_PER_PAGE }
+    }
+
+    /// Who records on a lane that stands at `from`.
+    pub(super) fn raiser(&self, index: u32, lane: usize, from: u64) -> Signaler {
+        let event_words = self.event_words(index);
+        match &self.own {
+            None => Signaler::new(event_words.lane(lane), from),
+            Some(own) => {
+                let raiser = Signaler::new(EventWords { page: own.clone(), at: event_words.at }.lane(lane), from);
+                raiser.add(0, &event_words.lane(lane));
+                raiser
+            }
+        }
+    }
+}
+
+/// One event's place in its page.
+#[derive(Debug, Clone)]
+pub(super) struct EventWords {
+    page: Arc<SharedPage>,
+    at: usize,
+}
+
+impl EventWords {
+    fn head(&self) -> &EventHead {
+        self.page.at(self.at * EVENT_BYTES)
+    }
+
+    pub(super) fn lane(&self, lane: usize) -> SharedCounter {
+        SharedCounter::new(&self.page, self.at * EVENT_BYTES + LANES_AT + lane * COUNTER_BYTES)
+    }
+
+    pub(super) fn lanes(&self) -> impl Iterator<Item = SharedCounter> + '_ {
+        (0..LANES_PER_EVENT).map(|lane| self.lane(lane))
+    }
+
+    /// What the maker says was recorded last, and when.
+    pub(super) fn latest(&self) -> Option<(u64, Recording)> {
+        read_recording(&self.head().latest_ns, &self.head().latest)
+    }
+
+    /// What the page's importer has recorded last.
+    pub(super) fn importer_latest(&self) -> Option<(u64, Recording)> {
+        read_recording(&self.head().importer_latest_ns, &self.head().importer_latest)
+    }
+
+    /// As the maker, unless something later stands there.
+    pub(super) fn set_latest(&self, now_ns: u64, recording: Recording) {
+        if now_ns >= self.head().latest_ns.load(SeqCst) {
+            self.head().latest.store(recording_word(recording), SeqCst);
+            self.head().latest_ns.store(now_ns, SeqCst);
+        }
+    }
+
+    /// As the importer.
+    pub(super) fn set_importer_latest(&self, now_ns: u64, recording: Recording) {
+        self.head().importer_latest.store(recording_word(recording), SeqCst);
+        self.head().importer_latest_ns.fetch_max(now_ns, SeqCst);
+    }
+
+    #[cfg(test)]
+    pub(super) fn page(&self) -> &Arc<SharedPage> {
+        &self.page
+    }
+
+    /// Whether the event of this serial number is what lies here.
+    pub(super) fn is_of(&self, serial: u64) -> bool {
+        self.head().serial.load(SeqCst) == serial as u32
+    }
+
+    pub(super) fn has_other_importers(&self) -> bool {
+        self.head().has_other_importers.load(SeqCst) != 0
+    }
+
+    pub(super) fn set_other_importers(&self, has_other_importers: bool) {
+        self.head().has_other_importers.store(has_other_importers.into(), SeqCst);
+    }
+
+    /// Makes it an event that nobody has recorded.
+    pub(super) fn forget_latest(&self, serial: u64) {
+        let EventHead { latest, latest_ns, importer_latest, importer_latest_ns, .. } = self.head();
+        [latest, latest_ns, importer_latest, importer_latest_ns].iter().for_each(|field| field.store(0, SeqCst));
+        self.set_other_importers(false);
+        self.head().serial.store(serial as u32, SeqCst);
+    }
+}
+
+/// A recording, if there is one, and if it can be one.
+fn read_recording(time: &AtomicU64, packed: &AtomicU64) -> Option<(u64, Recording)> {
+    let time = time.load(SeqCst);
+    let raw = packed.load(SeqCst);
+    let (lane, count) = ((raw >> COUNT_BITS) as usize, raw & ((1 << COUNT_BITS) - 1));
+    (count > 0 && lane < LANES_PER_EVENT).then_some((time, Recording { lane, count }))
+}
+
+fn recording_word(recording: Recording) -> u64 {
+    (recording.lane as u64) << COUNT_BITS | recording.count
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_words_of_a_page_read_as_a_recording_of_a_lane_or_as_none() {
+        let event_page = EventPage::create(&Device::host()).unwrap();
+        let event_words = event_page.event_words(255);
+        for raw in [0, 1, u64::MAX, 1 << 56, 8 << 56 | 1, 7 << 56 | 5] {
+            event_words.head().latest.store(raw, SeqCst);
+            let latest = event_words.latest();
+            assert_eq!(latest.is_some(), raw == 1 || raw == 7 << 56 | 5, "{raw:#x}: {latest:?}");
+        }
+        event_words.set_latest(5, Recording { lane: 3, count: 9 });
+        event_words.set_latest(4, Recording { lane: 2, count: 9 });
+        assert_eq!(event_words.latest(), Some((5, Recording { lane: 3, count: 9 })), "the later one stays");
+        assert_eq!(event_page.event_words(254).latest(), None, "the neighbour is untouched");
+    }
+}

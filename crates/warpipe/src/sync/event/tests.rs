@@ -1,0 +1,357 @@
+//! Events within one process; other processes' are the conformance suite's.
+
+use std::sync::mpsc::channel;
+
+use super::exporter::EventRequest;
+use super::layout::LANES_PER_EVENT;
+use super::*;
+use crate::backend::testing::{Holding, Wrapped};
+
+const WAIT: Duration = Duration::from_secs(10);
+
+struct Stage {
+    domain: Domain,
+    device: Device,
+}
+
+impl Stage {
+    fn new(title: &str) -> Stage {
+        let folder = std::env::temp_dir().join(format!("warpipe-event-{title}-{}", std::process::id()));
+        Stage { domain: Domain::at(folder).unwrap(), device: Device::host() }
+    }
+
+    fn create(&self) -> Event {
+        Event::create(&self.domain, &self.device).unwrap()
+    }
+
+    /// An importer of its own, as another process is one.
+    fn opened(&self, event: &Event) -> Event {
+        let handle = event.handle().unwrap();
+        let importer = EventImporter::visit(&handle.body, &self.domain, &self.device).unwrap();
+        Event::of_importer(importer, &handle, &self.device).unwrap()
+    }
+
+    fn stream(&self) -> Stream {
+        self.device.stream().unwrap()
+    }
+
+    /// A stream that does nothing until the sender is dropped.
+    fn held(&self) -> (Stream, std::sync::mpsc::Sender<()>) {
+        let ((go, held), stream) = (channel::<()>(), self.stream());
+        stream.call(move || assert!(held.recv().is_err())).unwrap();
+        (stream, go)
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(self.domain.path());
+    }
+}
+
+#[test]
+fn an_event_that_was_never_recorded_is_an_error_and_not_complete() {
+    let stage = Stage::new("never");
+    let (event, stream) = (stage.create(), stage.device.stream().unwrap());
+    assert!(matches!(event.wait(&stream), Err(Error::EventNotRecorded { .. })));
+    assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })));
+    assert!(matches!(event.synchronize(WAIT), Err(Error::EventNotRecorded { .. })));
+}
+
+#[test]
+fn a_stream_waits_for_the_last_recording() {
+    let stage = Stage::new("last");
+    let (event, reading) = (stage.create(), stage.device.stream().unwrap());
+    let writing = stage.device.stream().unwrap();
+    event.record(&writing).unwrap();
+    event.synchronize(WAIT).unwrap();
+    let (go, held) = channel::<()>();
+    writing.call(move || assert!(held.recv().is_err())).unwrap();
+    let recording = event.record(&writing).unwrap();
+    assert_eq!(event.wait(&reading).unwrap(), recording);
+    assert!(!event.query().unwrap() && !reading.is_idle().unwrap());
+    assert!(matches!(event.synchronize(Duration::from_millis(1)), Err(Error::Timeout { .. })));
+    drop(go);
+    reading.synchronize(WAIT).unwrap();
+    assert!(event.check(recording).unwrap());
+}
+
+#[test]
+fn an_event_opened_in_its_own_process_is_the_event_itself_until_it_is_dropped() {
+    let stage = Stage::new("same");
+    let (event, stream) = (stage.create(), stage.device.stream().unwrap());
+    let handle = event.handle().unwrap();
+    let other = Event::open(&handle, &stage.device).unwrap();
+    other.record(&stream).unwrap();
+    event.synchronize(WAIT).unwrap();
+    let next = stage.create();
+    drop((event, other));
+    let dropped = Event::open(&handle, &stage.device).unwrap_err();
+    assert!(matches!(dropped, Error::EventHandle { fault: EventHandleFault::Dropped }), "{dropped}");
+    drop(next);
+    let gone = Event::open(&handle, &stage.device).unwrap_err();
+    assert!(matches!(gone, Error::NoOwner { was_there: false, .. }), "{gone}");
+}
+
+#[test]
+fn a_reused_slot_holds_an_event_that_was_never_recorded() {
+    let stage = Stage::new("again");
+    let (keep, stream) = (stage.create(), stage.device.stream().unwrap());
+    let (go, held) = channel::<()>();
+    stream.call(move || assert!(held.recv().is_err())).unwrap();
+    let event = stage.create();
+    event.record(&stream).unwrap();
+    let index = event.inner.index;
+    drop(event);
+    let event = stage.create();
+    assert_eq!((event.inner.index, event.inner.serial), (index, 2));
+    assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })));
+    let quick = stage.device.stream().unwrap();
+    let recording = event.record(&quick).unwrap();
+    assert!(!event.check(recording).unwrap(), "the count of the first is still to be reached");
+    drop(go);
+    event.synchronize(WAIT).unwrap();
+    drop(keep);
+}
+
+#[test]
+fn an_event_of_another_kind_of_device_or_of_nobody_is_not_opened() {
+    let stage = Stage::new("foreign");
+    let event = stage.create();
+    let mut handle = event.handle().unwrap();
+    handle.body.device.kind = crate::backend::DeviceKind::Cuda;
+    let other = Event::open(&handle, &stage.device).unwrap_err();
+    assert!(matches!(other, Error::EventHandle { fault: EventHandleFault::Device { .. } }), "{other}");
+    let mut handle = event.handle().unwrap();
+    handle.body.domain = stage.domain.path().join("nowhere");
+    handle.body.generation[0] ^= 1;
+    assert!(matches!(Event::open(&handle, &stage.device), Err(Error::Domain { .. })));
+    assert!(!handle.body.domain.exists(), "a handle makes no directories");
+}
+
+#[test]
+fn a_handle_of_a_domain_with_a_relative_path_leads_there_from_any_directory() {
+    let stage = Stage::new("relative");
+    let here = std::env::current_dir().unwrap();
+    let up: std::path::PathBuf = here.components().skip(1).map(|_| "..").collect();
+    let relative = up.join(stage.domain.path().strip_prefix("/").unwrap());
+    let event = Event::create(&Domain::at(relative).unwrap(), &stage.device).unwrap();
+    assert!(event.handle().unwrap().body.domain.is_absolute());
+    assert!(event.handle().unwrap().domain().is_ok());
+}
+
+#[test]
+fn a_recording_by_any_process_is_waited_for_by_all_others() {
+    let stage = Stage::new("all");
+    let event = stage.create();
+    let users = [event.clone(), stage.opened(&event), stage.opened(&event)];
+    for recorder in 0..users.len() {
+        let (writing, go) = stage.held();
+        let recording = users[recorder].record(&writing).unwrap();
+        let streams: Vec<Stream> = users.iter().map(|_| stage.stream()).collect();
+        for (user, stream) in users.iter().zip(&streams) {
+            assert_eq!(user.wait(stream).unwrap(), recording, "it is the last one for all of them");
+            assert!(!stream.is_idle().unwrap() && !user.query().unwrap());
+        }
+        drop(go);
+        streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+        users.iter().for_each(|user| user.synchronize(WAIT).unwrap());
+    }
+}
+
+#[test]
+fn no_page_of_an_event_can_be_removed_and_no_importer_has_anothers() {
+    let stage = Stage::new("holes");
+    let event = stage.create();
+    let opened_by_others = [stage.opened(&event), stage.opened(&event)];
+    // This process holds both ends of each page: all mappings and descriptors that there are.
+    let pages = opened_by_others.each_ref().map(|opened| {
+        let word = opened.inner.event_words.page().at::<std::sync::atomic::AtomicU64>(0);
+        crate::hostile::holes::removes_page_of(word)
+    });
+    assert!(pages[0].0 != pages[1].0 && !pages[0].1 && !pages[1].1, "{pages:?}");
+}
+
+#[test]
+fn an_importer_that_scribbles_deceives_itself_alone() {
+    use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+    let stage = Stage::new("scribble");
+    let event = stage.create();
+    let (wrong, honest) = (stage.opened(&event), stage.opened(&event));
+    for value in [u64::MAX, 0, i64::MAX as u64, 1 << 56 | 7, 7 << 56 | 7] {
+        let ((writing, go), reading) = (stage.held(), stage.stream());
+        let recording = event.record(&writing).unwrap();
+        let page = wrong.inner.event_words.page();
+        (0..page.bytes() / 8).for_each(|word| page.at::<AtomicU64>(8 * word).store(value, SeqCst));
+        assert_eq!((honest.wait(&reading).unwrap(), event.inner.latest()), (recording, Some(recording)));
+        assert!(!reading.is_idle().unwrap());
+        drop(go);
+        reading.synchronize(WAIT).unwrap();
+        assert!(honest.check(recording).unwrap());
+        // The maker's own word is the last that its stream writes.
+        writing.synchronize(WAIT).unwrap();
+        assert!(event.check(recording).unwrap());
+    }
+}
+
+#[test]
+fn an_importer_that_comes_late_waits_for_what_was_recorded_before() {
+    let stage = Stage::new("late");
+    let event = stage.create();
+    let first = stage.opened(&event);
+    let (makers, go) = stage.held();
+    event.record(&makers).unwrap();
+    let (late, reading) = (stage.opened(&event), stage.stream());
+    late.wait(&reading).unwrap();
+    let (opened_by_others, go_on) = stage.held();
+    // No third process has it open when this is recorded: the one that comes is told by the maker.
+    drop(late);
+    let recording = first.record(&opened_by_others).unwrap();
+    let (later, waiting) = (stage.opened(&event), stage.stream());
+    assert_eq!(later.wait(&waiting).unwrap(), recording);
+    assert!(!reading.is_idle().unwrap() && !waiting.is_idle().unwrap());
+    drop(go);
+    reading.synchronize(WAIT).unwrap();
+    drop(go_on);
+    waiting.synchronize(WAIT).unwrap();
+    assert!(later.check(recording).unwrap());
+}
+
+#[test]
+fn no_wait_lasts_for_ever_for_an_importer_that_lied_and_left() {
+    let stage = Stage::new("liar");
+    let event = stage.create();
+    let (liar, honest) = (stage.opened(&event), stage.opened(&event));
+    let last = liar.record(&stage.stream()).unwrap();
+    let lie = Recording { count: last.count + 5, ..last };
+    liar.inner.event_words.set_importer_latest(now_ns(), lie);
+    let EventRole::Importer(importer, _) = &liar.inner.role else { panic!("a guest") };
+    importer.send_recording(liar.inner.index, liar.inner.serial, lie, now_ns()).unwrap();
+    let streams = [stage.stream(), stage.stream()];
+    assert_eq!(event.wait(&streams[0]).unwrap(), lie);
+    assert_eq!(honest.wait(&streams[1]).unwrap(), lie);
+    assert!(streams.iter().all(|stream| !stream.is_idle().unwrap()), "while it is there it may still come");
+    drop(liar);
+    streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+    for user in [&event, &honest] {
+        assert!(matches!(user.check(lie), Err(Error::EventLost { .. })));
+        assert!(user.check(last).unwrap());
+    }
+}
+
+#[test]
+fn a_slot_that_importers_have_used_holds_a_new_event_for_them() {
+    let stage = Stage::new("places");
+    let keep = stage.create();
+    for round in 0..3 {
+        let event = stage.create();
+        let (opened, other) = (stage.opened(&event), stage.opened(&event));
+        assert!(matches!(opened.query(), Err(Error::EventNotRecorded { .. })), "round {round}");
+        event.record(&stage.stream()).unwrap();
+        opened.record(&stage.stream()).unwrap();
+        [&event, &opened, &other].iter().for_each(|user| user.synchronize(WAIT).unwrap());
+        drop((event, opened, other));
+    }
+    drop(keep);
+}
+
+#[test]
+fn a_handle_that_the_driver_cannot_open_because_its_maker_goes_is_told_as_that() {
+    use crate::backend::testing::{Failing, Wrapped};
+    let stage = Stage::new("dying");
+    let backend = Wrapped::new(stage.device.backend().clone(), Failing::default());
+    let device = Device::from_backend(backend.clone());
+    let event = stage.create();
+    let handle = event.handle().unwrap();
+    let open = || {
+        backend.hook().aim("open_event", 1);
+        let importer = EventImporter::visit(&handle.body, &stage.domain, &device).unwrap();
+        Event::of_importer(importer, &handle, &device).map(drop).unwrap_err()
+    };
+    let refused = open();
+    assert!(matches!(refused, Error::Injected { .. }), "its maker lives: {refused}");
+    let refused = std::thread::scope(|scope| {
+        backend.hook().aim("open_event", 1);
+        let importer = EventImporter::visit(&handle.body, &stage.domain, &device).unwrap();
+        // The driver has forgotten what the maker made, and its socket is open still.
+        let opening = scope.spawn(|| Event::of_importer(importer, &handle, &device).map(drop).unwrap_err());
+        drop(event);
+        opening.join().unwrap()
+    });
+    assert!(matches!(refused, Error::OwnerGone { .. }), "{refused}");
+}
+
+#[test]
+fn while_the_driver_holds_up_a_recording_importers_come_and_go_and_another_thread_is_told_so_in_time() {
+    let wrapped = Wrapped::new(Device::host().backend().clone(), Holding::default());
+    let (opened_by_others, mut stage) = (Stage::new("held"), Stage::new("held"));
+    stage.device = Device::from_backend(wrapped.clone());
+    let (event, early) = (stage.create(), stage.create());
+    let (writing, other, reading) = (stage.stream(), stage.stream(), opened_by_others.stream());
+    event.record(&writing).unwrap();
+    let leaver = opened_by_others.opened(&event);
+    wrapped.hook().hold("batch");
+    std::thread::scope(|scope| {
+        let held_up = scope.spawn(|| event.record(&writing));
+        wrapped.hook().wait_for(1);
+        let late = event.record_within(&other, Duration::from_millis(10)).unwrap_err();
+        assert!(matches!(late, Error::Timeout { .. }), "{late}");
+        assert_eq!(event.try_record(&other).unwrap(), None);
+        assert!(!event.wait_for_turn(Duration::ZERO).unwrap());
+        drop(leaver);
+        let opened = opened_by_others.opened(&event);
+        assert!(
+            matches!(opened_by_others.opened(&early).query(), Err(Error::EventNotRecorded { .. })),
+            "the desk goes on"
+        );
+        let first = opened.wait(&reading).unwrap();
+        reading.synchronize(WAIT).unwrap();
+        wrapped.hook().unblock();
+        let second = held_up.join().unwrap().unwrap();
+        assert_eq!((first.count + 1, first.lane), (second.count, second.lane));
+        assert!(event.wait_for_turn(Duration::ZERO).unwrap());
+        assert_eq!(opened.wait(&reading).unwrap(), second);
+        reading.synchronize(WAIT).unwrap();
+        assert!(opened.check(second).unwrap(), "a guest that came meanwhile gets it, too");
+    });
+}
+
+#[test]
+fn lanes_and_openings_granted_too_late_are_returned() {
+    let stage = Stage::new("given-back");
+    let (event, stream) = (stage.create(), stage.stream());
+    let opened = stage.opened(&event);
+    let (EventRole::Importer(importer, _), EventRole::Exporter(exporter)) = (&opened.inner.role, &event.inner.role)
+    else {
+        unreachable!()
+    };
+    let (index, serial) = (event.inner.index, event.inner.serial);
+    for _ in 1..LANES_PER_EVENT {
+        importer.ask_and_give_up(&EventRequest::Open { index, serial });
+        importer.ask_and_give_up(&EventRequest::Lane { index, serial });
+    }
+    let start = std::time::Instant::now();
+    while let Err(error) = opened.record(&stream) {
+        assert!(matches!(error, Error::Refused { .. }) && start.elapsed() < 3 * WAIT, "{error}");
+        std::thread::yield_now();
+    }
+    while exporter.openings(index) > 1 {
+        assert!(start.elapsed() < 3 * WAIT, "{} openings", exporter.openings(index));
+        std::thread::yield_now();
+    }
+    event.synchronize(WAIT).unwrap();
+}
+
+#[test]
+fn an_opened_event_asks_its_maker_once_before_it_is_recorded() {
+    let stage = Stage::new("prepared");
+    let (event, stream) = (stage.create(), stage.stream());
+    let opened = stage.opened(&event);
+    assert!(event.is_prepared() && !opened.is_prepared());
+    opened.prepare().unwrap();
+    assert!(opened.is_prepared());
+    assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })), "nothing is recorded yet");
+    let recording = opened.try_record(&stream).unwrap().unwrap();
+    stream.synchronize(WAIT).unwrap();
+    assert!(event.check(recording).unwrap());
+}

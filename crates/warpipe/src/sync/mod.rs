@@ -1,0 +1,5 @@
+//! Order between processes: timelines, events and semaphores, each over words in shared pages.
+
+pub(crate) mod event;
+pub(crate) mod semaphore;
+pub(crate) mod timeline;

@@ -1,0 +1,178 @@
+//! When the driver refuses a call or holds it up, when a member does not answer, and when it lies about its own word.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::mpsc;
+use std::time::Instant;
+
+use super::page::CREATOR;
+use super::tests::{Stage, chain};
+use super::*;
+use crate::backend::testing::{Failing, FullQueue, Wrapped};
+use crate::runtime::reactor::EventSource;
+use crate::shm::counter::VALUE_MAX;
+
+/// How long a bounded call waits that is to time out.
+const SHORT: Duration = Duration::from_millis(50);
+
+/// What has not come within this does not.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What `call` on another thread gives, which must come back.
+fn in_time<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
+    let (told, done) = mpsc::channel();
+    std::thread::spawn(move || told.send(call()));
+    done.recv_timeout(PATIENCE).expect("it waits for another thread")
+}
+
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < PATIENCE, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+/// A device that fails where it is told to.
+fn failing() -> (Arc<Wrapped<Failing>>, Device) {
+    let wrapped = Wrapped::new(Device::host().backend().clone(), Failing::default());
+    (wrapped.clone(), Device::from_backend(wrapped))
+}
+
+#[test]
+fn a_permit_whose_release_the_driver_refuses_is_handed_on_once_the_work_is_done() {
+    for permits in [1, 3] {
+        let (stage, (hook, device)) = (Stage::new(&format!("refused-{permits}")), failing());
+        let (creator, member) = stage.both(&device, permits);
+        let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
+        let (written, seen) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(u64::MAX)));
+        let others: Vec<Permit> = (1..permits).map(|_| creator.acquire_host(PATIENCE).unwrap()).collect();
+        let permit = creator.acquire(&first, PATIENCE).unwrap();
+        let (go, wait) = mpsc::channel::<()>();
+        let data = written.clone();
+        first
+            .call(move || {
+                assert!(wait.recv().is_err());
+                data.store(1, SeqCst);
+            })
+            .unwrap();
+        let (other, on) = (member.clone(), second.clone());
+        let waiter = std::thread::spawn(move || other.acquire(&on, PATIENCE).unwrap());
+        eventually("the other one waits in line", || creator.waiting() == 1);
+        hook.hook().aim("batch", 1);
+        let refused = permit.release(&first).unwrap_err();
+        assert!(matches!(refused, Error::Injected { .. }), "{refused}");
+        assert_eq!((creator.available(), creator.waiting()), (0, 1), "the work is not done");
+        assert!(member.try_acquire_host().unwrap().is_none());
+        drop(go);
+        let permit = waiter.join().unwrap();
+        let into = seen.clone();
+        second.call(move || into.store(written.load(SeqCst), SeqCst)).unwrap();
+        permit.release(&second).unwrap();
+        second.synchronize(PATIENCE).unwrap();
+        assert_eq!(seen.load(SeqCst), 1);
+        // No word waits for a signal that never comes.
+        drop(creator.acquire_host(PATIENCE).unwrap());
+        drop(member.acquire(&first, PATIENCE).unwrap());
+        first.synchronize(PATIENCE).unwrap();
+        drop(others);
+        assert_eq!(creator.available(), permits);
+    }
+}
+
+#[test]
+fn sections_follow_each_other_also_where_the_driver_refuses_releases() {
+    const ROUNDS: u64 = 60;
+    let (stage, (hook, device)) = (Stage::new("sections"), failing());
+    let (creator, member) = stage.both(&device, 1);
+    let streams: Vec<Stream> = (0..3).map(|_| device.stream().unwrap()).collect();
+    let count = Arc::new(AtomicU64::new(0));
+    for round in 0..ROUNDS {
+        let (who, stream) = (if round % 2 == 0 { &creator } else { &member }, &streams[round as usize % 3]);
+        let permit = who.acquire(stream, PATIENCE).unwrap();
+        let count = count.clone();
+        stream
+            .call(move || {
+                let found = count.load(SeqCst);
+                (0..20_000).for_each(|_| std::hint::spin_loop());
+                count.store(found + 1, SeqCst);
+            })
+            .unwrap();
+        if round % 4 == 3 {
+            hook.hook().aim("batch", 1);
+            assert!(permit.release(stream).is_err());
+        } else {
+            // By another stream in turn, which is behind this one.
+            let other = &streams[(round / 4) as usize % 3];
+            other.wait_for(stream).unwrap();
+            permit.release(other).unwrap();
+        }
+    }
+    drop(creator.acquire_host(PATIENCE).unwrap());
+    assert_eq!((count.load(SeqCst), creator.available()), (ROUNDS, 1));
+}
+
+#[test]
+fn connecting_to_a_member_waits_for_another_thread_that_does_no_longer_than_its_timeout() {
+    let (stage, device) = (Stage::new("meeting"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
+    let (go, wait) = mpsc::channel::<()>();
+    first.call(move || assert!(wait.recv().is_err())).unwrap();
+    creator.acquire(&first, PATIENCE).unwrap().release(&first).unwrap();
+    // As a thread does whose member does not answer.
+    let connecting = member.local.signals().connecting.lock(PATIENCE, String::new).unwrap();
+    let (who, on) = (member.clone(), second.clone());
+    let late = in_time(move || who.acquire(&on, SHORT).unwrap_err());
+    assert!(matches!(late, Error::Timeout { .. }), "{late}");
+    assert_eq!(creator.available(), 1);
+    drop(connecting);
+    let permit = member.acquire(&second, PATIENCE).unwrap();
+    drop(go);
+    permit.release(&second).unwrap();
+    second.synchronize(PATIENCE).unwrap();
+}
+
+#[test]
+fn a_release_that_is_held_up_holds_up_no_reactor_and_no_other_thread() {
+    let (stage, (hook, device)) = (Stage::new("held-up"), FullQueue::device());
+    let (creator, member) = stage.both(&device, 1);
+    let (stuck, other) = (device.stream().unwrap(), device.stream().unwrap());
+    let permit = member.acquire(&stuck, PATIENCE).unwrap();
+    hook.hook().hold(&stuck);
+    let on = stuck.clone();
+    let release = std::thread::spawn(move || permit.release(&on));
+    hook.hook().wait_until_held_up();
+    // What only a wrong member does: the permit goes to others although nobody has released it.
+    creator.local.shared_page.hand_on(0, CREATOR);
+    let (who, on) = (member.clone(), other.clone());
+    let permit = in_time(move || who.acquire(&on, PATIENCE).unwrap());
+    let monitor = member.local.monitor().clone();
+    in_time(move || monitor.on_tick(0));
+    in_time(move || permit.release_now());
+    // Another member gets a page to share with the one that is held up.
+    let third = Semaphore::open(&stage.domain, "turns", &device).unwrap();
+    let (who, on) = (third.clone(), other.clone());
+    in_time(move || who.acquire(&on, PATIENCE).unwrap()).release_now();
+    assert!(!release.is_finished(), "nothing holds it up");
+    hook.hook().unblock();
+    release.join().unwrap().unwrap();
+    [stuck, other].iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+}
+
+#[test]
+fn a_members_death_ends_the_waits_for_it_whatever_it_promised() {
+    for (round, nonsense) in [VALUE_MAX, VALUE_MAX + 1, 1 << 63, u64::MAX].into_iter().enumerate() {
+        let (stage, device) = (Stage::new(&format!("nonsense-{round}")), Device::host());
+        let (creator, member) = stage.both(&device, 1);
+        let (streams, go) = chain(&[&creator, &member], &device);
+        let pages = member.local.signals().shared_with(CREATOR);
+        pages.iter().for_each(|page| page.at::<AtomicU64>(signals::promised_at(1, 0)).store(nonsense, SeqCst));
+        let late = device.stream().unwrap();
+        drop(member.acquire(&late, PATIENCE).unwrap());
+        member.local.monitor().handle_death(CREATOR);
+        late.synchronize(PATIENCE).unwrap();
+        drop(go);
+        streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+    }
+}

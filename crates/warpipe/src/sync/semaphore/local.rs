@@ -1,0 +1,373 @@
+//! What one process's handles and permits of a semaphore share. **This module is marked for unsafe**: it hands the words
+//! that streams wait for to the device.
+
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::SPINS;
+use super::member_monitor::MemberMonitor;
+use super::page::{CREATOR, IN_FLIGHT_MAX, RECHECK_INTERVAL, SemaphorePage, WaitProgress, WaitSlot};
+use super::server::{MemberPresence, PageOffer, SemaphoreRequest, SemaphoreServer};
+use super::signals::MemberSignals;
+use crate::backend::StreamOp;
+use crate::clock::Stopwatch;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::ipc::{ClientSession, IpcServer, REPLY_TIMEOUT, Rejection, decode, encode};
+use crate::runtime::closer::PeerFd;
+use crate::runtime::fence::Fence;
+use crate::runtime::reactor::{DropReadiness, Reactor};
+use crate::stream::{Backoff, Stream};
+
+/// Leaves what could not be put together to the reaper.
+pub(super) fn drop_deferred(remains: impl Send + 'static, why: Error) -> Error {
+    if let Ok(reactor) = Reactor::of_process() {
+        reactor.defer_drop(Box::new(remains));
+    }
+    why
+}
+
+/// How this process belongs to it.
+#[derive(Debug)]
+pub(super) enum SemaphoreRole {
+    Creator { server: IpcServer, semaphore_server: Arc<SemaphoreServer> },
+    Member { session: ClientSession },
+}
+
+/// What a process's handles and permits share.
+#[derive(Debug)]
+pub(super) struct LocalSemaphore {
+    pub(super) shared_page: Arc<SemaphorePage>,
+    pub(super) owner_process: OwnerProcess,
+    device: Device,
+    pub(super) name: String,
+    pub(super) member: u32,
+    /// The permit given back last: most likely free, and in this CPU's cache.
+    pub(super) hint: AtomicU32,
+    signals: Arc<MemberSignals>,
+    monitor: Arc<MemberMonitor>,
+    reactor: Arc<Reactor>,
+    /// A thread gets to know members for those that only try; why the last one failed.
+    is_connecting: AtomicBool,
+    connecting: Mutex<Option<Error>>,
+    /// `None` only while dropping.
+    pub(super) role: Option<SemaphoreRole>,
+}
+
+impl LocalSemaphore {
+    pub(super) fn new(
+        shared_page: Arc<SemaphorePage>,
+        device: &Device,
+        member: u32,
+        signals: Arc<MemberSignals>,
+        monitor: Arc<MemberMonitor>,
+        role: SemaphoreRole,
+    ) -> LocalSemaphore {
+        LocalSemaphore {
+            shared_page,
+            owner_process: OwnerProcess::current(),
+            device: device.clone(),
+            name: signals.name().to_string(),
+            member,
+            hint: AtomicU32::new(0),
+            reactor: signals.reactor().clone(),
+            signals,
+            monitor,
+            is_connecting: AtomicBool::new(false),
+            connecting: Mutex::new(None),
+            role: Some(role),
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn signals(&self) -> &Arc<MemberSignals> {
+        &self.signals
+    }
+
+    #[cfg(test)]
+    pub(super) fn monitor(&self) -> &Arc<MemberMonitor> {
+        &self.monitor
+    }
+
+    pub(super) fn check_open(&self) -> Result<()> {
+        self.owner_process.check()?;
+        match &self.role {
+            Some(SemaphoreRole::Member { session }) if self.monitor.is_over() => Err(session.owner_gone()),
+            _ => Ok(()),
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.monitor.is_over()
+    }
+
+    /// The page is registered with this device's backend, and its addresses mean nothing to another; nor may its words go
+    /// into a graph.
+    pub(super) fn check_stream(&self, stream: &Stream) -> Result<()> {
+        stream.check_usable(&self.device)
+    }
+
+    pub(super) fn timeout_error(&self, waited: Duration) -> Error {
+        Error::Timeout { what: format!("a permit of {:?}", self.name), waited }
+    }
+
+    /// Waits at a place in the line until it is served, the time is over, or it is called off.
+    pub(super) fn wait_at(
+        &self,
+        slot: WaitSlot,
+        timeout: Duration,
+        clock: &mut Stopwatch,
+        called_off: Option<&AtomicBool>,
+    ) -> Result<(u32, u64)> {
+        let is_called_off = || called_off.is_some_and(|off| off.load(Relaxed));
+        // Behind others the turn is far off, and a CPU that spins is one that a holder may need.
+        let mut backoff = Backoff::spinning(if self.shared_page.is_first_in_line() { SPINS } else { 0 });
+        // A permit may have become free while nobody was to be seen.
+        self.shared_page.match_waiters(self.member);
+        loop {
+            let left = timeout.saturating_sub(clock.elapsed());
+            let give_up = left.is_zero() || self.is_over() || is_called_off();
+            let progress = if give_up {
+                self.shared_page.cancel_wait(slot, self.member)
+            } else {
+                self.shared_page.check_wait(slot, self.member)
+            };
+            match progress {
+                WaitProgress::Granted { permit, passed } => return Ok((permit, passed)),
+                WaitProgress::Lost => return Err(self.slot_lost()),
+                WaitProgress::Waiting if give_up => {
+                    self.check_open()?;
+                    return Err(self.timeout_error(timeout));
+                }
+                WaitProgress::Waiting if backoff.step().is_zero() => std::hint::spin_loop(),
+                WaitProgress::Waiting => {
+                    self.shared_page.sleep(slot, left.min(RECHECK_INTERVAL), || self.is_over());
+                    self.shared_page.match_waiters(self.member);
+                }
+            }
+        }
+    }
+
+    fn slot_lost(&self) -> Error {
+        Error::Protocol {
+            name: self.name.clone(),
+            field: "waiter's place",
+            found: "overwritten".into(),
+            allowed: "its waiter's own until it leaves".into(),
+        }
+    }
+
+    pub(super) fn has_room_for_work(&self, permit: u32) -> bool {
+        self.shared_page.word(permit).reached(self.shared_page.due(permit).wrapping_sub(IN_FLIGHT_MAX - 1))
+    }
+
+    pub(super) fn await_word(&self, permit: u32, value: u64, timeout: Duration, clock: &mut Stopwatch) -> Result<()> {
+        let word = self.shared_page.word(permit);
+        let left = timeout.saturating_sub(clock.elapsed());
+        if word.reached(value) || self.device.backend().wait_word(word, value, left)? {
+            return Ok(());
+        }
+        let what = format!("the device work of the last holder of {:?}", self.name);
+        Err(Error::Timeout { what, waited: timeout })
+    }
+
+    /// Makes sure that streams of this process can wait for everybody who is to signal this permit, and that it hears of
+    /// their deaths. The first time with each of them takes a few messages.
+    pub(super) fn connect_signallers(&self, permit: u32, timeout: Duration) -> Result<()> {
+        let start = Instant::now();
+        for (_, member) in self.shared_page.in_flight(permit) {
+            if !self.is_connected_to(member) {
+                let left = timeout.saturating_sub(start.elapsed());
+                let _one = self.signals.connecting.lock(left, String::new).map_err(|_| self.no_answer(timeout))?;
+                if !self.is_connected_to(member) {
+                    self.connect(member, Instant::now(), timeout.saturating_sub(start.elapsed()).min(REPLY_TIMEOUT))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Keeps this process from getting to know anybody.
+    #[cfg(test)]
+    pub(super) fn block_connecting(&self) -> impl Drop {
+        self.signals.connecting.lock(REPLY_TIMEOUT, String::new).unwrap()
+    }
+
+    /// Whether streams of this process can wait for all that are to signal this permit.
+    pub(super) fn is_connected_to_signallers(&self, permit: u32) -> bool {
+        self.shared_page.word(permit).reached(self.shared_page.due(permit))
+            || self.shared_page.in_flight(permit).all(|(_, member)| self.is_connected_to(member))
+    }
+
+    /// Begins to get to know them on a thread of its own, one at a time: they may stand still.
+    ///
+    /// # Errors
+    /// Why the last one could not: told once.
+    pub(super) fn connect_in_background(self: &Arc<Self>, permit: u32) -> Result<()> {
+        if let Some(error) = self.connecting.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Err(error);
+        }
+        if self.is_connecting.swap(true, SeqCst) {
+            return Ok(());
+        }
+        let local = self.clone();
+        let connect = move || {
+            match local.connect_signallers(permit, REPLY_TIMEOUT) {
+                Ok(()) | Err(Error::Timeout { .. }) => {}
+                Err(error) => *local.connecting.lock().unwrap_or_else(PoisonError::into_inner) = Some(error),
+            }
+            local.is_connecting.store(false, SeqCst);
+        };
+        std::thread::Builder::new().name("warpipe-connect".into()).spawn(connect).map(drop).map_err(|error| {
+            self.is_connecting.store(false, SeqCst);
+            Error::Os { call: "clone", context: "a thread that gets to know members".into(), source: error }
+        })
+    }
+
+    fn no_answer(&self, waited: Duration) -> Error {
+        let what = format!("another thread that gets to know a member of {:?}", self.name);
+        Error::Timeout { what, waited }
+    }
+
+    fn is_connected_to(&self, member: u32) -> bool {
+        self.monitor.watches(member) && self.signals.is_connected(member)
+    }
+
+    /// Gets to know a member, within `timeout` of `start`.
+    fn connect(&self, member: u32, start: Instant, timeout: Duration) -> Result<()> {
+        let left = || timeout.saturating_sub(start.elapsed());
+        let Some(PageOffer { page, process }) = self.offer(member, left())? else {
+            // What it owes behind the work of the living must come due even if the creator dies now.
+            self.monitor.handle_death(member);
+            return Ok(());
+        };
+        let draft = self.signals.map(page)?;
+        match &self.role {
+            Some(SemaphoreRole::Creator { server, semaphore_server }) => {
+                let forwarded = semaphore_server.forward(server.server_core(), CREATOR, member);
+                forwarded.map_err(|Rejection(text)| Error::Refused { name: self.name.clone(), text })?;
+            }
+            Some(SemaphoreRole::Member { session }) => {
+                drop(session.request(&encode(&SemaphoreRequest::Mapped { member })?, left())?)
+            }
+            None => return Err(Error::Forked),
+        }
+        self.signals.connect(member, draft, left())?;
+        // Before the watch: who is dead by now is found so at once, and what we share with it is lifted.
+        process.map_or(Ok(()), |process| self.monitor.watch_member(member, process, &self.name))
+    }
+
+    /// A page to share with a member, from the creator. None if the member is here no more.
+    fn offer(&self, member: u32, timeout: Duration) -> Result<Option<PageOffer<PeerFd>>> {
+        match &self.role {
+            Some(SemaphoreRole::Creator { server, semaphore_server }) => {
+                let offer = semaphore_server.offer(server.server_core(), CREATOR, member)?;
+                let process = |process: [CloseOnForkFd; 3]| process.map(PeerFd::from);
+                Ok(offer.map(|offer| PageOffer { page: offer.page.into(), process: offer.process.map(process) }))
+            }
+            Some(SemaphoreRole::Member { session }) => {
+                let incoming = session.request(&encode(&SemaphoreRequest::Page { member })?, timeout)?;
+                let MemberPresence(is_here) = decode(&incoming.body, &self.name)?;
+                let mut fds = incoming.fds.into_iter();
+                let page = fds.next();
+                let process = <[PeerFd; 3]>::try_from(fds.collect::<Vec<_>>()).ok();
+                let is_whole = page.is_some() && (process.is_some() || member == CREATOR);
+                if is_here && !is_whole {
+                    return Err(Error::Protocol {
+                        name: self.name.clone(),
+                        field: "descriptors",
+                        found: "too few".into(),
+                        allowed: "a page, a pidfd and a lifeline".into(),
+                    });
+                }
+                Ok(page.filter(|_| is_here).map(|page| PageOffer { page, process }))
+            }
+            None => Err(Error::Forked),
+        }
+    }
+
+    fn word_address(&self, permit: u32) -> Result<u64> {
+        let missing = || Error::argument("device", "none", "the one it was opened on");
+        self.shared_page.device_word(permit).ok_or_else(missing)
+    }
+
+    /// What a stream that is given the permit waits for.
+    fn waits(&self, permit: u32) -> Vec<StreamOp> {
+        self.signals.waits(permit, self.shared_page.in_flight(permit).map(|(_, member)| member))
+    }
+
+    /// Makes the stream wait for the permit's earlier holders.
+    pub(super) fn wait(&self, permit: u32, stream: &Stream) -> Result<()> {
+        let waits = self.waits(permit);
+        if waits.is_empty() {
+            return Ok(());
+        }
+        self.signals.streams().record_use(stream);
+        // SAFETY: the words lie in pages of this process and one other (or of this one alone), which are let go only
+        // when this stream, noted above, is proven to be past them.
+        unsafe { stream.batch(&waits) }
+    }
+
+    /// Promises a release of the permit behind the stream's work, and has the stream signal it, behind that of earlier
+    /// holders unless it `is_behind` it already. An error: nothing is promised, and the stream has been given nothing. The
+    /// permit is not to be handed on before that stream's work is done.
+    pub(super) fn release(&self, permit: u32, stream: &Stream, is_behind: bool) -> Result<()> {
+        let mut before = if is_behind { Vec::new() } else { self.waits(permit) };
+        let word = self.word_address(permit)?;
+        let value = self.shared_page.promise(permit, self.member);
+        // For the CPUs that look at the permit: no stream waits for this word.
+        before.push(StreamOp::Signal { word, value });
+        let released = self.signals.release(permit, stream, &before);
+        if released.is_err() {
+            self.shared_page.take_back(permit);
+        }
+        released
+    }
+
+    /// Hands a permit on once `stream`, which gives no signal, is past what it was given so far: it is being captured, or
+    /// the driver refuses.
+    pub(super) fn hand_on_deferred(self: &Arc<Self>, permit: u32, stream: &Stream) {
+        let (local, mut fence) = (self.clone(), Fence::behind(stream));
+        // However long that takes.
+        self.reactor.drop_after(move || {
+            let is_past = fence.is_reached();
+            if is_past {
+                local.shared_page.hand_on(permit, local.member);
+            }
+            is_past
+        });
+    }
+}
+
+impl Drop for LocalSemaphore {
+    fn drop(&mut self) {
+        let mut role = self.role.take();
+        if !self.owner_process.is_current() {
+            return std::mem::forget((role, self.shared_page.clone(), self.signals.clone(), self.monitor.clone()));
+        }
+        let (shared_page, signals, monitor) = (self.shared_page.clone(), self.signals.clone(), self.monitor.clone());
+        let (streams, mut fence) = (signals.streams().clone(), None);
+        // A creator whose streams wait for members must still see them die; else the name is free at once.
+        if matches!(role, Some(SemaphoreRole::Creator { .. })) && fence.insert(streams.fence_busy()).is_reached() {
+            drop(role.take());
+        }
+        // Others wait for the name, and for the goodbye.
+        self.reactor.drop_after(move || {
+            let (shared_page, signals, monitor) = (&shared_page, &signals, &monitor);
+            if !fence.get_or_insert_with(|| streams.fence()).is_reached() || !signals.catch_up() {
+                return DropReadiness::Busy;
+            }
+            // Only now a goodbye: whoever has said it owes no signal any more. And only now the page: never on this
+            // thread, since to unregister memory, a driver may wait for a stream that waits for a peer.
+            drop(role.take());
+            // The member monitor has one of each.
+            let is_last = Arc::strong_count(monitor) == 1
+                && Arc::strong_count(shared_page) == 2
+                && Arc::strong_count(signals) == 2;
+            if is_last { DropReadiness::Ready } else { DropReadiness::Held }
+        });
+    }
+}

@@ -1,0 +1,170 @@
+//! What a member does by itself when others die: the creator may be among them.
+//!
+//! A stream of ours may wait for what another member's device has not signalled yet, on a [page](super::signals) of the
+//! two of us: nobody else could let it go. So before a stream of ours is made to wait, we have asked the creator for
+//! pidfd and lifeline of everybody it waits for, and watch these ourselves.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use super::page::{CREATOR, SemaphorePage};
+use super::server::SemaphoreNotice;
+use super::signals::MemberSignals;
+use crate::error::{Error, Result};
+use crate::fork::OwnerProcess;
+use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Process};
+use crate::ipc::{IncomingReply, SessionObserver, decode};
+use crate::runtime::closer::PeerFd;
+use crate::runtime::reactor::{EventSource, Next, Registration};
+
+/// What the creator has told us and the control thread has not come to: two for each member that there can be.
+const NOTICES_MAX: usize = 512;
+
+/// Watches the creator and those whose signals our streams wait for.
+pub(super) struct MemberMonitor {
+    owner_process: OwnerProcess,
+    shared_page: Arc<SemaphorePage>,
+    signals: Arc<MemberSignals>,
+    weak_self: Weak<MemberMonitor>,
+    member: u32,
+    /// The creator is there no more.
+    is_over: AtomicBool,
+    notices: AtomicUsize,
+    /// Proven dead, and perhaps owing something behind the work of the living.
+    dead: Mutex<BTreeSet<u32>>,
+    /// By member.
+    watched_members: Mutex<BTreeMap<u32, (Registration, Arc<Process>)>>,
+}
+
+impl std::fmt::Debug for MemberMonitor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MemberMonitor").field("member", &self.member).finish_non_exhaustive()
+    }
+}
+
+impl MemberMonitor {
+    pub(super) fn new(shared_page: Arc<SemaphorePage>, signals: Arc<MemberSignals>, member: u32) -> Arc<MemberMonitor> {
+        Arc::new_cyclic(|weak_self: &Weak<MemberMonitor>| MemberMonitor {
+            owner_process: OwnerProcess::current(),
+            shared_page,
+            signals,
+            weak_self: weak_self.clone(),
+            member,
+            is_over: AtomicBool::new(false),
+            notices: AtomicUsize::new(0),
+            dead: Mutex::default(),
+            watched_members: Mutex::default(),
+        })
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.is_over.load(SeqCst)
+    }
+
+    pub(super) fn watched(&self) -> Weak<dyn EventSource> {
+        self.weak_self.clone()
+    }
+
+    /// Whether this process will hear of the member's death.
+    pub(super) fn watches(&self, member: u32) -> bool {
+        member == self.member || member == CREATOR || self.watched_members().contains_key(&member)
+    }
+
+    /// Begins to watch a member. At once [`EventSource::on_ready`] if it is dead already.
+    pub(super) fn watch_member(&self, member: u32, process: [PeerFd; 3], name: &str) -> Result<()> {
+        let process = Process::relayed(process).map_err(|fault| Error::Protocol {
+            name: name.to_string(),
+            field: "descriptors of a member",
+            found: fault.to_string(),
+            allowed: "a pidfd and a lifeline".into(),
+        })?;
+        let watch = process.watch(DeathEvidence::Orphaned(ORPHAN_TIMEOUT), &self.watched(), member.into())?;
+        let forgotten = self.watched_members().insert(member, (watch, process));
+        drop(forgotten);
+        Ok(())
+    }
+
+    /// The member is here no more: what it owes is stored, and nothing of it kept. Not on the reactor's thread.
+    pub(super) fn remove_member(&self, member: u32) {
+        let forgotten = self.watched_members().remove(&member);
+        drop(forgotten);
+        self.handle_death(member);
+        self.signals.remove_member(member);
+    }
+
+    fn watched_members(&self) -> MutexGuard<'_, BTreeMap<u32, (Registration, Arc<Process>)>> {
+        self.watched_members.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn dead(&self) -> MutexGuard<'_, BTreeSet<u32>> {
+        self.dead.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The member is proven dead, or has left and owes nothing.
+    pub(super) fn handle_death(&self, member: u32) {
+        self.signals.end_waits(member);
+        self.dead().insert(member);
+        self.complete_dead_signals();
+    }
+
+    fn on_notice(&self, mut incoming: IncomingReply) {
+        let name = self.signals.name();
+        match (decode(&incoming.body, name), incoming.fds.pop()) {
+            // Who asked times out if it fails.
+            (Ok(SemaphoreNotice::Serve { member }), Some(page)) => drop(self.signals.add_listener(member, page)),
+            (Ok(SemaphoreNotice::Gone { member }), None) => self.remove_member(member),
+            _ => {}
+        }
+    }
+
+    fn complete_dead_signals(&self) {
+        let mut dead = self.dead();
+        if !dead.is_empty() {
+            self.shared_page.complete_dead_signals(|member| dead.contains(&member));
+            // The creator's death concerns whatever is promised by then, and it promises nothing afterwards.
+            dead.retain(|&member| self.shared_page.owes_signal(member));
+        }
+    }
+}
+
+impl SessionObserver for MemberMonitor {
+    fn on_closed(&self, _graceful: bool) {
+        self.is_over.store(true, SeqCst);
+        self.shared_page.wake_member(self.member);
+    }
+
+    fn on_orphaned(&self) {
+        self.handle_death(CREATOR);
+    }
+
+    /// On the reactor's thread: what follows calls the driver.
+    fn on_notification(&self, incoming: IncomingReply) {
+        let Some(monitor) = self.weak_self.upgrade() else { return };
+        // More than an honest creator sends are dropped.
+        if self.notices.fetch_add(1, SeqCst) >= NOTICES_MAX {
+            self.notices.fetch_sub(1, SeqCst);
+            return;
+        }
+        self.signals.reactor().run_on_control_thread(Box::new(move || {
+            monitor.on_notice(incoming);
+            monitor.notices.fetch_sub(1, SeqCst);
+        }));
+    }
+}
+
+impl EventSource for MemberMonitor {
+    fn on_ready(&self, tag: u64) -> Next {
+        if self.owner_process.is_current()
+            && let Ok(member) = u32::try_from(tag)
+        {
+            self.handle_death(member);
+        }
+        Next::Stop
+    }
+
+    fn on_tick(&self, _now_ns: u64) {
+        self.complete_dead_signals();
+        self.signals.tick();
+    }
+}

@@ -1,0 +1,474 @@
+//! The shared words of a semaphore, and what is done with them. `docs/design/semaphore-page.md` draws them byte by byte.
+//!
+//! **Who has a permit.** Its owner word says it: 0 is free, everything else a member's number. With one exception: a
+//! *wait slot* (where somebody waits) in phase [`GRANTED`] names the permit that has been handed to it, and from the
+//! compare-and-swap that wrote this on, the permit is the waiter's, whatever its owner word says until the waiter has
+//! put its own number there. So a permit changes hands by one compare-and-swap, and wherever a process dies the permit
+//! is free, or is a dead member's, and [`SemaphorePage::sweep`] knows which.
+//!
+//! **Nobody is forgotten.** Who gives back looks for a waiter, stores 0, and looks again; who waits makes itself seen and
+//! then looks for a free permit. All of these are `SeqCst`, so one of the two sees the other. Who sees both a free permit
+//! and a waiter brings them together ([`SemaphorePage::match_waiters`]), whoever it is. A waiter that was not woken (its giver died
+//! between the hand-over and the wake-up) looks by itself every [`RECHECK_INTERVAL`].
+//!
+//! **Nobody overtakes.** While anybody waits, free permits go to the oldest ticket alone.
+//!
+//! **What a wrong member can do.** All members can write all of this, and remove pages of it. One that does so wrongly
+//! can take permits it has not got, give away those of others, make permits unusable, turn the order round, and let
+//! streams start early. It cannot make a stream wait that would not otherwise (those wait on [pages of
+//! two](super::signals)), nor make anybody read outside the page, panic, or loop: numbers are compared or checked and never used to address
+//! unchecked, and every loop here has a bound.
+
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+use std::time::Duration;
+
+use crate::atomic::{self, AtomicU32, AtomicU64};
+use crate::backend::{DevicePtr, TimelineWord};
+use crate::shm::page::{PAGE_BYTES, SharedPage};
+
+/// The most permits.
+pub(super) const PERMITS_MAX: u32 = 1024;
+
+/// The most who can wait in order.
+pub(super) const WAIT_SLOTS: u32 = 256;
+
+/// The most works of one permit that may be under way on devices: its holders' streams wait for each other, and for
+/// each it is remembered who is to signal it.
+pub(super) const IN_FLIGHT_MAX: u64 = 8;
+
+/// The creator's number. Visitors are counted from 1.
+pub(super) const CREATOR: u32 = u32::MAX;
+
+/// How long a waiter sleeps at most between looks.
+pub(super) const RECHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Attempts to bring a permit and a waiter together before it is left to the next who looks. Each fails only because
+/// somebody else has just succeeded; an honest crowd does not come near.
+const ATTEMPTS: u32 = 512;
+
+const TICKETS: usize = 0;
+const HANDED: usize = 8;
+const BITS: usize = 64;
+const WAIT_SLOTS_AT: usize = PAGE_BYTES;
+const WAIT_SLOT_BYTES: usize = 64;
+const PERMIT: usize = WAIT_SLOTS_AT + WAIT_SLOTS as usize * WAIT_SLOT_BYTES;
+const PERMIT_BYTES: usize = 64;
+
+/// Inside a wait slot.
+const STATE: usize = 0;
+const TICKET: usize = 8;
+const BELL: usize = 16;
+
+/// Inside a permit.
+const OWNER: usize = 0;
+const PROMISED: usize = 8;
+const WORD: usize = 16;
+const SIGNALLERS: usize = 32;
+
+const _: () = assert!(SIGNALLERS + IN_FLIGHT_MAX as usize * size_of::<u32>() == PERMIT_BYTES);
+const _: () = assert!(WORD.is_multiple_of(align_of::<TimelineWord>()) && PERMIT.is_multiple_of(PERMIT_BYTES));
+const _: () = assert!(BITS + WAIT_SLOTS as usize / 8 <= PAGE_BYTES && PERMITS_MAX - 1 == STATE_PERMIT as u32);
+
+/// Phases of a wait slot, the low bits of its state.
+const FREE: u64 = 0;
+const CLAIMED: u64 = 1;
+const WAITING: u64 = 2;
+const GRANTED: u64 = 3;
+
+const STATE_PERMIT: u64 = 0x3ff;
+const STATE_COUNT: u64 = 0xf_ffff;
+
+/// A wait slot's state in one word, so that it changes in one step.
+fn state(member: u32, phase: u64, permit: u32, count: u64) -> u64 {
+    u64::from(member) << 32 | (count & STATE_COUNT) << 12 | (u64::from(permit) & STATE_PERMIT) << 2 | phase
+}
+
+fn phase_of(state: u64) -> u64 {
+    state & 3
+}
+
+fn member_of(state: u64) -> u32 {
+    (state >> 32) as u32
+}
+
+fn permit_of(state: u64) -> u32 {
+    (state >> 2 & STATE_PERMIT) as u32
+}
+
+/// Bytes of the page for so many permits.
+pub(super) fn bytes_for(permits: u32) -> usize {
+    (PERMIT + permits as usize * PERMIT_BYTES).next_multiple_of(PAGE_BYTES)
+}
+
+/// A wait slot that is this member's.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct WaitSlot {
+    pub(super) index: u32,
+    /// Hand-overs there had been when it began to wait.
+    pub(super) handed: u64,
+}
+
+/// What has become of a waiter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum WaitProgress {
+    Waiting,
+    /// It has this permit, after so many had gone to others.
+    Granted {
+        permit: u32,
+        passed: u64,
+    },
+    /// Its wait slot is not its own any more, which no honest member does.
+    Lost,
+}
+
+/// The mapped page of one semaphore.
+#[derive(Debug)]
+pub(super) struct SemaphorePage {
+    page: SharedPage,
+    permits: u32,
+}
+
+impl SemaphorePage {
+    /// # Panics
+    /// If the page is not as long as so many permits need.
+    pub(super) fn new(page: SharedPage, permits: u32) -> SemaphorePage {
+        assert!((1..=PERMITS_MAX).contains(&permits) && page.bytes() >= bytes_for(permits));
+        SemaphorePage { page, permits }
+    }
+
+    pub(super) fn permits(&self) -> u32 {
+        self.permits
+    }
+
+    #[cfg(test)]
+    pub(super) fn first_word(&self) -> &AtomicU64 {
+        self.page.at(0)
+    }
+
+    /// Writes one value everywhere.
+    #[cfg(test)]
+    pub(super) fn scribble(&self, value: u64) {
+        (0..self.page.bytes() / 8).for_each(|index| self.page.at::<AtomicU64>(8 * index).store(value, SeqCst));
+    }
+
+    fn bits(&self, group: u32) -> &AtomicU64 {
+        self.page.at(BITS + 8 * group as usize)
+    }
+
+    fn in_slot<T: crate::shm::page::AtomicsOnly>(&self, slot: u32, field: usize) -> &T {
+        assert!(slot < WAIT_SLOTS);
+        self.page.at(WAIT_SLOTS_AT + slot as usize * WAIT_SLOT_BYTES + field)
+    }
+
+    fn slot_state(&self, slot: u32) -> &AtomicU64 {
+        self.in_slot(slot, STATE)
+    }
+
+    fn in_permit(&self, permit: u32, field: usize) -> usize {
+        assert!(permit < self.permits);
+        PERMIT + permit as usize * PERMIT_BYTES + field
+    }
+
+    fn owner(&self, permit: u32) -> &AtomicU64 {
+        self.page.at(self.in_permit(permit, OWNER))
+    }
+
+    /// The word that the permit's devices order themselves by.
+    pub(super) fn word(&self, permit: u32) -> &TimelineWord {
+        self.page.at(self.in_permit(permit, WORD))
+    }
+
+    /// The same word's address for a device.
+    pub(super) fn device_word(&self, permit: u32) -> Option<DevicePtr> {
+        self.page.device_ptr(self.in_permit(permit, WORD))
+    }
+
+    fn signaller(&self, permit: u32, value: u64) -> &AtomicU32 {
+        let at = (value % IN_FLIGHT_MAX) as usize * size_of::<u32>();
+        self.page.at(self.in_permit(permit, SIGNALLERS + at))
+    }
+
+    /// The value that the permit's word has when all its earlier holders' work is done.
+    pub(super) fn due(&self, permit: u32) -> u64 {
+        self.page.at::<AtomicU64>(self.in_permit(permit, PROMISED)).load(Acquire)
+    }
+
+    /// Says that `me`, who has the permit, will signal the value returned. To be called before the signal is enqueued,
+    /// and while the word is at most [`IN_FLIGHT_MAX`] behind it. One store makes it so: who dies before it has
+    /// promised nothing.
+    pub(super) fn promise(&self, permit: u32, me: u32) -> u64 {
+        let value = self.due(permit).wrapping_add(1);
+        self.signaller(permit, value).store(me, SeqCst);
+        self.page.at::<AtomicU64>(self.in_permit(permit, PROMISED)).store(value, SeqCst);
+        value
+    }
+
+    /// Takes back the last promise, by who has the permit still: no stream signals it. Who dies before that leaves a promise
+    /// that is stored for it.
+    pub(super) fn take_back(&self, permit: u32) {
+        let value = self.due(permit).wrapping_sub(1);
+        self.page.at::<AtomicU64>(self.in_permit(permit, PROMISED)).store(value, SeqCst);
+    }
+
+    /// Who is to signal what the permit's word has not reached yet, from the oldest on.
+    pub(super) fn in_flight(&self, permit: u32) -> impl Iterator<Item = (u64, u32)> + '_ {
+        let (reached, due) = (self.word(permit).load(), self.due(permit));
+        let count = if due.wrapping_sub(reached) as i64 > 0 { due.wrapping_sub(reached).min(IN_FLIGHT_MAX) } else { 0 };
+        let values = (0..count).map(move |back| due.wrapping_sub(count - 1 - back));
+        values.map(move |value| (value, self.signaller(permit, value).load(SeqCst)))
+    }
+
+    /// Whether anybody waits, or is just about to leave.
+    pub(super) fn has_waiters(&self) -> bool {
+        (0..WAIT_SLOTS / 64).any(|group| self.bits(group).load(SeqCst) != 0)
+    }
+
+    /// Whether at most one is in line.
+    pub(super) fn is_first_in_line(&self) -> bool {
+        (0..WAIT_SLOTS / 64).map(|group| self.bits(group).load(SeqCst).count_ones()).sum::<u32>() <= 1
+    }
+
+    /// How many wait, for people.
+    pub(super) fn waiting(&self) -> u32 {
+        self.visible_slots().filter(|&slot| phase_of(self.slot_state(slot).load(Relaxed)) == WAITING).count() as u32
+    }
+
+    /// How many are free, for people.
+    pub(super) fn available(&self) -> u32 {
+        (0..self.permits).filter(|&permit| self.owner(permit).load(Relaxed) == 0).count() as u32
+    }
+
+    fn visible_slots(&self) -> impl Iterator<Item = u32> + '_ {
+        (0..WAIT_SLOTS / 64).flat_map(move |group| {
+            let mut bits = self.bits(group).load(SeqCst);
+            std::iter::from_fn(move || {
+                let bit = (bits != 0).then(|| bits.trailing_zeros())?;
+                bits &= bits - 1;
+                Some(64 * group + bit)
+            })
+        })
+    }
+
+    /// Takes a free permit, whether anybody waits or not; looked for from `first` on. One whose devices are done comes
+    /// before one that would make a stream wait.
+    pub(super) fn take_free(&self, me: u32, first: u32) -> Option<u32> {
+        self.take_free_of(me, first, |_| true)
+    }
+
+    /// The same among those that `may` be taken.
+    pub(super) fn take_free_of(&self, me: u32, first: u32, may: impl Fn(u32) -> bool) -> Option<u32> {
+        let all = || (0..self.permits).map(|step| (first % self.permits + step) % self.permits);
+        let in_turn = || all().filter(|&permit| may(permit));
+        let is_done = |&permit: &u32| self.word(permit).reached(self.due(permit));
+        let idle = in_turn().filter(is_done).find(|&permit| self.take(permit, me));
+        idle.or_else(|| in_turn().find(|&permit| self.take(permit, me)))
+    }
+
+    fn take(&self, permit: u32, me: u32) -> bool {
+        let owner = self.owner(permit);
+        owner.load(SeqCst) == 0 && owner.compare_exchange(0, me.into(), SeqCst, SeqCst).is_ok()
+    }
+
+    /// The one who has waited longest.
+    fn oldest(&self) -> Option<(u32, u64)> {
+        let waiting = |slot| {
+            let state = self.slot_state(slot).load(SeqCst);
+            (phase_of(state) == WAITING).then(|| (self.in_slot::<AtomicU64>(slot, TICKET).load(SeqCst), slot, state))
+        };
+        self.visible_slots().filter_map(waiting).min().map(|(_, slot, state)| (slot, state))
+    }
+
+    /// Passes a permit that `me` has to the oldest waiter, or frees it.
+    pub(super) fn hand_on(&self, permit: u32, me: u32) {
+        for _ in 0..ATTEMPTS {
+            match self.oldest() {
+                Some((slot, seen)) => {
+                    if self.grant(permit, slot, seen) {
+                        return;
+                    }
+                }
+                None => {
+                    self.owner(permit).store(0, SeqCst);
+                    // Who has begun to wait since we looked may have looked before this store.
+                    if self.oldest().is_none() || !self.take(permit, me) {
+                        return;
+                    }
+                }
+            }
+        }
+        self.owner(permit).store(0, SeqCst);
+    }
+
+    fn grant(&self, permit: u32, slot: u32, seen: u64) -> bool {
+        let handed = self.page.at::<AtomicU64>(HANDED);
+        let granted = state(member_of(seen), GRANTED, permit, handed.load(SeqCst));
+        let is_ours = self.slot_state(slot).compare_exchange(seen, granted, SeqCst, SeqCst).is_ok();
+        if is_ours {
+            handed.fetch_add(1, SeqCst);
+            self.ring(slot);
+        }
+        is_ours
+    }
+
+    /// Brings free permits and waiters together, whoever left them apart.
+    pub(super) fn match_waiters(&self, me: u32) {
+        for _ in 0..ATTEMPTS {
+            if self.oldest().is_none() {
+                return;
+            }
+            let Some(permit) = self.take_free(me, 0) else { return };
+            self.hand_on(permit, me);
+        }
+    }
+
+    /// Begins to wait; `None` if all wait slots are taken.
+    pub(super) fn begin_wait(&self, me: u32) -> Option<WaitSlot> {
+        let claim = |&slot: &u32| {
+            let word = self.slot_state(slot);
+            word.load(SeqCst) == FREE && word.compare_exchange(FREE, state(me, CLAIMED, 0, 0), SeqCst, SeqCst).is_ok()
+        };
+        let index = (0..WAIT_SLOTS).find(claim)?;
+        let ticket = self.page.at::<AtomicU64>(TICKETS).fetch_add(1, SeqCst);
+        self.in_slot::<AtomicU64>(index, TICKET).store(ticket, SeqCst);
+        self.slot_state(index).store(state(me, WAITING, 0, 0), SeqCst);
+        // Seen from here on.
+        self.bits(index / 64).fetch_or(1 << (index % 64), SeqCst);
+        Some(WaitSlot { index, handed: self.page.at::<AtomicU64>(HANDED).load(SeqCst) })
+    }
+
+    /// What has become of the wait. A permit that was granted has been taken over, and the wait slot is given up.
+    pub(super) fn check_wait(&self, slot: WaitSlot, me: u32) -> WaitProgress {
+        let seen = self.slot_state(slot.index).load(SeqCst);
+        match phase_of(seen) {
+            _ if member_of(seen) != me => WaitProgress::Lost,
+            WAITING => WaitProgress::Waiting,
+            GRANTED if permit_of(seen) < self.permits => {
+                let permit = permit_of(seen);
+                self.owner(permit).store(me.into(), SeqCst);
+                self.free_slot(slot.index);
+                WaitProgress::Granted { permit, passed: (seen >> 12).wrapping_sub(slot.handed) & STATE_COUNT }
+            }
+            _ => {
+                self.free_slot(slot.index);
+                WaitProgress::Lost
+            }
+        }
+    }
+
+    /// Ends the wait, unless it has been granted meanwhile.
+    pub(super) fn cancel_wait(&self, slot: WaitSlot, me: u32) -> WaitProgress {
+        let (waiting, claimed) = (state(me, WAITING, 0, 0), state(me, CLAIMED, 0, 0));
+        if self.slot_state(slot.index).compare_exchange(waiting, claimed, SeqCst, SeqCst).is_err() {
+            return self.check_wait(slot, me);
+        }
+        self.free_slot(slot.index);
+        WaitProgress::Waiting
+    }
+
+    /// First unseen, then free: a wait slot that is seen is never free.
+    fn free_slot(&self, slot: u32) {
+        self.bits(slot / 64).fetch_and(!(1 << (slot % 64)), SeqCst);
+        self.slot_state(slot).store(FREE, SeqCst);
+    }
+
+    fn ring(&self, slot: u32) {
+        let bell = self.in_slot::<AtomicU32>(slot, BELL);
+        bell.fetch_add(1, SeqCst);
+        atomic::wake(bell);
+    }
+
+    /// Wakes all who wait for `me`, so that they look at what this process knows.
+    pub(super) fn wake_member(&self, me: u32) {
+        self.visible_slots()
+            .filter(|&slot| member_of(self.slot_state(slot).load(SeqCst)) == me)
+            .for_each(|p| self.ring(p));
+    }
+
+    /// Sleeps until the wait slot is rung, or `limit` has passed. `is_due` is asked after the bell has been looked at, so
+    /// no ring is missed.
+    pub(super) fn sleep(&self, slot: WaitSlot, limit: Duration, is_due: impl FnOnce() -> bool) {
+        let bell = self.in_slot::<AtomicU32>(slot.index, BELL);
+        let seen = bell.load(SeqCst);
+        if is_due() || phase_of(self.slot_state(slot.index).load(SeqCst)) != WAITING {
+            return;
+        }
+        atomic::wait(bell, seen, limit);
+    }
+
+    /// Takes back what belongs to nobody who is here. By the creator alone, and by one thread of it at a time.
+    pub(super) fn sweep(&self, is_present: impl Fn(u32) -> bool) {
+        for slot in 0..WAIT_SLOTS {
+            let seen = self.slot_state(slot).load(SeqCst);
+            let ours = state(CREATOR, CLAIMED, 0, 0);
+            let is_dead = phase_of(seen) != FREE && !is_present(member_of(seen));
+            // It fails if the wait has just been granted: the next sweep, or this one's second look, takes that back.
+            let is_taken = |seen| self.slot_state(slot).compare_exchange(seen, ours, SeqCst, SeqCst).is_ok();
+            if is_dead && is_taken(seen) {
+                self.reclaim_slot(slot, seen);
+            } else if is_dead {
+                let again = self.slot_state(slot).load(SeqCst);
+                if phase_of(again) != FREE && !is_present(member_of(again)) && is_taken(again) {
+                    self.reclaim_slot(slot, again);
+                }
+            }
+        }
+        for permit in 0..self.permits {
+            let owner = self.owner(permit).load(SeqCst);
+            let is_ownerless = owner != 0 && !u32::try_from(owner).is_ok_and(&is_present);
+            // Granted by the dead one before it died, and not taken over yet: it is the waiter's.
+            if is_ownerless
+                && !self.is_granted(permit)
+                && self.owner(permit).compare_exchange(owner, CREATOR.into(), SeqCst, SeqCst).is_ok()
+            {
+                self.hand_on(permit, CREATOR);
+            }
+        }
+        self.complete_dead_signals(|member| !is_present(member));
+        self.match_waiters(CREATOR);
+    }
+
+    /// Gives up a dead waiter's wait slot, which is the creator's by now, and passes on what it had been granted.
+    fn reclaim_slot(&self, slot: u32, seen: u64) {
+        let permit = permit_of(seen);
+        let is_granted = phase_of(seen) == GRANTED && permit < self.permits;
+        if is_granted {
+            self.owner(permit).store(CREATOR.into(), SeqCst);
+        }
+        self.free_slot(slot);
+        if is_granted {
+            self.hand_on(permit, CREATOR);
+        }
+    }
+
+    fn is_granted(&self, permit: u32) -> bool {
+        self.visible_slots()
+            .map(|slot| self.slot_state(slot).load(SeqCst))
+            .any(|seen| phase_of(seen) == GRANTED && permit_of(seen) == permit)
+    }
+
+    /// Stores what the dead owe: each value whose signaller is dead, once the one before it has been reached. Values of
+    /// the living are theirs to signal, and hold up what comes behind them: this is to be called again while anybody
+    /// dead owes anything.
+    pub(super) fn complete_dead_signals(&self, is_dead: impl Fn(u32) -> bool) {
+        for permit in 0..self.permits {
+            let word = self.word(permit);
+            let owed = self.in_flight(permit).take_while(|&(_, member)| is_dead(member));
+            // From exactly the value before: survivors and the creator may do this side by side, and what is further
+            // behind than honest members let it fall has lost its beginning.
+            owed.for_each(|(value, _)| word.advance(value.wrapping_sub(1), value));
+        }
+    }
+
+    /// Whether `member` has a permit or a wait slot, or is to signal something.
+    pub(super) fn holds(&self, member: u32) -> bool {
+        let waits = |state: u64| phase_of(state) != FREE && member_of(state) == member;
+        (0..WAIT_SLOTS).any(|slot| waits(self.slot_state(slot).load(SeqCst)))
+            || (0..self.permits).any(|permit| self.owner(permit).load(SeqCst) == u64::from(member))
+            || self.owes_signal(member)
+    }
+
+    /// Whether `member` is to signal something.
+    pub(super) fn owes_signal(&self, member: u32) -> bool {
+        (0..self.permits).any(|permit| self.in_flight(permit).any(|(_, signaller)| signaller == member))
+    }
+}

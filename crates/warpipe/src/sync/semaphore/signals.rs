@@ -1,0 +1,301 @@
+//! The words that members' streams wait for: each pair of members that needs one has a page of its own.
+//!
+//! The semaphore's own page is everybody's: any member can write it, and remove pages of it under a device. So no
+//! stream waits there. A member that releases a permit behind a stream counts that release, for this permit, in
+//! memory of its own ([`Signaler`]), and its stream signals the count there and to every *listener*: a member whose
+//! streams have had to wait for it. The two share a page that nobody else has, and that is sealed against removal.
+//!
+//! A stream that is given a permit waits for all that its last signallers have *promised*: a promise is stored in the
+//! listener's page by the CPU of who makes it, before the permit is handed on. Nothing that a third member writes
+//! anywhere comes into it, except who the signallers are: then a stream may go on too early, but never hangs.
+//!
+//! When a member is proven dead, each of its listeners lifts all words that they share above every count.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::backend::StreamOp;
+use crate::clock::Stopwatch;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::runtime::closer::PeerFd;
+use crate::runtime::fence::StreamSet;
+use crate::runtime::reactor::{DropReadiness, Reactor};
+use crate::runtime::timed_lock::TimedLock;
+use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX};
+use crate::shm::page::{SharedPage, UnsealedPage};
+use crate::shm::signaler::Signaler;
+use crate::stream::{Backoff, Stream};
+
+/// The most members that listen to one: the creator and all others.
+const LISTENERS_MAX: usize = 257;
+
+/// Where the counts begin in a page.
+const LANES: usize = 64;
+
+/// Bytes of a page of two members, for so many permits.
+pub(super) fn bytes_for(permits: u32) -> usize {
+    (LANES + permits as usize * (COUNTER_BYTES + 8)).next_multiple_of(crate::shm::page::PAGE_BYTES)
+}
+
+/// Where a page for so many permits says what has been promised of one.
+pub(super) fn promised_at(permits: u32, permit: u32) -> usize {
+    LANES + permits as usize * COUNTER_BYTES + permit as usize * 8
+}
+
+/// A page of a signaller and a listener.
+#[derive(Debug, Clone)]
+struct PairPage {
+    page: Arc<SharedPage>,
+    permits: u32,
+}
+
+impl PairPage {
+    /// 1 once the signaller signals here.
+    fn is_served(&self) -> &AtomicU32 {
+        self.page.at(0)
+    }
+
+    /// The signaller's releases of a permit that its streams have come to.
+    fn lane(&self, permit: u32) -> SharedCounter {
+        debug_assert!(permit < self.permits);
+        SharedCounter::new(&self.page, LANES + permit as usize * COUNTER_BYTES)
+    }
+
+    /// Those that it has given to a stream.
+    fn promised(&self, permit: u32) -> &AtomicU64 {
+        self.page.at(promised_at(self.permits, permit))
+    }
+
+    fn end_waits(&self) {
+        (0..self.permits).for_each(|permit| self.lane(permit).end());
+    }
+}
+
+/// A member whose signals our streams wait for.
+#[derive(Debug)]
+struct HeardMember {
+    pair_page: PairPage,
+    is_dead: bool,
+}
+
+/// One member's part.
+#[derive(Debug)]
+pub(super) struct MemberSignals {
+    member: u32,
+    name: String,
+    device: Device,
+    streams: Arc<StreamSet>,
+    reactor: Arc<Reactor>,
+    /// For each permit, our releases of it.
+    raisers: Vec<Signaler>,
+    listeners: Mutex<Vec<(u32, PairPage)>>,
+    /// No call of the driver is made under it: the reactor takes it.
+    heard: Mutex<BTreeMap<u32, HeardMember>>,
+    /// Some listener lacks counts that were given out before it came.
+    has_lagging_listener: AtomicBool,
+    /// One thread at a time gets to know another member.
+    pub(super) connecting: TimedLock,
+}
+
+impl MemberSignals {
+    pub(super) fn new(
+        member: u32,
+        permits: u32,
+        name: &str,
+        device: &Device,
+        reactor: &Arc<Reactor>,
+    ) -> Result<Arc<MemberSignals>> {
+        let own = Arc::new(SharedPage::private(device, permits as usize * COUNTER_BYTES)?);
+        let raisers =
+            (0..permits as usize).map(|permit| Signaler::new(SharedCounter::new(&own, permit * COUNTER_BYTES), 0));
+        Ok(Arc::new(MemberSignals {
+            member,
+            name: name.to_string(),
+            device: device.clone(),
+            streams: Arc::default(),
+            reactor: reactor.clone(),
+            raisers: raisers.collect(),
+            listeners: Mutex::default(),
+            heard: Mutex::default(),
+            has_lagging_listener: AtomicBool::new(false),
+            connecting: TimedLock::default(),
+        }))
+    }
+
+    /// The streams that were given anything to do with the semaphore.
+    pub(super) fn streams(&self) -> &Arc<StreamSet> {
+        &self.streams
+    }
+
+    pub(super) fn reactor(&self) -> &Arc<Reactor> {
+        &self.reactor
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn permits(&self) -> u32 {
+        self.raisers.len() as u32
+    }
+
+    fn listeners(&self) -> MutexGuard<'_, Vec<(u32, PairPage)>> {
+        self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn heard(&self) -> MutexGuard<'_, BTreeMap<u32, HeardMember>> {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Signals a release of `permit` behind the stream's work, after `before`. The permit is not handed on yet.
+    pub(super) fn release(&self, permit: u32, stream: &Stream, before: &[StreamOp]) -> Result<()> {
+        let raiser = &self.raisers[permit as usize];
+        let count = raiser.raise_behind(stream, &self.streams, before, |last| Ok(last + 1))?;
+        for (_, pair_page) in self.listeners().iter() {
+            pair_page.promised(permit).fetch_max(count, SeqCst);
+        }
+        Ok(())
+    }
+
+    /// What a stream that is given `permit` must wait for: all that `signallers` have promised so far.
+    pub(super) fn waits(&self, permit: u32, signallers: impl Iterator<Item = u32>) -> Vec<StreamOp> {
+        let mut waits: Vec<StreamOp> = Vec::new();
+        for signaller in signallers {
+            let wait = if signaller == self.member {
+                let raiser = &self.raisers[permit as usize];
+                raiser.own().wait_op(raiser.last())
+            } else {
+                self.heard().get(&signaller).and_then(|heard| {
+                    // What no lane comes to, not even by its end, is nonsense.
+                    let promised = heard.pair_page.promised(permit).load(SeqCst).min(VALUE_MAX);
+                    heard.pair_page.lane(permit).wait_op(promised)
+                })
+            };
+            waits.extend(wait.filter(|wait| !waits.contains(wait)));
+        }
+        waits
+    }
+
+    /// Whether streams of ours can wait for the member's.
+    pub(super) fn is_connected(&self, member: u32) -> bool {
+        member == self.member || self.heard().contains_key(&member)
+    }
+
+    /// Maps the page that is to be ours and another member's.
+    pub(super) fn map(&self, fd: PeerFd) -> Result<UnsealedPage> {
+        UnsealedPage::open(fd, bytes_for(self.permits()), &self.name)
+    }
+
+    /// Waits until `member` has sealed the page and signals there.
+    pub(super) fn connect(&self, member: u32, draft: UnsealedPage, timeout: Duration) -> Result<()> {
+        let (mut clock, mut backoff) = (Stopwatch::default(), Backoff::default());
+        let mut wait = |is_done: &dyn Fn() -> bool| {
+            while !is_done() {
+                if clock.elapsed() >= timeout {
+                    let what = format!("member {member} of {:?} to share its signals", self.name);
+                    return Err(Error::Timeout { what, waited: timeout });
+                }
+                backoff.pause();
+            }
+            Ok(())
+        };
+        wait(&|| draft.is_closed())?;
+        let pair_page = PairPage { page: Arc::new(draft.confirm(&self.device, &self.name)?), permits: self.permits() };
+        let served = wait(&|| pair_page.is_served().load(SeqCst) == 1);
+        if let Err(error) = served {
+            self.drop_page_deferred(pair_page);
+            return Err(error);
+        }
+        let earlier = self.heard().insert(member, HeardMember { pair_page, is_dead: false });
+        earlier.into_iter().for_each(|heard| self.drop_page_deferred(heard.pair_page));
+        Ok(())
+    }
+
+    /// Begins to signal to a member, on a page that it has mapped. On the control thread: calls the driver.
+    pub(super) fn add_listener(self: &Arc<Self>, member: u32, fd: PeerFd) -> Result<()> {
+        self.remove_listener(member);
+        if self.listeners().len() >= LISTENERS_MAX {
+            return Err(Error::argument("listener", member, format!("one of {LISTENERS_MAX}")));
+        }
+        let draft = UnsealedPage::open(fd, bytes_for(self.permits()), &self.name)?;
+        let pair_page = PairPage { page: Arc::new(draft.close(&self.device, &self.name)?), permits: self.permits() };
+        self.listeners().push((member, pair_page.clone()));
+        let mut has_all = true;
+        for (permit, raiser) in (0..).zip(&self.raisers) {
+            has_all &= raiser.add(member.into(), &pair_page.lane(permit));
+            pair_page.promised(permit).fetch_max(raiser.last(), SeqCst);
+        }
+        pair_page.is_served().store(1, SeqCst);
+        if !has_all {
+            self.has_lagging_listener.store(true, SeqCst);
+            let signals = self.clone();
+            self.reactor.drop_after(move || signals.catch_up());
+        }
+        Ok(())
+    }
+
+    /// Signals to a member no more.
+    fn remove_listener(&self, member: u32) {
+        let mut listeners = self.listeners();
+        let Some(index) = listeners.iter().position(|(listener, _)| *listener == member) else { return };
+        let (_, pair_page) = listeners.swap_remove(index);
+        drop(listeners);
+        self.raisers.iter().for_each(|raiser| drop(raiser.remove(member.into())));
+        self.drop_page_deferred(pair_page);
+    }
+
+    /// On the reactor's thread, which no driver holds up: CPU stores alone. What a dead member's device has written after
+    /// its page was lifted stands below.
+    pub(super) fn tick(&self) {
+        self.heard().values().filter(|heard| heard.is_dead).for_each(|heard| heard.pair_page.end_waits());
+        if self.has_lagging_listener.swap(false, SeqCst) && !self.catch_up() {
+            self.has_lagging_listener.store(true, SeqCst);
+        }
+    }
+
+    /// Whether listeners have every count that our streams have come to.
+    pub(super) fn catch_up(&self) -> bool {
+        self.raisers.iter().filter(|raiser| !raiser.catch_up()).count() == 0
+    }
+
+    /// The member is proven dead, or has left behind all of its signals: streams that wait for it go on. CPU stores
+    /// alone.
+    pub(super) fn end_waits(&self, member: u32) {
+        if let Some(heard) = self.heard().get_mut(&member) {
+            heard.is_dead = true;
+            heard.pair_page.end_waits();
+        }
+    }
+
+    /// The member is there no more, in either role.
+    pub(super) fn remove_member(&self, member: u32) {
+        self.end_waits(member);
+        self.remove_listener(member);
+        let heard = self.heard().remove(&member);
+        heard.into_iter().for_each(|heard| self.drop_page_deferred(heard.pair_page));
+    }
+
+    /// Lets a page go behind what streams were given for it.
+    fn drop_page_deferred(&self, pair_page: PairPage) {
+        let (streams, mut fence) = (self.streams.clone(), None);
+        self.reactor.drop_after(move || {
+            if Arc::strong_count(&pair_page.page) > 1 {
+                return DropReadiness::Held;
+            }
+            fence.get_or_insert_with(|| streams.fence()).is_reached().into()
+        });
+    }
+
+    /// For tests: the first word shared with `member`, whichever role it has.
+    #[cfg(test)]
+    pub(super) fn shared_with(&self, member: u32) -> Vec<Arc<SharedPage>> {
+        let listeners = self.listeners();
+        let served =
+            listeners.iter().filter(|(listener, _)| *listener == member).map(|(_, pair_page)| pair_page.page.clone());
+        served.chain(self.heard().get(&member).map(|heard| heard.pair_page.page.clone())).collect()
+    }
+}

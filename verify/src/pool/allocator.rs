@@ -1,0 +1,17 @@
+//! Stands for a pool's shared part: the books alone.
+
+use std::collections::HashMap;
+
+use super::block::{BlockUsers, Borrower, LentBlock, PoolCounts};
+use super::last_writers::LastWriters;
+use crate::memory::arena::{Arena, SlotId};
+
+pub(super) struct PoolState {
+    pub(super) arena: Arena,
+    pub(super) blocks: HashMap<SlotId, BlockUsers>,
+    pub(super) lent_blocks: HashMap<u64, LentBlock>,
+    pub(super) borrowers: HashMap<u64, Borrower>,
+    pub(super) counts: PoolCounts,
+    /// By region.
+    pub(super) last_writers: Vec<LastWriters>,
+}

@@ -1,0 +1,10 @@
+//! Stands for the channel: the watch over a publisher's life is the library's.
+
+#[path = "../../../crates/warpipe/src/pubsub/entry.rs"]
+pub(crate) mod entry;
+pub(crate) mod publisher_link;
+#[path = "../../../crates/warpipe/src/pubsub/ring.rs"]
+pub(crate) mod ring;
+mod work;
+
+pub(crate) use work::{CompletionWait, Data, Line, RawSample, RetainedSlot, SendError, Subscriber};

@@ -1,0 +1,23 @@
+//! Stands for a link's receiving end, as far as the watch over its publisher's life knows it.
+
+use std::sync::Arc;
+
+use crate::runtime::reactor::Reactor;
+
+#[path = "../../../crates/warpipe/src/pubsub/publisher_link/monitor.rs"]
+pub(crate) mod monitor;
+
+#[derive(Debug)]
+pub(crate) struct PublisherLink {
+    pub(super) reactor: Arc<Reactor>,
+}
+
+impl PublisherLink {
+    fn read_final_messages(&self) -> bool {
+        true
+    }
+}
+
+#[cfg(not(miri))]
+#[path = "../models/rescue.rs"]
+pub mod model;

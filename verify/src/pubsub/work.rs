@@ -1,0 +1,98 @@
+//! Stands for the links between a queue and its workers: answers come one after the other, their data later.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::rc::Rc;
+
+use crate::error::{Error, Result};
+use crate::pubsub::entry::Violation;
+use crate::queue::dispatcher::Sample;
+
+pub(crate) use crate::queue::dispatcher::SendError;
+
+/// What becomes of an answer's data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Data {
+    UnderWay,
+    Complete,
+    Lost,
+}
+
+/// A worker's link of answers.
+#[derive(Debug, Default)]
+pub(crate) struct Line {
+    pub(crate) answers: VecDeque<(Vec<u8>, Rc<RefCell<Data>>)>,
+    /// It came to its end; whether by a goodbye.
+    pub(crate) end: Option<bool>,
+    pub(crate) is_proven_dead: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct Subscriber(pub(crate) Rc<RefCell<Line>>);
+
+impl Subscriber {
+    /// Its depth, and what of it is held.
+    pub(crate) fn load(&self) -> (usize, usize) {
+        (4, 0)
+    }
+
+    pub(crate) fn take_raw_sample(&self) -> Result<Option<RawSample>> {
+        let mut line = self.0.borrow_mut();
+        match (line.answers.pop_front(), line.end) {
+            (Some((metadata, data)), _) => Ok(Some(RawSample { metadata, data })),
+            (None, Some(graceful)) => Err(Error::PublisherGone { graceful }),
+            (None, None) => Ok(None),
+        }
+    }
+
+    pub(crate) fn fail(&self, wrong: Violation) -> Error {
+        panic!("an honest worker is told that {wrong:?} breaks the protocol");
+    }
+
+    pub(crate) fn is_publisher_dead(&self) -> bool {
+        self.0.borrow().is_proven_dead
+    }
+
+    pub(crate) fn may_have_news(&self) -> bool {
+        true
+    }
+
+    pub(crate) fn set_asleep(&self, _: bool) {}
+}
+
+#[derive(Debug)]
+pub(crate) struct RawSample {
+    metadata: Vec<u8>,
+    data: Rc<RefCell<Data>>,
+}
+
+#[derive(Debug)]
+pub(crate) struct CompletionWait;
+
+impl RawSample {
+    pub(crate) fn metadata(&self) -> &[u8] {
+        &self.metadata
+    }
+
+    pub(crate) fn is_complete(&self) -> Result<bool> {
+        match *self.data.borrow() {
+            Data::UnderWay => Ok(false),
+            Data::Complete => Ok(true),
+            Data::Lost => Err(Error::Argument("the data was never complete".into())),
+        }
+    }
+
+    pub(crate) fn completion_wait(&self) -> CompletionWait {
+        CompletionWait
+    }
+}
+
+/// A job's input, kept until its outcome.
+#[derive(Debug)]
+pub(crate) struct RetainedSlot(pub(crate) Sample);
+
+impl RetainedSlot {
+    pub(crate) fn forward(&self, id: u64, told: &crate::pubsub::entry::Metadata) -> Result<Option<u64>> {
+        self.0.forward(id, told)
+    }
+}

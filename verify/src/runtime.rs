@@ -1,0 +1,58 @@
+//! Stands for the threads of a process and for what is dropped behind streams.
+
+pub(crate) mod fence {
+    use crate::stream::Stream;
+
+    #[derive(Debug, Default)]
+    pub(crate) struct StreamSet;
+
+    impl StreamSet {
+        pub(crate) fn record_use(&self, _: &Stream) {}
+    }
+}
+
+pub(crate) mod doorbell {
+    /// Whoever sleeps on it looks at other words.
+    #[derive(Debug, Default)]
+    pub(crate) struct LocalDoorbell;
+
+    impl LocalDoorbell {
+        pub(crate) fn ring(&self) {}
+    }
+}
+
+pub(crate) mod heartbeat {
+    use std::time::Duration;
+
+    /// The clock of a queue's leases is the model's.
+    #[derive(Debug, Default)]
+    pub(crate) struct Uptime;
+
+    impl Uptime {
+        pub(crate) fn ran(&self) -> Duration {
+            crate::queue::states::now()
+        }
+    }
+}
+
+pub(crate) mod reactor {
+    pub(crate) const TICK: std::time::Duration = std::time::Duration::from_millis(100);
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub(crate) enum Next {
+        Stop,
+    }
+
+    pub(crate) trait EventSource: Send + Sync {
+        fn on_ready(&self, tag: u64) -> Next;
+    }
+
+    #[derive(Debug)]
+    pub(crate) struct Reactor;
+
+    impl Reactor {
+        pub(crate) fn defer_drop(&self, deferred: Box<dyn Send>) {
+            drop(deferred);
+        }
+    }
+}
